@@ -27,8 +27,8 @@ from stored_steps import CASES
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.quant import WeightPart
-from evener.loading import dummy
 from evener.resolution.resolver import Resolver
+from evener_inspection import dummy_weights
 from evener_kernels_triton.tuning import Product, Tuning
 
 
@@ -66,10 +66,10 @@ def quantize(form: str, layers: int) -> None:
         return replace(part, tensors=part_of(how, part.rows, part.columns, hash(part.name) % 997, device).tensors)
 
     Resolver.packings = declared  # type: ignore[method-assign]
-    dummy._Noise.part = random  # type: ignore[method-assign]
+    dummy_weights._Noise.part = random  # type: ignore[method-assign]
 
 
-_ORIGINAL = Resolver.packings, dummy._Noise.part
+_ORIGINAL = Resolver.packings, dummy_weights._Noise.part
 
 
 def use(best: Mapping[str, Mapping[str, int]], form: str) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from evener.loading import dummy
+from evener_inspection import dummy_weights
 
 SEED, RANGE = 1234, 1e-3
 
 
-class Uniform(dummy._Noise):
-    """Replaces the noise of ``evener.loading.dummy``."""
+class Uniform(dummy_weights._Noise):
+    """Replaces the noise of ``evener_inspection.dummy_weights``."""
 
     def weight(self, item: Any, device: torch.device) -> torch.Tensor:
         if item.dummy in ("ones", "zeros"):
@@ -34,4 +34,4 @@ class Uniform(dummy._Noise):
 
 def use() -> None:
     """Make ``load=dummy`` draw such weights in this process."""
-    dummy._Noise = Uniform  # type: ignore[misc]
+    dummy_weights._Noise = Uniform  # type: ignore[misc]

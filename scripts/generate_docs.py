@@ -41,8 +41,9 @@ CONTRACTS = ROOT / "core/src/evener/contracts"
 MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "storage", "architecture", "pooling",
     "checkpoint", "communicator", "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared",
-    "statics", "weights", "generation.parsers", "generation.parsed", "grammar.library", "generation.drafter", "writing",
-    "conversion.quantizer", "conversion.views", "quantized.state", "adapters",
+    "statics", "weights", "tokenizer", "generation.chat", "generation.parsers", "generation.parsed", "grammar.library",
+    "generation.drafter", "generation.drafts", "writing", "conversion.quantizer", "conversion.views",
+    "quantized.state", "adapters",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.
 LAYERS = {
@@ -52,8 +53,8 @@ LAYERS = {
 }  # fmt: skip
 #: Every command, in the order in which they are met.
 COMMANDS = (
-    "run", "chat", "serve", "explain", "why-not", "tune", "convert", "config", "plugins", "doctor", "models", "new",
-    "conformance", "first-contact", "evidence", "version", "completion",
+    "run", "chat", "client", "serve", "explain", "why-not", "tune", "convert", "config", "plugins", "doctor", "models",
+    "new", "conformance", "first-contact", "evidence", "version", "completion",
 )  # fmt: skip
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
 

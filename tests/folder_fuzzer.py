@@ -109,14 +109,14 @@ def run(folder: Path) -> str:
 
 
 def _read_texts(folder: Path) -> None:
-    from evener.frontend.chat import Chat
+    from evener.frontend.chat import open_chat
     from evener.frontend.defaults import GenerationDefaults
     from evener.frontend.tokenizer import Tokenizer
     from evener.loading.checkpoint import open_files
 
     files = open_files(folder)
     tokenizer = Tokenizer.of(files)
-    Chat.of(files, tokenizer)
+    open_chat(files, tokenizer)
     GenerationDefaults.of(files, None if tokenizer is None else tokenizer.eos_id)
 
 

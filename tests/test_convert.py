@@ -104,6 +104,21 @@ def test_a_split_model_gives_the_tokens_of_the_whole_one_and_each_file_has_one_r
     assert max(sizes) < 0.8 * whole.stat().st_size
 
 
+def test_stages_of_a_split_model_have_the_layers_that_it_was_split_for(tmp_path: Path, one_thread: None) -> None:
+    source = tmp_path / "source"
+    config = {**find_architecture("Qwen3ForCausalLM").tiny_config(), **SIZES["Qwen3"], "num_hidden_layers": 3}
+    make_transformers(config, source)
+    stages = {"infer.pp_size": 2}
+    made = converted(source, tmp_path / "made", **stages, **{"infer.pp_layer_partition": "1,2"})
+    assert greedy(made, **stages) == greedy(source)
+    with rank_threads(from_overrides(str(made), {**SMALL, **stages})) as (_, executor):
+        info = executor.facts.info
+        assert [rank.layers for rank in info.ranks] == [(0, 1), (1, 3)]
+        assert info.config["infer.pp_layer_partition"] == {"value": ["1", "2"], "reason": "as the checkpoint was split"}
+    with pytest.raises(ConfigError, match=r"was split with infer.pp_layer_partition=1,2"):
+        greedy(made, **stages, **{"infer.pp_layer_partition": "2,1"})
+
+
 def test_a_split_model_is_refused_for_another_number_of_ranks_and_not_converted_again(tmp_path: Path) -> None:
     made = converted(model(tmp_path / "source"), tmp_path / "made", **{"infer.tp_size": 2})
     with pytest.raises(ConfigError, match=r"was split for infer.tp_size=2 infer.pp_size=1"):

@@ -22,7 +22,7 @@ from test_convert import greedy
 
 from evener.config import from_overrides
 from evener.errors import CheckpointError, EvenerError
-from evener.frontend.chat import Chat
+from evener.frontend.chat import open_chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_checkpoint
@@ -247,7 +247,7 @@ def test_the_tokenizer_template_ends_and_sampling_come_along(family: str, tmp_pa
     defaults = GenerationDefaults.of(files)
     assert set(defaults.eos_ids) == {1, 263, 264}  # <|im_end|> ends an answer wherever it is a control token
     assert (defaults.temperature, defaults.top_k, defaults.repetition_penalty) == (0.7, 20, 1.1)
-    chat = Chat.of(files, theirs)
+    chat = open_chat(files, theirs)
     assert chat.render([{"role": "user", "content": "hi"}]) == "<|im_start|>hi<|im_end|>"
     chat.close()
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import requests
 import schemathesis
@@ -113,6 +114,71 @@ def test_malformed_requests_end_in_4xx_and_leave_nothing(unharmed: InProcess) ->
 @pytest.mark.parametrize("number", range(10, 19))
 def test_a_thousand_malformed_requests_end_in_4xx_and_leave_nothing(unharmed: InProcess, number: int) -> None:
     own(unharmed, 1000, number)
+
+
+# KsanaLLM's endpoints
+
+_TARGETS = [
+    {"target_name": "layernorm", "slice_pos": [[0, 1], [-1, -1]], "token_reduce_mode": "GATHER_ALL"},
+    {"target_name": "logits", "token_reduce_mode": "GATHER_TOKEN_ID"}, {"target_name": "transformer", "token_id": [5]},
+]  # fmt: skip
+_ROWS = {"pos": [1], "embeddings": [[0.5] * 60]}
+KSANA_BODIES: Sequence[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"prompt": "hello", "stream": False, "sampling_config": {
+        "max_new_tokens": 4, "topk": 2, "topp": 0.5, "temperature": 0.5, "num_beams": 1, "num_return_sequences": 2,
+        "logprobs": 2, "stop_token_ids": [9], "stop_strings": ["z"], "repetition_penalty": 1.1}}),
+    ("/generate", {"input_tokens": [5, 6, 7], "stream": True, "sampling_config": {"max_new_tokens": 3},
+                   "input_refit_embedding": _ROWS, "model_name": "tiny"}),
+    ("/forward", {"requests": [{"prompt": "hello", "request_target": _TARGETS},
+                               {"input_tokens": [5, 6, 7], "request_target": _TARGETS[:1],
+                                "input_refit_embedding": _ROWS}]}),
+]  # fmt: skip
+_WRONG: Sequence[Any] = (
+    None, True, 0, -1, 1.5, 2**31, 2**63, -(2**63), 1e308, "", "a",
+    "\ud7ff", [], [[]], [None], [-1], [2**40], {}, {"a": 1},
+    [1] * 300, [[0, 0]] * 300, [[5, 2]], [[-9, 99]], [[0, 0, 0]], [1.5] * 64, b"bytes", {1: 2},
+)  # fmt: skip
+
+
+def places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value inside."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*where, key)
+        yield from places(inner, (*where, key))
+
+
+def with_one_wrong_value(path: str, good: dict[str, Any], rng: random.Random) -> Call:
+    """A value anywhere in it is another, in JSON or in msgpack; or some bytes of the msgpack are others."""
+    body, wrong = copy.deepcopy(good), rng.choice(_WRONG)
+    packed = (b"content-type", b"application/x-msgpack")
+    where = rng.choice(list(places(body)))
+    holder: Any = body
+    for key in where[:-1]:
+        holder = holder[key]
+    holder[where[-1]] = copy.deepcopy(wrong)
+    if rng.random() < 0.4 and wrong != b"bytes" and wrong != {1: 2}:
+        return Call(path, json.dumps(body).encode("utf-8", "surrogatepass"))
+    if rng.random() < 0.5:
+        return Call(path, msgspec.msgpack.encode(body), headers=(packed,))
+    raw = bytearray(msgspec.msgpack.encode(good))
+    for _ in range(rng.randint(1, 4)):
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+    return Call(path, bytes(raw[: rng.randint(len(raw) // 2, len(raw))]), headers=(packed,))
+
+
+def test_malformed_requests_of_ksanallm_end_in_4xx_and_leave_nothing(unharmed: InProcess) -> None:
+    rng, seen = random.Random(5), Counter[int]()
+    for _ in range(30):
+        calls = [with_one_wrong_value(*rng.choice(KSANA_BODIES), rng) for _ in range(BATCH)]
+        for call, answer in zip(calls, unharmed.calls(calls), strict=True):
+            assert answer.status in (200, 400, 404, 413) and answer.ended, f"{call}\n{answer}"
+            seen[answer.status] += 1
+            if answer.status != 200:
+                decode = msgspec.msgpack.decode if "msgpack" in answer.headers["content-type"] else json.loads
+                assert set(decode(answer.body)) == {"message", "code", "error"}, f"{call}\n{answer}"
+    good = [Call(path, json.dumps(body).encode()) for path, body in KSANA_BODIES]
+    assert [answer.status for answer in unharmed.calls(good)] == [200] * len(good)
+    assert seen[200] > 50 and seen[400] > 500
 
 
 # From the API's own description

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from lora_files import PROJECTIONS, merge, write_adapter, write_model
@@ -21,7 +22,9 @@ from evener.contracts.adapters import AdapterLimits
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import NewRequest, Sampling, ToController, UnloadAdapter
+from evener.engine.wire.messages import LoadAdapter, NewRequest, Sampling, ToController, UnloadAdapter
+from evener.engine.wire.plan import Plan
+from evener.engine.worker.inline_executor import InlineExecutor
 from evener.errors import CheckpointError, ConfigError, RequestError
 from evener.frontend.adapters import Adapters
 from evener_conformance.naive.model import find_architecture
@@ -125,9 +128,10 @@ def mixed_steps(controller: Controller) -> list[set[int]]:
     submit, slots = controller.executor.submit, dict[int, int]()
 
     def watched(order: Any) -> None:
-        slots.update({a.slot: a.adapter for a in order.admissions})
-        seen.append({slots[slot] for slot in order.slots})
-        assert order.adapted == any(slots[slot] >= 0 for slot in order.slots)
+        if isinstance(order, Plan):
+            slots.update({a.slot: a.adapter for a in order.admissions})
+            seen.append({slots[slot] for slot in order.slots})
+            assert order.adapted == any(slots[slot] >= 0 for slot in order.slots)
         submit(order)
 
     controller.executor.submit = watched  # type: ignore[method-assign]
@@ -190,6 +194,63 @@ def test_a_preempted_request_gets_its_adapter_back(zoo: Zoo) -> None:
     played = play(controller, [*loads(zoo, info.adapters), *requests])
     assert controller.scheduler.stats.preemptions > 0
     assert_equal(played, merged_answers(zoo, requests))
+
+
+def kept(controller: Controller) -> set[str]:
+    """The adapters that the only rank keeps."""
+    executor = controller.executor
+    assert isinstance(executor, InlineExecutor)
+    return set(executor.worker.runner.adapters._kept)
+
+
+def test_an_adapter_is_sent_once_in_pieces_between_which_steps_run(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it gets a place again, a plan has only its name."""
+    controller, info = start(zoo.model, slots=1)
+    orders: list[Any] = []
+    submit = controller.executor.submit
+    controller.executor.submit = lambda order: (orders.append(order), submit(order))[1]  # type: ignore
+    monkeypatch.setattr("evener.frontend.adapters._MESSAGE_BYTES", 1000)
+    messages: list[ToController] = []
+    registry = Adapters(info.adapters, (), messages.append)
+    for name in ("small", "large"):
+        registry.load(name, zoo.adapters[name])
+    ids = {name: registry.find(name) for name in ("small", "large")}
+    requests = [replace(request(f"{i}{name}", name, prompt(i)), adapter=ids[name]) for i in range(2) for name in ids]
+    plain = request("plain", "", prompt(9))
+    controller.handle([plain])
+    played = RunResult()
+    for message in messages:
+        played.see(controller.handle([message]))
+        played.see(controller.step())
+    played.see(controller.handle(requests))
+    while not controller.idle:
+        played.see(controller.step())
+    parts = [i for i, order in enumerate(orders) if isinstance(order, LoadAdapter)]
+    steps = [i for i, order in enumerate(orders) if isinstance(order, Plan)]
+    assert len(parts) > 4 and parts[0] < steps[3] < parts[-1], "steps run between the pieces"
+    assert max(len(msgspec.msgpack.encode(order)) for order in orders if isinstance(order, Plan)) < 2000
+    named = [request(each.id, each.id[1:], each.prompt) for each in requests]
+    theirs = merged_answers(zoo, [*named, plain])
+    assert {name: played.tokens[name] for name in theirs.tokens} == theirs.tokens
+
+
+def test_ranks_keep_only_their_parts_of_an_adapter(zoo: Zoo) -> None:
+    keys = {**SMALL, "infer.max_loras": 1, "infer.tp_size": 2, "infer.pp_size": 2}
+    with rank_threads(from_overrides(str(zoo.model), keys)) as (controller, executor):
+        limits = executor.facts.info.adapters
+        message, other = (each for each in loads(zoo, limits) if each.id in ("small", "large"))  # type: ignore[union-attr]
+        play(controller, [message, other, request("r", "small", prompt(1))])
+        whole = sum(len(tensor.down) + len(tensor.up) for tensor in message.tensors)  # type: ignore[union-attr]
+        own = [
+            sum(each.down.nbytes + each.up.nbytes for each in worker.runner.adapters._kept[message.id].values())  # type: ignore[union-attr]
+            for worker in executor.workers
+        ]
+        shares = [len(worker.assembly.build.held) / 3 for worker in executor.workers]  # of the layers
+        assert all(size < 0.8 * share * whole for size, share in zip(own, shares, strict=True))
+        play(controller, [UnloadAdapter("small"), UnloadAdapter("large"), request("r2", "", prompt(1))])
+        assert all(worker.runner.adapters._kept == {} for worker in executor.workers)
 
 
 @pytest.mark.parametrize("impl", ["auto", "ref"])
@@ -256,7 +317,8 @@ def test_an_unloaded_adapter_stays_for_requests_that_were_accepted_and_fails_oth
     # Nothing of it is left, and the place is free for the next.
     mixed = play(controller, [messages["mixed"], again := request("mixed", "mixed", prompt(3))])
     assert mixed.tokens == merged_answers(zoo, [again]).tokens
-    assert list(controller.scheduler.adapters._loaded) == ["mixed"]
+    assert controller.scheduler.adapters._loaded == {"mixed"}
+    assert kept(controller) == {"mixed"}
 
 
 def test_a_place_that_was_given_and_never_written_is_forgotten_with_its_adapter(zoo: Zoo) -> None:

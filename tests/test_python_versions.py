@@ -16,9 +16,8 @@ from evener_conformance.distributions import write_distribution
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("core", "formats", "generation", "models", "inspection", "offload", "conformance", "server", "backends/cpu")
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
-#: What the torch-free parts need; the ranges stand in core/pyproject.toml.
-NEEDED = ("numpy", "pluggy", "importlib-metadata", "msgspec", "hydra-core", "rich", "jinja2", "tokenizers", "pyzmq",
-          "safetensors")  # fmt: skip
+#: What the torch-free parts need; the ranges stand in the pyproject.toml of core and formats.
+NEEDED = ("numpy", "pluggy", "importlib-metadata", "msgspec", "hydra-core", "rich", "pyzmq")
 TESTING = ("pytest", "hypothesis", "pytest-timeout", "pytest-asyncio", "packaging")
 MODULES = ("evener", "evener.plugins.choose", "evener.config", "evener.cli.main", "evener.engine.controller.scheduler",
            "evener.backend_search", "evener.layers", "evener.ops.schemas", "evener_models", "evener_server",
@@ -35,10 +34,10 @@ def interpreter(version: str) -> str | None:
 
 
 def requirement(name: str) -> str:
-    """A dependency with the range that core asks for, so that what is tested is what is promised."""
-    text = (ROOT / "core" / "pyproject.toml").read_text()
+    """A dependency with the range that is asked for, so that what is tested is what is promised."""
+    text = "".join((ROOT / folder / "pyproject.toml").read_text() for folder in ("core", "formats"))
     match = re.search(rf'"({re.escape(name)}[^"]*)"', text)
-    assert match, f"core does not depend on {name}"
+    assert match, f"neither core nor formats depends on {name}"
     return match[1]
 
 

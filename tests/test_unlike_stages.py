@@ -6,17 +6,22 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from evener_convert.command import convert
 from harsh_traffic import LIMITS, assert_same, shrink, traffic
+from lora_files import write_model
 
+from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.contracts.device import Device
 from evener.engine.processes.process_executor import ProcessExecutor
 from evener.engine.processes.start import build_controller
 from evener.errors import ConfigError
+from evener.plugins.catalog import Catalog
 from evener_backend_cpu.device import CpuDevice
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play, small_config
@@ -175,8 +180,8 @@ def test_what_a_stage_cannot_do_is_refused_before_weights_are_loaded(
     def load(*_: Any) -> None:
         raise AssertionError("weights are loaded")
 
-    for module in ("worker", "layer_split"):
-        monkeypatch.setattr(f"evener.engine.worker.{module}.load_stage", load)
+    for module in ("evener.engine.worker.worker", "evener_inspection.layer_split"):
+        monkeypatch.setattr(f"{module}.load_stage", load)
     with pytest.raises(Exception, match=words):
         build_controller(configured(**{"stages": "cpu,simulated", "executor": "inline", **more}))
 
@@ -213,3 +218,34 @@ def test_ranks_of_one_process_take_their_stages_backends(configured: Configured)
         assert [rank.backend for rank in ready.info.ranks] == ["simulated", "cpu"]
     finally:
         controller.executor.close()
+
+
+@pytest.mark.parametrize("partition", ["2,1", "equal"])
+def test_unlike_stages_of_a_split_model_have_the_layers_that_it_was_split_for(
+    configured: Configured, tmp_path: Path, partition: str
+) -> None:
+    whole = configured(**{"load": "auto"})
+    write_model(Path(whole.model), changes={**HEADS, "num_hidden_layers": 3})
+    want = play(build_controller(whole)[0], **traffic())
+    split = from_overrides(whole.model, {"infer.pp_size": 2, "infer.pp_layer_partition": partition, "dtype": "float32"})
+    convert(split, tmp_path / "split")
+    asked = {"executor": "inline", "infer.pp_layer_partition": (), "load": "auto"}
+    config = replace(configured(stages="cpu,simulated", **asked), model=str(tmp_path / "split"))
+    controller, ready = build_controller(config)
+    try:
+        assert [rank.layers for rank in ready.info.ranks] == [(0, 2), (2, 3)]
+        assert_same(play(controller, **traffic()), want)
+    finally:
+        controller.executor.close()
+
+
+def test_without_a_package_that_measures_layers_their_division_must_be_given(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lazy_imports = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {} if kind == "layer splitter" else lazy_imports(self, kind)
+    )
+    asked = {"stages": "cpu,simulated", "executor": "inline", "infer.pp_layer_partition": ()}
+    with pytest.raises(ConfigError, match=r"pip install evener-inspection, or set infer.pp_layer_partition=equal"):
+        build_controller(configured(**asked))

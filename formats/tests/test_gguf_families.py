@@ -191,7 +191,7 @@ def test_a_file_in_several_parts_is_opened_by_the_first(write_gguf: Write) -> No
 
 
 def test_the_tokenizer_template_and_ends_come_from_the_file(write_gguf: Write) -> None:
-    from evener.frontend.chat import Chat
+    from evener.frontend.chat import open_chat
     from evener.frontend.defaults import GenerationDefaults
     from evener.frontend.tokenizer import Tokenizer
 
@@ -202,6 +202,6 @@ def test_the_tokenizer_template_and_ends_come_from_the_file(write_gguf: Write) -
     assert tokenizer.decode(tokenizer.encode("é at tea")) == "é at tea"
     assert (tokenizer.eos_id, tokenizer.special_tokens["bos_token"]) == (1, "<bos>")
     assert GenerationDefaults.of(checkpoint).eos_ids == (1,)
-    chat = Chat.of(checkpoint, tokenizer)
+    chat = open_chat(checkpoint, tokenizer)
     assert chat.render([{"role": "user", "content": "hi"}]) == "hi"
     chat.close()

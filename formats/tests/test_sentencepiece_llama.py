@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.errors import CheckpointError
-from evener.frontend.chat import Chat
+from evener.frontend.chat import open_chat
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_files
 from evener_formats.tokenizers.sentencepiece_bpe import SPACE
@@ -237,7 +237,7 @@ def test_a_template_of_the_folder_is_rendered_and_its_special_tokens_are_ids(fol
     _, bare = both(folder)
     path = folder("Llama", {**NOT_LEGACY, "chat_template": template})
     tokenizer = load(path)
-    chat = Chat.of(LlamaForCausalLM.text_files(open_files(path)), tokenizer)
+    chat = open_chat(LlamaForCausalLM.text_files(open_files(path)), tokenizer)
     try:
         text = chat.render([{"role": "user", "content": "the weather"}])
     finally:

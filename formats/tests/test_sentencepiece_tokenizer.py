@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.errors import CheckpointError, TemplateError
-from evener.frontend.chat import Chat
+from evener.frontend.chat import open_chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_files
@@ -61,7 +61,7 @@ def load(path: Path) -> Tokenizer:
 def chat_ids(path: Path, messages: list[dict[str, Any]], **options: Any) -> list[int]:
     files = LlamaForCausalLM.text_files(open_files(path))
     tokenizer = load(path)
-    chat = Chat.of(files, tokenizer)
+    chat = open_chat(files, tokenizer)
     try:
         return tokenizer.encode(chat.render(messages, **options), add_special_tokens=False)
     finally:

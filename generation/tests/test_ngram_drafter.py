@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from evener_generation.ngram_drafter import NgramDrafter
+from evener_generation.drafting.ngram_drafter import NgramDrafter
 
 
 def propose(tokens: list[int], count: int = 4) -> list[int]:

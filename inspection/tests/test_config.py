@@ -15,6 +15,7 @@ from evener.contracts.device import DeviceCapabilities, MemoryInfo
 # Imported before anything is replaced: it and what it imports would keep the replacements.
 from evener.engine.worker import assembly
 from evener.plugins.catalog import LazyImport
+from evener.plugins.discover import installed_catalog
 from evener_inspection import descriptor
 from evener_inspection.config_command import keys
 
@@ -54,10 +55,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr("evener.plugins.load.load", record(loaded))
     family = SimpleNamespace(max_positions=777)
     monkeypatch.setattr(assembly, "find_architecture", lambda *_: family)
-    monkeypatch.setattr(
-        "evener.plugins.discover.installed_catalog",
-        lambda: SimpleNamespace(packages=(), commands=lambda: {"config": CONFIG}),
-    )
+    lazy_imports = installed_catalog().lazy_imports
+    catalog = SimpleNamespace(packages=(), commands=lambda: {"config": CONFIG}, lazy_imports=lazy_imports)
+    monkeypatch.setattr("evener.plugins.discover.installed_catalog", lambda: catalog)
     return asked
 
 

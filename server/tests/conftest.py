@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -189,11 +189,12 @@ def make_api(folder: Path) -> Iterator[Callable[..., Api]]:
 
     def make(
         engine: FakeEngine | None = None, *, limits: BodyLimits | None = None, max_queue: int | None = None,
-        model: Path = folder, wait: bool = True, options: ServerOptions | None = None, **settings: Any,
+        model: Path = folder, wait: bool = True, options: ServerOptions | None = None,
+        options_of_packages: Mapping[str, Mapping[str, Any]] | None = None, **settings: Any,
     ) -> Api:  # fmt: skip
         made.append(
             Api(
-                FrontendSettings(model_dir=model, **settings),
+                FrontendSettings(model_dir=model, options=options_of_packages or {}, **settings),
                 engine or FakeEngine(),
                 limits or BodyLimits(),
                 max_queue,

@@ -16,9 +16,11 @@ from safetensors.numpy import save_file
 from evener.contracts.adapters import AdapterLimits
 from evener.contracts.pooling import PoolingSettings
 from evener.engine.wire.messages import LoadAdapter, NewRequest, UnloadAdapter
+from evener.errors import ConfigError
 from evener_conformance.fake_engine import FakeEngine
 from evener_server.api_keys import ApiKeys
 from evener_server.app import create_app
+from evener_server.command import main
 from evener_server.options import ServerOptions
 
 LIMITS = AdapterLimits(targets={"layers.0.q_proj.weight": (6, 4)}, rank=4, loaded=3)
@@ -232,3 +234,31 @@ def test_the_adapters_of_the_configuration_are_there_at_the_start(serve: Callabl
     assert [card["id"] for card in api.get("/v1/models").json()["data"]] == ["fake", "sql"]
     assert api.complete(model="sql").status_code == 200
     assert asked(api) == [api.engine.sent[0].id]
+
+
+def test_a_beam_search_keeps_its_adapter_when_another_takes_its_name(
+    serve: Callable[..., Any], adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = serve()
+    load(api, "sql", "sql")
+    first, send = api.engine.sent[-1].id, api.engine.send
+
+    def replace_after_the_first(message: Any) -> None:
+        send(message)
+        if isinstance(message, NewRequest) and len(asked(api)) == 1:
+            api.llm.adapters.load("sql", adapters / "team" / "chat", replace=True)
+            api.llm.adapters.unload("sql")
+
+    monkeypatch.setattr(api.engine, "send", replace_after_the_first)
+    answer = api.complete(model="sql", num_beams=2, max_tokens=3, ignore_eos=True)
+    assert answer.status_code == 200, answer.text
+    assert asked(api) == [first] * 5
+    assert first in [message.id for message in api.engine.sent if isinstance(message, UnloadAdapter)]
+    assert isinstance(api.engine.sent[-1], UnloadAdapter), "it goes when the search has ended"
+
+
+def test_an_alias_of_the_model_that_hides_an_adapter_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    names = ["server.model_aliases=gpt, sql", "infer.lora_modules=chat=/adapters/chat,sql=/adapters/sql"]
+    with pytest.raises(ConfigError, match=r"server.model_aliases and infer.lora_modules both have the name 'sql'"):
+        main([str(tmp_path), *names])

@@ -17,6 +17,7 @@ def test_the_entry_point_is_the_descriptor() -> None:
         "serve": "evener_server.command:main",
         "run": "evener_server.run_command:main",
         "chat": "evener_server.chat_command:main",
+        "client": "evener_server.client_command:main",
         "completion": "evener_server.completion_script:main",
     }
 

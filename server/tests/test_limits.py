@@ -16,8 +16,9 @@ from starlette.responses import Response
 from uvicorn.server import ServerState
 
 from evener.config import from_overrides
-from evener.frontend.render import Renderer
-from evener.frontend.tokenizer import FastVocabulary, Tokenizer
+from evener.frontend.tokenizer import Tokenizer
+from evener_formats.chat.render import Renderer
+from evener_formats.tokenizers.vocabulary import FastVocabulary
 from evener_server import body, protocol
 from evener_server.app import create_app
 from evener_server.body import BodyLimits

@@ -7,7 +7,8 @@ thread::
     engine = FakeEngine(info_overrides={"max_model_len": 64})
     llm = AsyncLLM(engine, model_dir=folder)
 
-``script`` replaces the echo. With ``pooling`` in its info it gives rows (``fake_row``) and no tokens. ``hold`` stops
+``script`` replaces the echo. With ``pooling`` in its info it gives rows (``fake_row``) and no tokens. Rows of
+prompt tokens are ``fake_rows``. ``hold`` stops
 the steps and ``release`` continues them, so that a test can look at a running request without sleeping. ``fail`` and
 ``die`` inject errors. ``sent`` has every message, ``open_ids`` the requests that have not ended.
 """
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evener.contracts.outputs import FinishReason
+from evener.contracts.outputs import FinishReason, PromptOutputs
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import (
@@ -202,13 +203,16 @@ class FakeEngine(EngineClient):
         scores, top = None, request.sampling.prompt_logprobs
         if top is not None and not running.scored and len(request.prompt) > 1:
             scores = [_logprobs(token, top) for token in request.prompt[1:]]
+        rows = b""
+        if request.sampling.prompt_outputs is not None and not running.scored:
+            rows = fake_rows(request.sampling.prompt_outputs, self.info)
         running.scored = True
         if ids and self.info.pooling is not None:
             self._events.append(Tokens(id=request.id, ids=[], cached=self._cached, pooled=fake_row(request.prompt)))
         elif ids:
-            self._events.append(
-                Tokens(id=request.id, ids=ids, logprobs=logprobs, prompt_logprobs=scores, cached=self._cached)
-            )
+            self._events.append(Tokens(
+                id=request.id, ids=ids, logprobs=logprobs, prompt_logprobs=scores, cached=self._cached, pooled=rows
+            ))  # fmt: skip
         if stop is not None:
             self._end(request.id, "stop")
         elif running.done >= len(running.tokens):
@@ -230,6 +234,13 @@ class FakeEngine(EngineClient):
 def fake_row(prompt: Sequence[int]) -> bytes:
     """The pooled row of a prompt: its length, its first and its last id, and 1."""
     return struct.pack("=4f", len(prompt), prompt[0], prompt[-1], 1)
+
+
+def fake_rows(outputs: PromptOutputs, info: EngineInfo) -> bytes:
+    """Rows of prompt tokens: each the token's position, as often as a row has numbers."""
+    width = info.vocab_size if outputs.kind == "logits" else info.hidden_size
+    positions = [at for first, end in outputs.ranges for at in range(first, end)]
+    return b"".join(struct.pack("=f", at) * width for at in positions)
 
 
 def _named(token: int, ids: list[int]) -> TokenLogprobs:

@@ -12,8 +12,6 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from evener.tokenization.token_bytes import byte_level_table
-
 EOS_ID = 258
 VOCAB_SIZE = 259
 CHATML = (
@@ -26,7 +24,7 @@ CHATML = (
 def write_tiny_tokenizer(folder: Path, chat_template: str | None = CHATML) -> Path:
     """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json`` into ``folder``; returns
     ``folder``."""
-    library = tokenizers.Tokenizer(models.BPE(byte_level_table(), []))
+    library = tokenizers.Tokenizer(models.BPE(_bytes_by_character(), []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
@@ -38,3 +36,10 @@ def write_tiny_tokenizer(folder: Path, chat_template: str | None = CHATML) -> Pa
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID]}), "utf-8")
     return folder
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """The library's characters for bytes: printable bytes are themselves, the others come after U+00FF, in order."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = iter([character for character in alphabet if ord(character) > 0xFF])
+    return {chr(byte) if chr(byte) in alphabet else next(others): byte for byte in range(256)}

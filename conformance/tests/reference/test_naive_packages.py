@@ -59,6 +59,9 @@ class TallyForCausalLM(Architecture):
 
     def logits(self, hidden, step):
         return self.head(hidden, step)
+
+    def normed(self, hidden):
+        return self.head.normed(hidden)
 """
 PARTS = """
 import torch

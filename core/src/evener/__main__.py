@@ -11,7 +11,7 @@ from evener.cli.main import main
 
 def run(argv: list[str]) -> int:
     """Run one command line; returns the exit code. Without a command the keys are for ``serve``."""
-    from evener.config.legacy_keys import unused_legacy_env_notes
+    from evener.config.old_spellings import installed_spellings
 
     first = argv[0] if argv else ""
     if not argv and not os.environ.get("CONFIG_NAME"):
@@ -19,7 +19,7 @@ def run(argv: list[str]) -> int:
     legacy_style = "=" in first or not argv or (first.startswith("--") and first not in ("--help", "--version"))
     if not legacy_style:
         return main(argv)
-    for note in unused_legacy_env_notes(os.environ):
+    for note in installed_spellings().unread(os.environ):
         print(f"warning: {note}", file=sys.stderr)
     return main(["serve", *argv])
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from evener.contracts.generation.chat import Chat
 from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import Delta, RequestOutput
 from evener.engine.processes.launch import join_script
@@ -25,7 +26,6 @@ from evener.engine.wire.messages import Dead, FromController, GetStats, Ready, S
 from evener.errors import EngineDeadError, EngineError, EvenerError, RenderTimeoutError
 from evener.frontend.adapters import Adapters
 from evener.frontend.capacity import Capacity, Reservation
-from evener.frontend.chat import Chat
 from evener.frontend.frontend import Frontend, Kind, PreparedRequest
 from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
@@ -180,11 +180,12 @@ class AsyncLLM:
         if reservation is None:
             with self.reserve(wanted.n) as room:
                 return await self.submit(prompt, wanted, request_id=request_id, kind=kind, reservation=room)
+        request_id = request_id or uuid.uuid4().hex
         if frontend.plugins:
             # In a thread: a plugin may take a while and must not block the loop.
             samples = wanted.n
             prompt, wanted = await self._loop.run_in_executor(
-                self._texts, frontend.plugins.preprocess, prompt, wanted, kind
+                self._texts, frontend.plugins.preprocess, prompt, wanted, kind, request_id
             )
             if wanted.n != samples:
                 reservation.add(wanted.n - samples)
@@ -192,7 +193,6 @@ class AsyncLLM:
         # In a thread: the loop answers others while a text is tokenized.
         prepared = await self.prepare(prompt, wanted, kind)
         self._ready_frontend()  # the engine may have stopped meanwhile
-        request_id = request_id or uuid.uuid4().hex
         messages = frontend.submit(prepared, request_id)
         reservation.use(wanted.n)
         stream = RequestStream(request_id, text, prepared.ids, wanted.n, self.abort)

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from evener.contracts.adapters import HeldAdapter
 from evener.contracts.grammar.library import GrammarSpec
+from evener.contracts.outputs import PromptOutputs
 from evener.errors import RequestError
 
 #: Top tokens reported per position: limits the host's work in a step.
@@ -20,6 +22,8 @@ MAX_BIASES = 1024
 MAX_LOGIT_BIAS, MAX_STOP_IDS = 512, 256
 #: Penalties far from 1 make the model's output meaningless, and logits overflow float32.
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+#: Priorities are from minus this to this.
+MAX_PRIORITY = 100
 _SEED_LIMIT = 2**63
 
 
@@ -53,13 +57,17 @@ class SamplingParams:
             model's own, before penalties, biases, temperature and filters.
         logprob_ids: with ``logprobs``: return the log-probabilities of these token ids in place of the likeliest.
         prompt_logprobs: like ``logprobs``, for the prompt's tokens; the prefix cache is not used for the prompt then.
+        prompt_outputs: rows of the prompt's tokens, returned as ``CompletionOutput.pooled`` of the first sample; the
+            prefix cache is not used for the prompt then.
+        priority: waiting requests with a higher one start first; each point counts as much as half a minute of waiting.
         max_time: seconds, waiting included, after which the sample ends with the tokens so far.
         detokenize: False returns ids only.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
         grammar: what the text has to be, such as ``GrammarSpec(kind="json_schema", text=…)``; the sample ends where it
             is complete, also with ``ignore_eos``.
-        lora: name of the adapter that the model has for this request; None: none.
+        lora: the adapter that the model has for this request, by its name or as ``Adapters.hold`` returned it; None:
+            none.
 
     Raises:
         RequestError: a value is out of range; ``param`` names the field.
@@ -83,15 +91,18 @@ class SamplingParams:
     logprobs: int | None = None
     logprob_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
+    prompt_outputs: PromptOutputs | None = None
+    priority: int = 0
     max_time: float | None = None
     detokenize: bool = True
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
-    lora: str | None = None
+    lora: str | HeldAdapter | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, 128)
+        _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         _number("max_time", self.max_time, 0.0, math.inf, open_low=True)
         _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -105,7 +116,7 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
-        for name in ("n", "min_tokens", "frequency_penalty", "presence_penalty"):
+        for name in ("n", "priority", "min_tokens", "frequency_penalty", "presence_penalty"):
             if getattr(self, name) is None:
                 raise RequestError(f"{name} must be a number, not None", name)
         if self.logprob_ids and self.logprobs is None:
@@ -118,7 +129,9 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), (bool, type(None)) if name == "ignore_eos" else bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
-        if not isinstance(self.lora, str | None):
+        if not isinstance(self.prompt_outputs, PromptOutputs | None):
+            raise RequestError("prompt_outputs must be PromptOutputs or None", "prompt_outputs")
+        if not isinstance(self.lora, str | HeldAdapter | None):
             raise RequestError(f"lora must be the name of an adapter or None, not {self.lora!r}", "lora")
         if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise RequestError(f"stop must be a string or a list of strings, not {self.stop!r}", "stop")

@@ -6,6 +6,7 @@ import pytest
 
 from evener.cli.command import Command, read_config
 from evener.errors import ConfigError
+from evener.plugins.catalog import Catalog
 
 
 @pytest.fixture
@@ -88,3 +89,11 @@ def test_legacy_env_variables_set_the_log_unless_given_on_the_command_line(
     assert (config.log.level, config.log.file) == ("warning", "/tmp/a.log")
     assert read_config(command, ["/m"], environ)[1].log.level == "debug"
     assert "KLLM_LOG_LEVEL is a legacy variable; write log.level=DEBUG" in capsys.readouterr().err
+
+
+def test_keys_without_a_package_that_reads_them_are_an_error_that_names_one(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evener.cli.command.installed_catalog", Catalog)
+    with pytest.raises(ConfigError, match="pip install evener-formats"):
+        read_config(command, ["/m"], {})

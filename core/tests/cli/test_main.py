@@ -14,6 +14,7 @@ from evener.cli import main as cli
 from evener.cli import version
 from evener.errors import DescriptorError, EngineError
 from evener.plugins.catalog import LazyImport
+from evener.plugins.discover import installed_catalog
 
 Calls = list[list[str]]
 
@@ -26,6 +27,7 @@ def target(name: str, path: str) -> LazyImport:
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, LazyImport]:
     """The commands that packages bring: none, until a test adds some."""
     commands: dict[str, LazyImport] = {}
+    others = installed_catalog()
 
     class Catalog:
         packages = problems = ()
@@ -33,6 +35,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, LazyImport]:
 
         def commands(self) -> dict[str, LazyImport]:
             return commands
+
+        def lazy_imports(self, kind: str) -> dict[str, LazyImport]:
+            return others.lazy_imports(kind)
 
     monkeypatch.setattr("evener.plugins.discover.installed_catalog", Catalog)
     return commands

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from evener_keys.hydra_boundary import compose_flat, find_file, from_command_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.config.hydra_boundary import compose_flat, find_file, from_command_line
 from evener.config.keys import Override, split_command_line
 from evener.config.packages import Packages
 from evener.config.schema import Config

@@ -4,13 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from evener.config import LegacyKeyWarning
-from evener.config import from_overrides as for_llm
-from evener.config.build import from_overrides
-from evener.config.hydra_boundary import from_command_line
-from evener.config.keys import split_command_line
-from evener.config.legacy_keys import (
+from evener_keys.hydra_boundary import from_command_line
+from evener_keys.legacy_keys import (
     LEGACY_KEYS,
     LEGACY_VALUES,
     RemovedKey,
@@ -18,9 +13,15 @@ from evener.config.legacy_keys import (
     check_model_family,
     unused_legacy_env_notes,
 )
+
+from evener.config import LegacyKeyWarning
+from evener.config import from_overrides as for_llm
+from evener.config.build import from_overrides
+from evener.config.keys import split_command_line
 from evener.config.packages import Packages
 from evener.config.schema import key_specs, to_flat
 from evener.errors import ConfigError
+from evener.plugins.catalog import Catalog
 
 
 @pytest.mark.parametrize(
@@ -160,3 +161,12 @@ def test_legacy_micro_batch_sizes_apply_only_when_their_switches_are_off(nothing
     built = from_overrides("m", given, nothing_installed)
     assert (built.config.infer.pp_prefill_reqs, built.config.infer.pp_decode_reqs) == (8, "auto")
     assert any("decode_num_tasks=4 has no effect while" in note for note in built.notes)
+
+
+def test_without_a_package_that_knows_old_spellings_an_old_key_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, nothing_installed: Packages
+) -> None:
+    monkeypatch.setattr("evener.plugins.discover.installed_catalog", Catalog)
+    with pytest.raises(ConfigError, match=r"unknown option 'infer\.do_load'"):
+        from_overrides("m", {"infer.do_load": False}, nothing_installed)
+    assert from_overrides("m", {"load": "dummy"}, nothing_installed).config.load == "dummy"

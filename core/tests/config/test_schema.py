@@ -5,9 +5,9 @@ import pickle
 from typing import Any
 
 import pytest
+from evener_keys.hydra_boundary import from_command_line
 
 from evener.config.build import from_overrides
-from evener.config.hydra_boundary import from_command_line
 from evener.config.keys import split_command_line
 from evener.config.packages import Packages
 from evener.config.schema import Config, InferConfig, ServeConfig, key_specs, to_flat

@@ -43,6 +43,22 @@ def test_what_cannot_be_read_is_refused(stages: str, more: dict[str, Any], words
         stage_devices(configured(stages, **more), ["alpha", "beta"])
 
 
+@pytest.mark.parametrize(
+    ("stages", "tp", "words"),
+    [("chip:0,chip:0", 1, "gives chip:0 to two stages; name another"),
+     ("chip:0,host:0,chip:1", 2, r"gives chip:1 to two stages \(a stage takes 2 devices, infer.tp_size\)")],
+)  # fmt: skip
+def test_a_device_of_its_own_memory_has_one_stage(
+    stages: str, tp: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = {"summary": "A pretend package.", "contracts": {"descriptor": 1}}
+    installed = [Descriptor(name="chip", **about), Descriptor(name="host", serves=frozenset({"host"}), **about)]  # type: ignore[arg-type]
+    monkeypatch.setattr("evener.config.stages.installed_descriptors", lambda: installed)
+    with pytest.raises(ConfigError, match=f"infer.stages={stages} {words}"):
+        stage_devices(configured(stages, tp_size=tp))
+    assert len(stage_devices(configured("host:0,host:0,chip:2,chip:0", tp_size=tp))) == 4
+
+
 def test_one_backend_for_all_and_one_for_each_stage_exclude_each_other() -> None:
     both = from_overrides("/model", {"infer.stages": "alpha,beta", "backend": "alpha"})
     with pytest.raises(ConfigError, match="names the backend of each stage, so leave out backend=alpha"):

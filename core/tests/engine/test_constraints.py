@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from evener_constraints.compiler import GrammarCompiler
+from evener_constraints.masks import GrammarMasks
 from step_grammar import STEPS, VOCAB, Steps, follows
 
 from evener.contracts.grammar.library import GrammarSpec
-from evener.engine.constraints.compiler import GrammarCompiler
-from evener.engine.constraints.masks import GrammarMasks
 from evener.engine.controller.controller import Controller
+from evener.engine.controller.grammars import Grammars
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.wire.plan import Order, StepMasks
 from evener_conformance.reference.executor import strict_controller
@@ -174,3 +175,13 @@ def test_a_text_that_ends_while_the_next_step_runs_ends_with_stop(opened: Any, p
     played = play(controller, [short, request("r1")])
     assert played.reasons() == {"r0": "stop", "r1": "length"}
     assert max(played.tokens["r0"][:-1]) < 9 <= played.tokens["r0"][-1]
+
+
+def test_without_a_package_that_makes_masks_a_request_with_a_grammar_fails_and_names_one(
+    make_config: Any, play: Any
+) -> None:
+    controller, _ = strict_controller(make_config("Llama", {**ONE_LAYER, "vocab_size": VOCAB}, **DELAYED))
+    controller.scheduler.grammars = Grammars()
+    found = play(controller, [request("r0"), request("r1", Sampling(temperature=0.0))])
+    assert found.reasons() == {"r0": "error", "r1": "length"}
+    assert "pip install evener-generation" in str(found.ends["r0"][0].error)

@@ -9,14 +9,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 from torch.distributed import HashStore
 
 from evener.distributed.torchrun import Contact, Keys, TorchrunEnv, set_curve_keys
 from evener.engine.processes import control_channel, heartbeat
+from evener.engine.processes.child_process import ParentChannel
 from evener.engine.processes.control_channel import ControlClient, ControlServer, terminate_context
+from evener.engine.wire.messages import Abort, LoadAdapter
 from evener.errors import ConfigError, EngineDeadError
 
 #: Seconds for whatever must happen some time; a machine with other work is slow.
@@ -199,3 +203,14 @@ def test_only_one_engine_can_publish_its_address(monkeypatch: pytest.MonkeyPatch
     assert torchrun.find() == Contact(["here", "there"])
     with pytest.raises(ConfigError, match="has already started an engine, and ranks of torchrun can only work for"):
         torchrun.publish(Contact(["elsewhere"]))
+
+
+def test_the_controller_takes_one_piece_of_an_adapter_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a step comes between two of them, however fast they arrive."""
+    waiting = [Abort("a"), LoadAdapter("x", [], last=False), LoadAdapter("x", []), Abort("b"), Abort("c")]
+    encoded = [msgspec.msgpack.encode(message) for message in waiting]
+    socket = SimpleNamespace(poll=lambda _: bool(encoded), recv=lambda: encoded.pop(0))
+    parent = ParentChannel.__new__(ParentChannel)
+    monkeypatch.setattr(parent, "_in", socket, raising=False)
+    taken = [parent.take(0) for _ in range(4)]
+    assert taken == [waiting[:2], waiting[2:3], waiting[3:], []]

@@ -15,8 +15,8 @@ from evener.cli.main import main
 from evener.config.schema import Config
 from evener.engine.processes.start import build_controller
 from evener.errors import ConfigError, UnknownNameError
-from evener.loading.safetensors_files import SafetensorsFile
 from evener.ops.reference.state import ReferenceState
+from evener_formats.safetensors_files import SafetensorsFile
 from evener_inspection.explanation import explain
 
 #: 405 billion weights.

@@ -154,10 +154,10 @@ class _Reading(Runner):
 
     def _sample(
         self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep,
-        scores: Sequence[Readback],
+        scores: Sequence[Readback], outputs: Sequence[Sequence[Readback]],
     ) -> PendingStep | Draw:  # fmt: skip
         type(self).how(rows.argmax(-1))
-        return super()._sample(plan, parts, rows, step, scores)
+        return super()._sample(plan, parts, rows, step, scores, outputs)
 
 
 HOST_READS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -210,12 +210,12 @@ class _Impatient(PendingStep):
 class _EarlyRunner(Runner):
     def _sample(
         self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep,
-        scores: Sequence[Readback],
+        scores: Sequence[Readback], outputs: Sequence[Sequence[Readback]],
     ) -> PendingStep:  # fmt: skip
         copied: list[torch.Tensor] = []
         inner, self.device = self.device, _Spy(self.device, copied)  # type: ignore[assignment]
         try:
-            super()._sample(plan, parts, rows, step, scores)
+            super()._sample(plan, parts, rows, step, scores, outputs)
         finally:
             self.device = inner
         return _Impatient(plan, copied[-1])

@@ -12,9 +12,10 @@ from evener.contracts.device import MemoryInfo
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest
 from evener.engine.worker.memory import MemoryDemand, plan_memory
-from evener.errors import MemoryPlanError
+from evener.errors import CheckpointError, MemoryPlanError
 from evener.frontend.settings import FrontendSettings
 from evener.loading.estimate import WeightEstimate
+from evener.plugins.catalog import Catalog
 from evener_conformance.reference.device import HostDevice
 from evener_conformance.reference.engine import play
 
@@ -25,7 +26,7 @@ FEW = {"infer.max_seq_len": 100_000, "infer.kv_memory": 2**20, "infer.max_reqs":
 def test_a_model_that_cannot_fit_is_refused_before_a_weight_is_made_with_the_numbers(
     make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evener.engine.worker.weights.load_dummy", lambda *_: pytest.fail("weights were made"))
+    monkeypatch.setattr("evener_inspection.dummy_weights.load_dummy", lambda *_: pytest.fail("weights were made"))
     giant = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 80}
     with pytest.raises(MemoryPlanError) as error:
         build_controller(make_config("Llama", giant))
@@ -124,3 +125,11 @@ def test_a_kv_memory_that_no_request_can_use_is_named_with_what_state_gets(
     assert record.levelname == level
     size = f"{asked >> 30}.00 GiB, but state gets {ready.info.memory['state'] / 2**20:.1f} MiB: "
     assert size in record.getMessage() and "(infer.max_reqs)" in record.getMessage()
+
+
+def test_random_weights_without_a_package_that_makes_them_are_refused_with_one(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evener.engine.worker.weights.installed_catalog", Catalog)
+    with pytest.raises(CheckpointError, match=r"load=dummy .* pip install evener-inspection"):
+        build_controller(make_config("Llama"))

@@ -30,10 +30,10 @@ from evener.contracts.state import StateSpec, StateTensor
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import BlockTable, Growth, StateManager
-from evener.engine.speculation.speculation import Speculation
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Abort, Finish, Finished, FromController, NewRequest, Sampling, Tokens
 from evener.engine.wire.plan import StepResult
+from evener_generation.drafting.speculation import Speculation
 
 from .traffic import patient
 

@@ -11,12 +11,11 @@ from knowing_drafter import KnowingDrafter
 
 from evener.contracts.generation.drafter import Drafter
 from evener.engine.controller.controller import Controller
-from evener.engine.speculation.payoff import Payoff
-from evener.engine.speculation.speculation import Speculation
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener.errors import ConfigError, DescriptorError
 from evener.plugins.catalog import Catalog, LazyImport
 from evener_conformance.reference.executor import strict_controller
+from evener_generation.drafting.speculation import Speculation
 
 DELAYED = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24}
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -112,26 +111,6 @@ def test_no_step_samples_more_rows_than_the_memory_plan_has_room_for(make_config
     assert max(most) == 4 + 3
 
 
-def test_a_request_with_a_grammar_has_no_drafts() -> None:
-    request = DecodingStub(
-        message=NewRequest(id="r", prompt=[1, 2], max_tokens=9, sampling=Sampling(grammar=object())),  # type: ignore[arg-type]
-        tokens=[1, 2, 1, 2], unread=0, planned=3, length=4, limit=20, tokens_to_compute=1, fork_points=set(),
-    )  # fmt: skip
-    speculation = Speculation(KnowingDrafter, 4, 8, vocabulary=9)
-    speculation.begin(1)
-    KnowingDrafter.answers = [[1, 2] * 9]
-    assert speculation.propose(request, 9) == [] and not speculation.waits(request)  # type: ignore[arg-type]
-    request.message = NewRequest(id="r", prompt=[1, 2], max_tokens=9)
-    assert len(speculation.propose(request, 9)) == 4  # type: ignore[arg-type]
-
-
-class DecodingStub:
-    """What ``DecodingRequest`` asks for."""
-
-    def __init__(self, **fields: Any) -> None:
-        vars(self).update(fields)
-
-
 class Faulty(Drafter):
     """Fails in one of several ways."""
 
@@ -167,7 +146,10 @@ def test_what_is_no_drafter_is_refused_with_its_package(
     make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = LazyImport(kind="drafter", name="odd", path="json:loads", package="odd", distribution="odd-drafts")
-    monkeypatch.setattr(Catalog, "lazy_imports", lambda self, kind: {"odd": found})
+    others = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {"odd": found} if kind == "drafter" else others(self, kind)
+    )
     with pytest.raises(DescriptorError, match="'odd' of odd-drafts: json:loads is no Drafter"):
         strict_controller(make_config("Llama", **DELAYED, **{"infer.drafter": "odd"}))
 
@@ -195,26 +177,6 @@ class Stubborn(Drafter):
         return [self.wrong] * count
 
 
-@pytest.mark.parametrize(("speed_with", "chosen"), [(1.5, True), (0.7, False)])
-def test_the_faster_way_is_taken_and_the_other_tried_now_and_then(speed_with: float, chosen: bool) -> None:
-    payoff, ways = Payoff(), []
-    for _ in range(600):
-        ways.append(payoff.pays(4))
-        payoff.record(4, ways[-1], 4, 1 / speed_with if ways[-1] else 1.0)
-    assert ways[:8] == [True] * 8 and ways[8:16] == [False] * 8
-    taken = ways[16:].count(chosen) / len(ways[16:])
-    assert 0.95 < taken < 1, "the other way is tried too: the load may change"
-
-
-def test_each_number_of_requests_has_its_own_verdict() -> None:
-    payoff = Payoff()
-    for _ in range(40):
-        for requests, factor in ((1, 2.0), (64, 0.5)):
-            on = payoff.pays(requests)
-            payoff.record(requests, on, requests, 1 / factor if on else 1.0)
-    assert payoff.pays(1) and not payoff.pays(64)
-
-
 @pytest.mark.parametrize(
     ("family", "options", "problem"),
     [
@@ -228,3 +190,14 @@ def test_what_cannot_have_drafts_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         strict_controller(make_config(family, **{**DELAYED, **options}))
+
+
+def test_a_drafter_without_a_policy_is_refused_with_the_package_that_has_one(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {} if kind == "draft policy" else others(self, kind)
+    )
+    with pytest.raises(ConfigError, match="pip install evener-generation"):
+        strict_controller(make_config("Llama", **DELAYED, **{"infer.drafter": "ngram"}))

@@ -13,6 +13,7 @@ import torch
 
 from evener.config.schema import Config
 from evener.contracts.media import make_item
+from evener.contracts.outputs import PromptOutputs
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import MicroBatches
 from evener.engine.processes.start import build_controller
@@ -68,6 +69,24 @@ def same_model(config: Config, **infer: Any) -> Config:
 
     flat = {**to_flat(config), **{f"infer.{key}": value for key, value in infer.items()}}
     return from_overrides(flat.pop("model"), flat)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_ranks_give_the_rows_of_prompts_of_one_rank(tp: int, pp: int, make_lively: Any, play: Any, ranked: Any) -> None:
+    config = make_lively("Llama", FAMILIES["Llama"])
+    messages = [
+        NewRequest(
+            id=kind, prompt=[*range(3, 70)], max_tokens=2,
+            sampling=Sampling(temperature=0.0, prompt_outputs=PromptOutputs(kind, [(0, 9), (30, 67)])),
+        )
+        for kind in ("hidden", "normed", "logits")
+    ]  # fmt: skip
+    alone = play(build_controller(config)[0], messages).pooled
+    found = play(ranked(same_model(config, tp_size=tp, pp_size=pp)), messages).pooled
+    for kind, rows in alone.items():
+        assert len(rows) > 0
+        numbers = [torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (found[kind], rows)]
+        torch.testing.assert_close(*numbers, rtol=1e-3, atol=1e-3)
 
 
 CASES = [(family, *ranks) for family in FAMILIES for ranks in ((1, 2), (2, 2))] + [("Llama", 2, 1), ("Llama", 1, 3)]

@@ -16,12 +16,12 @@ from evener.contracts.quant import PackedWeight
 from evener.errors import CheckpointError
 from evener.layers import Builder
 from evener.loading.checkpoint import open_checkpoint
-from evener.loading.dummy import load_dummy
 from evener.loading.estimate import estimate_weights
 from evener.loading.loader import load_weights
 from evener.loading.scheme import Unquantized
 from evener.ops.reference.linear import PLAIN
 from evener_conformance.reference.pinned_buffer_device import PinnedBufferDevice
+from evener_inspection.dummy_weights import load_dummy
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 5
 CPU = torch.device("cpu")

@@ -8,8 +8,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from evener.frontend.tokenizer import FastVocabulary, SlowVocabulary, Tokenizer
+from evener.frontend.tokenizer import Tokenizer
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
+from evener_formats.tokenizers.vocabulary import FastVocabulary, SlowVocabulary
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener import SamplingParams
-from evener.contracts.outputs import FinishReason, RequestOutput
+from evener.contracts.outputs import FinishReason, PromptOutputs, RequestOutput
 from evener.engine.wire.messages import Abort, Dead, Finish, Finished, NewRequest, Ready, TokenLogprobs, Tokens
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.defaults import GenerationDefaults
@@ -289,3 +289,26 @@ def test_a_temperature_that_float32_cannot_divide_by_is_greedy(temperature: floa
     frontend = Frontend(max_model_len=64, vocab_size=300)
     (request,) = submit(frontend, [1], SamplingParams(temperature=temperature, top_k=2**40, detokenize=False), "r")
     assert request.sampling.temperature == 0.0 and request.sampling.top_k == 300
+
+
+@pytest.mark.parametrize("ranges", [[(0, 4)], [(-1, 2)], [(1, 2), (0, 1)], [(0, 2), (1, 3)], [(2, 1)]])
+def test_rows_are_wanted_of_ascending_positions_of_the_prompt(frontend: Frontend, ranges: Any) -> None:
+    wanted = SamplingParams(max_tokens=1, detokenize=False, prompt_outputs=PromptOutputs("hidden", ranges))
+    with pytest.raises(RequestError, match="must be ascending, within the prompt's 3 tokens") as raised:
+        frontend.prepare([5, 6, 7], wanted)
+    assert raised.value.param == "prompt_outputs"
+
+
+def test_a_model_without_a_final_norm_of_its_own_refuses_states_after_it(tiny_dir: Path) -> None:
+    wanted = SamplingParams(max_tokens=1, detokenize=False, prompt_outputs=PromptOutputs("normed", [(0, 1)]))
+    (message,) = submit(make(tiny_dir), [5, 6], wanted, "r")
+    assert message.sampling.prompt_outputs == wanted.prompt_outputs
+    with pytest.raises(RequestError, match="ask for kind 'hidden'") as raised:
+        submit(make(tiny_dir, final_norm=False), [5, 6], wanted, "r")
+    assert raised.value.param == "prompt_outputs"
+
+
+def test_only_the_first_sample_wants_rows_of_the_prompt(frontend: Frontend) -> None:
+    wanted = SamplingParams(n=2, max_tokens=1, detokenize=False, prompt_outputs=PromptOutputs("logits", [(1, 3)]))
+    first, second = frontend.submit(frontend.prepare([5, 6, 7], wanted), "r")
+    assert (first.sampling.prompt_outputs, second.sampling.prompt_outputs) == (wanted.prompt_outputs, None)

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from evener_constraints.compiler import GrammarCompiler
+from evener_constraints.masks import GrammarMasks
 from knowing_drafter import KnowingDrafter
 from msgspec import structs
 from step_grammar import STEPS, VOCAB, Steps, follows
 
 from evener.config import from_overrides, to_flat
 from evener.contracts.media import make_item
-from evener.engine.constraints.compiler import GrammarCompiler
-from evener.engine.constraints.masks import GrammarMasks
-from evener.engine.speculation.speculation import Speculation
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener.engine.worker import graphs
 from evener_conformance.graph.state import MaskedState
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
+from evener_generation.drafting.speculation import Speculation
 
 ONE_LAYER = {"num_hidden_layers": 1}
 EAGER = {"infer.use_cuda_graph": False}

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from evener.errors import CheckpointError
 from evener.loading.checkpoint import open_checkpoint
+from evener.plugins.catalog import Catalog
 
 Write = Callable[..., Path]
 
@@ -185,3 +186,12 @@ def test_weights_that_are_a_pipe_are_no_weights(tmp_path: Path, config: Any) -> 
     os.mkfifo(tmp_path / "whole")
     with pytest.raises(CheckpointError, match="special file"):
         open_checkpoint(tmp_path / "whole")
+
+
+def test_weights_without_a_package_that_reads_them_are_an_error_that_names_one(
+    write_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder({"a": torch.zeros(2)})
+    monkeypatch.setattr("evener.plugins.discover.installed_catalog", Catalog)
+    with pytest.raises(CheckpointError, match="pip install evener-formats"):
+        _ = open_checkpoint(folder).headers

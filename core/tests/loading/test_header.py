@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from evener.errors import CheckpointError
 from evener.loading.checkpoint import open_checkpoint
-from evener.loading.safetensors_files import SafetensorsFile
+from evener_formats.safetensors_files import SafetensorsFile
 
 
 def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:

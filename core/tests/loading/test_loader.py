@@ -15,12 +15,12 @@ from evener.contracts.declared import LinearWeight, Slice, Span, Weight
 from evener.errors import CheckpointError
 from evener.layers import AttentionConfig, Builder, CausalLM, MLPConfig, RotaryConfig
 from evener.loading.checkpoint import FolderCheckpoint, open_checkpoint
-from evener.loading.dummy import load_dummy
 from evener.loading.estimate import estimate_weights
 from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.scheme import Unquantized
 from evener.ops.reference.linear import PlainPacking
 from evener_conformance.reference.pinned_buffer_device import PinnedBufferDevice
+from evener_inspection.dummy_weights import load_dummy
 
 CPU = torch.device("cpu")
 Write = Callable[..., Path]

@@ -55,10 +55,13 @@ class Idle(Names):
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """``install(name="module:Class")``: the only installed views."""
+    """``install(name="module:Class")``: the only installed views, beside the reader of safetensors."""
 
     def only(**views: str) -> None:
-        about = Descriptor(name="strange", summary="", contracts={"checkpoint": 1}, checkpoint_views=views)
+        about = Descriptor(
+            name="strange", summary="", contracts={"checkpoint": 1}, checkpoint_views=views,
+            weight_files={"model.safetensors": "evener_formats.safetensors_files:SafetensorsFile"},
+        )  # fmt: skip
         package = Package(group="evener.plugins", name="strange", distribution="d", version="1", descriptor=about)
         monkeypatch.setattr("evener.plugins.discover.installed_catalog", lambda: Catalog((package,)))
 

@@ -14,7 +14,7 @@ from evener.errors import CheckpointError
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import FolderCheckpoint, files_by_tensor
 from evener.loading.match import declared_names
-from evener.loading.safetensors_files import SafetensorsFile
+from evener_formats.safetensors_files import SafetensorsFile
 
 if TYPE_CHECKING:
     import torch

@@ -84,7 +84,7 @@ def declare(source: Source, world: World) -> Builder:
     infer, headers, scheme = source.config.infer, source.checkpoint.headers, source.scheme
     build = Builder(
         "bfloat16", 2, lambda name: scheme.part(name, headers), _Planned(world) if world.tp_size > 1 else None,
-        stage=(world.pp_rank, world.pp_size), partition=layer_partition(infer),
+        stage=(world.pp_rank, world.pp_size), partition=layer_partition(infer) if world.pp_size > 1 else (),
     )  # fmt: skip
     source.family(source.checkpoint.config, build)
     if world.pp_size > 1 and not build.staged:

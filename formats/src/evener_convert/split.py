@@ -15,13 +15,13 @@ from typing import Any
 
 from evener.config.resolve import layer_partition
 from evener.config.schema import Config
-from evener.contracts.checkpoint import WeightFile
+from evener.contracts.checkpoint import Checkpoint, WeightFile
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.contracts.declared import Declared, LinearWeight, Slice, Span, Weight
 from evener.distributed.world import World
 from evener.errors import CheckpointError, ConfigError
 from evener.loading.checkpoint import FolderCheckpoint
-from evener.loading.safetensors_files import SafetensorsFile
+from evener_formats.safetensors_files import SafetensorsFile
 
 INDEX, VERSION = "evener_split.json", 1
 
@@ -68,6 +68,15 @@ class SplitCheckpoint(CheckpointView):
             )
         world = World(tp_rank, tp_size, pp_rank, pp_size, pp_rank * tp_size + tp_rank, tp_size * pp_size)
         return cls(_RankFolder(path, rank_file(world)))
+
+    @classmethod
+    def partition(cls, checkpoint: Checkpoint) -> Sequence[int] | None:
+        if checkpoint.text(INDEX) is None:
+            return None
+        found = checkpoint.json(INDEX).get("pp_layer_partition")
+        if not isinstance(found, list) or not all(isinstance(each, str) and each.isdigit() for each in found):
+            return None  # ``of`` says what is wrong
+        return [int(each) for each in found]
 
     def reslice(self, weights: Sequence[Declared]) -> None:
         spans = spans_read(weights)

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from evener.errors import CheckpointError
-from evener.loading.safetensors_files import DTYPES
 from evener_convert.pieces import Piece, Read
+from evener_formats.safetensors_files import DTYPES
 
 _CODES: Mapping[str, str] = {name: code for code, name in DTYPES.items()}
 #: Bytes after which what was written is made durable and noted, so that it can be continued.

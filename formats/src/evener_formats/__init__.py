@@ -1,24 +1,27 @@
-"""Checkpoint formats and quantization schemes, registered through the same hooks as anybody else's. Torch-free.
+"""Formats of checkpoints, tokenizers and chats, and quantization schemes, registered through the same hooks as anybody
+else's. Torch-free.
 
-================  ============================================================================
-package/module    holds
-================  ============================================================================
-``beside``        what schemes share whose weights are several tensors
-``bitsandbytes``  the scheme of bitsandbytes checkpoints of four bits
-``compressed``    the schemes compressed-tensors and modelopt; ``packed``: what both have packed
-``gptq``          the scheme of GPTQ checkpoints; ``awq``: that of AWQ
-``gguf``          GGUF files: header, families' tensor names, and the scheme of block formats
-``kv_cache``      which state is quantized, and the scales of keys and values
-``modelslim``     the scheme of ModelSlim's checkpoints, which describe their weights in a file of their own
-``mxfp4``         the scheme of MXFP4 checkpoints (gpt-oss)
-``peft``          adapters (LoRA) as PEFT saves them
-``quantize``      quantizing plain weights while they are read
-``rules``         rules by layer name, and other values of a ``quantization_config``
-``scaled``        FP8 and int8 with scales: the scheme fp8
-``torch_files``   PyTorch's own weight files (``pytorch_model.bin``)
-``tokenizers``    SentencePiece, tiktoken and GGUF tokenizers as ``tokenizer.json``
-``words``         numbers of 2, 3, 4 and 8 bits in words of 32
-================  ============================================================================
+=====================  ============================================================================
+package/module         holds
+=====================  ============================================================================
+``beside``             what schemes share whose weights are several tensors
+``bitsandbytes``       the scheme of bitsandbytes checkpoints of four bits
+``chat``               chat templates
+``compressed``         the schemes compressed-tensors and modelopt; ``packed``: what both have packed
+``gptq``               the scheme of GPTQ checkpoints; ``awq``: that of AWQ
+``gguf``               GGUF files: header, families' tensor names, and the scheme of block formats
+``kv_cache``           which state is quantized, and the scales of keys and values
+``modelslim``          the scheme of ModelSlim's checkpoints, which describe their weights in a file of their own
+``mxfp4``              the scheme of MXFP4 checkpoints (gpt-oss)
+``peft``               adapters (LoRA) as PEFT saves them
+``quantize``           quantizing plain weights while they are read
+``rules``              rules by layer name, and other values of a ``quantization_config``
+``safetensors_files``  weights in safetensors files
+``scaled``             FP8 and int8 with scales: the scheme fp8
+``torch_files``        PyTorch's own weight files (``pytorch_model.bin``)
+``tokenizers``         ``tokenizer.json``; SentencePiece, tiktoken and GGUF tokenizers as one
+``words``              numbers of 2, 3, 4 and 8 bits in words of 32
+=====================  ============================================================================
 """
 
 from __future__ import annotations
@@ -28,12 +31,19 @@ from evener.contracts.descriptor import Descriptor, Option
 descriptor = Descriptor(
     name="formats",
     summary="Checkpoint formats, PyTorch's files, and quantization: GGUF, GPTQ, AWQ, FP8, int8, FP4, NF4, ModelSlim.",
-    contracts={"descriptor": 1, "checkpoint": 1, "quant": 3, "state": 2},
+    contracts={"descriptor": 1, "checkpoint": 1, "quant": 3, "state": 2, "generation": 1},
     module="evener_formats.plugin",
     formats=("gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt", "bitsandbytes", "modelslim"),
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},
     checkpoints={".gguf": "evener_formats.gguf.checkpoint:GgufCheckpoint"},
-    weight_files={"pytorch_model.bin": "evener_formats.torch_files:TorchFile"},
+    weight_files={
+        "model.safetensors": "evener_formats.safetensors_files:SafetensorsFile",
+        "pytorch_model.bin": "evener_formats.torch_files:TorchFile",
+    },
+    config_readers={"hydra": "evener_keys.hydra_boundary:from_command_line"},
+    old_spellings={"legacy": "evener_keys.legacy_keys:LegacyKeys"},
+    tokenizer_readers={"tokenizer_json": "evener_formats.tokenizers.vocabulary:read_tokenizer"},
+    chat_readers={"jinja": "evener_formats.chat.templates:read_chat"},
     adapter_readers={"peft": "evener_formats.peft:read_adapter"},
     quantizers={
         **dict.fromkeys(

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 
 from evener.async_llm import AsyncLLM
+from evener.contracts.adapters import HeldAdapter
 from evener.contracts.outputs import Delta, FinishReason
 from evener.errors import RequestError
 from evener.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -28,18 +29,21 @@ class BeamStream:
         n: texts that are returned, the best first; at most ``options.beams``.
         stops: tokens that end a text; ``hidden``: those of them that are not part of its text.
         max_tokens: tokens of the longest text.
+        lora: the adapter; it is kept until the stream was read to its end, or closed.
+        priority: of its requests, see ``SamplingParams``.
         max_time: seconds from now; then the texts that there are end with reason ``timeout``. None: no limit.
 
     Raises:
-        RequestError: there are more beams than the engine names likeliest tokens for.
+        RequestError: there are more beams than the engine names likeliest tokens for, or there is no such adapter.
     """
 
     def __init__(
         self, llm: AsyncLLM, request_id: str, ids: list[int], options: BeamOptions, *, n: int, stops: Collection[int],
-        max_tokens: int, max_time: float | None = None, skip_special_tokens: bool = True, lora: str | None = None,
+        max_tokens: int, max_time: float | None = None, skip_special_tokens: bool = True,
+        lora: str | HeldAdapter | None = None, priority: int = 0,
     ) -> None:  # fmt: skip
         self.request_id, self.prompt, self.prompt_token_ids, self.n = request_id, None, ids, n
-        self._llm, self._skip_special, self._lora = llm, skip_special_tokens, lora
+        self._llm, self._skip_special, self._priority = llm, skip_special_tokens, priority
         self._search = BeamSearch(options, stops, max_tokens)
         self._stops = frozenset(stops)
         self._until = None if max_time is None else time.monotonic() + max_time
@@ -47,6 +51,13 @@ class BeamStream:
         if self._search.needed > MAX_LOGPROBS:
             most = MAX_LOGPROBS - len(self._stops)
             raise RequestError(f"num_beams is {options.beams}; this model's search has at most {most}", "num_beams")
+        #: One adapter for all steps, also if it is replaced or unloaded before the last.
+        self._adapter = llm.adapters.hold(lora)
+
+    def _release(self) -> None:
+        held, self._adapter = self._adapter, None
+        if self._llm.alive:
+            self._llm.adapters.release(held)
 
     async def __aenter__(self) -> BeamStream:
         return self
@@ -59,8 +70,16 @@ class BeamStream:
     async def aclose(self) -> None:
         """End the search after the step that runs."""
         self._closed = True
+        self._release()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
+        try:
+            async for delta in self._deltas():
+                yield delta
+        finally:
+            self._release()
+
+    async def _deltas(self) -> AsyncIterator[Delta]:
         late = False
         while not self._search.done and not self._closed:
             failed = await self._step()
@@ -100,7 +119,7 @@ class BeamStream:
             return Delta(self.request_id, 0, finish_reason="timeout")
         params = SamplingParams(
             temperature=0, max_tokens=1, logprobs=self._search.needed, ignore_eos=True, detokenize=False, max_time=left,
-            lora=self._lora,
+            lora=self._adapter, priority=self._priority,
         )  # fmt: skip
         first = not self._search.running[0].ids
         likeliest: list[Mapping[int, float]] = []

@@ -2,17 +2,17 @@
 
 Torch-free.
 
-=======================  =======================================================
+=======================  ============================================================================
 module                   holds
-=======================  =======================================================
+=======================  ============================================================================
 ``llguidance_grammars``  structured output, with the library llguidance
-``ngram_drafter``        drafts from earlier in the text
+``drafting``             speculative decoding: drafts from earlier in the text, and when requests get some
 ``tools``                parsers of tool calls, a module for each kind of format
 ``reasoning``            parsers of what a model writes before its answer
 ``harmony``              both, for the format of gpt-oss
 ``json_call``            a call as a JSON object, read while it is written
 ``text_stream``          text in pieces, in which marks may be cut at any character
-=======================  =======================================================
+=======================  ============================================================================
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ descriptor = Descriptor(
     name="generation",
     summary="Structured output, parsers of tool calls and reasoning, and drafts.",
     contracts={"descriptor": 1, "generation": 1},
+    grammar_masks={"matchers": "evener_constraints.masks:GrammarMasks.of"},
     grammars={"llguidance": "evener_generation.llguidance_grammars:LlguidanceLibrary"},
-    drafters={"ngram": "evener_generation.ngram_drafter:NgramDrafter"},
+    drafters={"ngram": "evener_generation.drafting.ngram_drafter:NgramDrafter"},
+    draft_policies={"measured": "evener_generation.drafting.speculation:measured"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",
         "llama3": "evener_generation.tools.json_calls:Llama3",

@@ -1,5 +1,6 @@
 """For looking into a run: commands that show what it would use on this machine, and why, or measure what it should
-use, and an executor that runs all its ranks in one process, for a debugger. The commands start no engine. Torch-free.
+use; measurements for a start; and an executor that runs all ranks in one process, for a debugger. The commands start no
+engine. Torch-free.
 
 =======================  ===============================================================================
 module                   holds
@@ -13,6 +14,8 @@ module                   holds
 ``explanation``          what ``explain`` shows, as plain data
 ``absent_ranks``         the communicator of a model that is declared and not run
 ``explanation_text``     the same as text for a terminal
+``dummy_weights``        random weights, for ``load=dummy``
+``layer_split``          the layers of each stage, where stages are on unlike devices
 ``tuning``               what ``tune`` measures, and how
 ``rank_threads``         the executor whose workers are threads of one process
 ``thread_communicator``  how these threads communicate
@@ -32,5 +35,7 @@ descriptor = Descriptor(
         "config": "evener_inspection.config_command:main", "models": "evener_inspection.models_command:main",
         "plugins": "evener_inspection.plugins_command:main", "tune": "evener_inspection.tune_command:main",
     },
+    weight_makers={"dummy": "evener_inspection.dummy_weights:load_dummy"},
+    layer_splitters={"measured": "evener_inspection.layer_split:measured_split"},
     executors={"inline": "evener_inspection.rank_threads:RankThreads"},
 )  # fmt: skip

@@ -10,6 +10,7 @@ module                  content
 ``chat_command``        ``evener chat``
 ``chat_models``         what answers there: a model in this process, or a server
 ``chat_screen``         how answers are shown there
+``client_command``      ``evener client``; ``client_http``: how it asks a server
 ``completion_script``   ``evener completion``
 ``process``             the serving process: socket, signals, draining
 ``app``                 the FastAPI application and its routes
@@ -23,6 +24,8 @@ module                  content
 ``page``                the page for people at /; ``web/`` has its files
 ``adapters``            adapters (LoRA) that are loaded while the server runs
 ``api_keys``            which keys requests may have, and the check of each
+``key_file``            the file that they are in; ``key_use``: what each uses, and limits
+``tls``                 the certificate
 ``middleware``          request ids, access log, unexpected errors
 ``body``                from a request's bytes to a JSON object
 ``protocol``            request bodies: every field, and what is refused
@@ -36,6 +39,7 @@ module                  content
 ``translated``          what APIs share that are translated into chat completions
 ``responses``           OpenAI's Responses API
 ``anthropic``           Anthropic's Messages API
+``ksanallm``            KsanaLLM's /generate and /forward; ``msgpack_body``: requests in msgpack
 ``tools``               the tools of a chat
 ``parsers``             which parsers read tool calls and reasoning
 ``message_parts``       content, reasoning and tool calls of a generated message
@@ -57,7 +61,8 @@ from evener.contracts.descriptor import Descriptor, Option
 descriptor = Descriptor(
     name="server",
     summary="The OpenAI API over HTTP (`evener serve`); in a terminal, one answer (`evener run`) or a chat.",
-    contracts={"descriptor": 1},
+    contracts={"descriptor": 1, "request_plugin": 1},
+    request_plugins={"ksana_plugin": "evener_server.ksanallm.plugin_file:PluginFile"},
     options={
         "vllm_metrics": Option(
             type=bool, default=True, help="Serve /metrics under vLLM's names too, for dashboards made for it."
@@ -68,10 +73,26 @@ descriptor = Descriptor(
             help="Which parser reads tool calls: its name, none, or auto: by the chat template.",
         ),
         "api_key_file": Option(
-            type=str, default=None, help="Text file with API keys, one a line, in addition to serve.api_keys."
+            type=str, default=None, help="File with API keys, in addition to serve.api_keys: one a line, or .yaml or "
+            ".jsonl with names, priorities and limits. It is read again when it changes.",
         ),
+        "api_key_strict": Option(
+            type=bool, default=True, help="Refuse requests without a valid API key; false: they come after all others."
+        ),
+        "cors_origins": Option(
+            type=str, default="", help="Web sites whose pages may ask this server, separated by commas; *: any."
+        ),
+        "trust_plugin_file": Option(
+            type=bool, default=False, help="Let request.plugins=ksana_plugin run ksana_plugin.py of the model's "
+            "folder. It is a program with the server's rights.",
+        ),
+        "tls_cert": Option(type=str, default=None, help="PEM file with the server's certificate chain, for https."),
+        "tls_key": Option(type=str, default=None, help="PEM file with the certificate's key, without a password."),
         "chat_template": Option(
             type=str, default=None, help="File with a chat template (Jinja), used instead of the model's own."
+        ),
+        "forward_bytes": Option(
+            type=int, default=64 << 20, help="Bytes of the numbers that one request to /forward may ask for."
         ),
         "force_include_usage": Option(
             type=bool,
@@ -123,6 +144,7 @@ descriptor = Descriptor(
         "serve": "evener_server.command:main",
         "run": "evener_server.run_command:main",
         "chat": "evener_server.chat_command:main",
+        "client": "evener_server.client_command:main",
         "completion": "evener_server.completion_script:main",
     },
 )

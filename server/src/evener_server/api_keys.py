@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import hmac
+import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from evener.errors import ConfigError
+from evener.sampling_params import MAX_PRIORITY
 from evener_server.anthropic.job import error_body
-from evener_server.errors import ApiError, error_response, log_error
+from evener_server.errors import ApiError, error_response, log_error, log_fields
+from evener_server.key_file import ApiKey, digest_of, plain_key, read_key_file, signature
+from evener_server.key_use import Client, KeyUse
+from evener_server.ksanallm.encoding import Encoding
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "EVENER_API_KEY"
-FILE_KEY = "server.api_key_file"
 #: Supervisors, load balancers and Prometheus ask these; they have no key, and the answers have no content of requests.
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-#: Of the key file: far more than any list of keys has.
-_MAX_FILE_BYTES = 1 << 20
 #: How paths of Anthropic's API begin: its clients read errors in its own format.
 _ANTHROPIC_PATH = ["v1", "messages"]
+#: KsanaLLM's clients read errors in its own format, too.
+_KSANALLM_PATHS = ("/generate", "/forward")
+#: Seconds between two looks at the key file.
+_WATCH_SECONDS = 2.0
 
 
 class ApiKeys:
@@ -29,92 +38,134 @@ class ApiKeys:
 
     Args:
         keys: the keys; none: every request is allowed.
+        strict: False lets in requests without one of them too, with a lower priority than all of them.
+
+    Attributes:
+        uses: what each key uses, by its name.
+        highest: the highest priority of a key.
     """
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = tuple({_digest(key.encode()) for key in keys})
+    def __init__(self, keys: Iterable[str | ApiKey] = (), strict: bool = True) -> None:
+        self.strict = strict
+        self.uses: defaultdict[str, KeyUse] = defaultdict(KeyUse)
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[str | ApiKey]) -> None:
+        """Let these be the keys from now on. Of equal keys the first counts."""
+        found = [plain_key(each, "a key") if isinstance(each, str) else each for each in keys]
+        self._keys = tuple({key.digest: key for key in reversed(found)}.values())
+        lowest = min((key.priority for key in self._keys), default=0)
+        self.highest = max((key.priority for key in self._keys), default=0)
+        self._others = ApiKey(name="none", digest=b"", priority=max(lowest - 1, -MAX_PRIORITY))
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self._keys)
 
-    def __contains__(self, key: bytes) -> bool:
-        """Whether ``key`` is one of them. The time depends on neither which key it is nor how much is right."""
-        digest = _digest(key)
-        # A sum compares every digest, also after one that is equal; any() would stop there.
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+    def find(self, key: bytes) -> ApiKey | None:
+        """The one that ``key`` is. The time depends on neither which key it is nor how much is right."""
+        digest = digest_of(key)
+        # A list compares every digest, also after one that is equal; next() would stop there.
+        equal = [each for each in self._keys if hmac.compare_digest(digest, each.digest)]
+        return equal[0] if equal else None
+
+    def client(self, given: Iterable[bytes]) -> Client | None:
+        """Who sends a request with these keys; None: nobody who may."""
+        found = next((key for each in given if (key := self.find(each)) is not None), None)
+        key = found or (None if self.strict else self._others)
+        return None if key is None else Client(key, self.uses[key.name])
 
 
-def read_api_keys(listed: Iterable[str], file: str | None, environ: Mapping[str, str]) -> ApiKeys:
-    """All keys: those listed, those in the file, and the one of the environment.
+class KeyReader:
+    """Reads all keys: those listed, those in the file, and the one of the environment.
 
     Args:
         listed: ``serve.api_keys``.
-        file: ``server.api_key_file``: one key a line; empty lines and lines that begin with ``#`` are left out.
+        file: ``server.api_key_file``, see ``read_key_file``.
         environ: where ``EVENER_API_KEY`` is read.
 
     Raises:
-        ConfigError: the file cannot be read, is too large or has no key; a key is empty or cannot be sent in a header.
-            No message shows a key.
+        ConfigError: a key is empty or cannot be sent in a header. No message shows a key.
     """
-    named = [(f"serve.api_keys: key {number}", key) for number, key in enumerate(listed, 1)]
-    if file is not None:
-        named += _read_file(file)
-    # A variable that is set but empty is a mistake: without this, it would open the server to everybody.
-    if VARIABLE in environ:
-        named.append((VARIABLE, environ[VARIABLE]))
-    for where, key in named:
-        if not key or not all("!" <= letter <= "~" for letter in key):
-            problem = "is empty" if not key else "has a space, a control character or a letter outside ASCII"
-            raise ConfigError(f"{where} {problem}; a key is 1 or more visible ASCII characters. Correct it, or leave "
-                              "it out")  # fmt: skip
-    return ApiKeys(key for _, key in named)
 
+    def __init__(self, listed: Iterable[str], file: str | None, environ: Mapping[str, str]) -> None:
+        self._file, self._seen = file, None if file is None else signature(file)
+        self._fixed = [plain_key(key, f"serve.api_keys: key {number}") for number, key in enumerate(listed, 1)]
+        # A variable that is set but empty is a mistake: without this, it would open the server to everybody.
+        if VARIABLE in environ:
+            self._fixed.append(plain_key(environ[VARIABLE], VARIABLE))
 
-def _read_file(file: str) -> list[tuple[str, str]]:
-    path = Path(file).expanduser()
-    try:
-        if not path.is_file():
-            raise ConfigError(f"{FILE_KEY}={file} is not a file; give one with an API key on each line")
-        with path.open("rb") as opened:
-            data = opened.read(_MAX_FILE_BYTES + 1)
-        if len(data) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{FILE_KEY}={file} has more than {_MAX_FILE_BYTES} bytes; give one with only API keys")
-        lines = [line.strip() for line in data.decode("utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        # The text of a UnicodeDecodeError would show a part of the file.
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"{FILE_KEY}={file} cannot be read: {why}; write a key on each line") from None
-    found = [(f"{FILE_KEY}={file}: line {n}", line) for n, line in enumerate(lines, 1) if line and line[0] != "#"]
-    if not found:
-        raise ConfigError(f"{FILE_KEY}={file} has no key; write one on each line, or leave {FILE_KEY} out")
-    return found
+    def read(self) -> list[ApiKey]:
+        """All keys, as they are now.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        # Those of the file first: they have names and limits.
+        return [*(() if self._file is None else read_key_file(self._file)), *self._fixed]
+
+    def read_changed(self, keys: ApiKeys) -> None:
+        """Read the file again if it was changed since the last look. If it cannot be used, the earlier keys stay."""
+        if self._file is None or (now := signature(self._file)) == self._seen:
+            return
+        self._seen = now
+        try:
+            keys.replace(self.read())
+        except ConfigError as error:
+            logger.warning("the API keys stay as they were: %s", error)
+        else:
+            logger.info("the API keys were read again (number of keys: %d)", len(keys))
+
+    async def watch(self, keys: ApiKeys) -> None:
+        """Look at the file for ever."""
+        while self._file is not None:
+            await asyncio.sleep(_WATCH_SECONDS)
+            await asyncio.to_thread(self.read_changed, keys)
 
 
 class KeyCheck:
-    """ASGI middleware that answers 401 to requests without one of the keys, before their body is read.
+    """ASGI middleware that answers 401 to requests without one of the keys, and 429 to those that a limit of their key
+    refuses, before their body is read.
 
     A key comes as ``Authorization: Bearer KEY``, or as ``x-api-key: KEY`` as Anthropic's clients send it; one valid key
-    is enough. ``OPEN_PATHS`` need none.
+    is enough. ``OPEN_PATHS`` need none. Limits are for POST.
 
     Args:
         keys: at least one.
         is_open: says of further paths that they need no key.
+        is_crowded: whether there is only room left that is kept for the highest priority.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, is_open: Callable[[str], bool] = lambda path: False) -> None:
-        self._app, self._keys, self._is_open = app, keys, is_open
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, is_open: Callable[[str], bool] = lambda path: False,
+        is_crowded: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._app, self._keys, self._is_open, self._is_crowded = app, keys, is_open, is_crowded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not (scope["path"] in OPEN_PATHS or self._is_open(scope["path"])):
-            given = list(_given(scope))
-            if not any(key in self._keys for key in given):
-                error = _unauthorized(bool(given))
-                log_error(scope, error)
-                if scope["path"].split("/")[1:3] == _ANTHROPIC_PATH:
-                    scope["state"]["error_format"] = error_body
-                await error_response(scope, error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        given = list(_given(scope))
+        client = self._keys.client(given)
+        try:
+            if client is None:
+                raise _unauthorized(bool(given))
+            log_fields(scope)["key"] = client.key.name
+            if scope["method"] == "POST":
+                if client.key.priority < self._keys.highest and self._is_crowded():
+                    raise _crowded()
+                client.use.begin(client.key)
+        except ApiError as error:
+            log_error(scope, error)
+            if scope["path"].split("/")[1:3] == _ANTHROPIC_PATH:
+                scope["state"]["error_format"] = error_body
+            elif scope["path"] in _KSANALLM_PATHS:
+                request = Request(scope)
+                Encoding.of(request).use_for_errors(request)
+            await error_response(scope, error)(scope, receive, send)
+            return
+        with client.answering():
+            await self._app(scope, receive, send)
 
 
 def _given(scope: Scope) -> Iterator[bytes]:
@@ -128,6 +179,12 @@ def _given(scope: Scope) -> Iterator[bytes]:
             yield value.strip().encode("latin-1")
 
 
+def _crowded() -> ApiError:
+    """As of a full queue."""
+    message = "too many requests wait, and the rest of the queue is kept for a higher priority: try again in a moment"
+    return ApiError(429, message, code="overloaded", headers={"Retry-After": "1"})
+
+
 def _unauthorized(given: bool) -> ApiError:
     """In the words and with the codes of OpenAI's API, whose clients show them; a wrong key is never repeated."""
     headers = {"WWW-Authenticate": "Bearer"}
@@ -137,6 +194,3 @@ def _unauthorized(given: bool) -> ApiError:
     return ApiError(401, "You didn't provide an API key. Send it in the header Authorization: Bearer KEY",
                     headers=headers)  # fmt: skip
 
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

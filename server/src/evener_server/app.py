@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from evener.async_llm import AsyncLLM
 from evener.errors import EvenerError
@@ -24,8 +25,14 @@ from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
 from evener_server.embeddings import EmbeddingBody, EmbeddingJob
 from evener_server.errors import ERROR_SCHEMA, ApiError, handle_error, handle_unknown_url, log_fields
+from evener_server.ksanallm.body import ForwardBody, GenerateBody
+from evener_server.ksanallm.encoding import ERROR_SCHEMA as KSANALLM_ERROR_SCHEMA
+from evener_server.ksanallm.encoding import Encoding
+from evener_server.ksanallm.forward import ForwardJob
+from evener_server.ksanallm.generate import GenerateJob
 from evener_server.metrics import CONTENT_TYPE
-from evener_server.middleware import HostCheck, RequestLog, RootPath
+from evener_server.middleware import HEADER, IGNORED_HEADER, HostCheck, RequestLog, RootPath
+from evener_server.msgpack_body import read_either
 from evener_server.options import ServerOptions
 from evener_server.page import add_page, is_page
 from evener_server.protocol import ChatBody, CompletionBody, PromptBody, parse_body
@@ -76,8 +83,16 @@ def create_app(
     app.state.service = service
     # The middleware that is added last is called first: the key is checked after the host, and both are logged.
     if keys:
+        service.key_uses = keys.uses
         # People type their key into the page, so they must be able to load it first.
-        app.add_middleware(KeyCheck, keys=keys, **({"is_open": is_page} if service.options.page else {}))
+        page = {"is_open": is_page} if service.options.page else {}
+        app.add_middleware(KeyCheck, keys=keys, is_crowded=service.is_crowded, **page)
+    if origins := service.options.origins:
+        # Before the key is checked: browsers ask first (OPTIONS), without one. Cookies are not used.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
+            expose_headers=(HEADER, IGNORED_HEADER, "Retry-After"),
+        )  # fmt: skip
     if hosts is not None:
         app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RequestLog)
@@ -92,6 +107,7 @@ def create_app(
     _add_generation(app, service)
     _add_pooled(app, service)
     _add_translated(app, service)
+    _add_ksanallm(app, service)
     _add_tokens(app, service)
     if service.options.lora_folder is not None:
         _add_adapters(app, service, service.options.lora_folder)
@@ -267,6 +283,27 @@ def _add_translated(app: FastAPI, service: Service) -> None:
         return Response(body, media_type="application/json")
 
 
+def _add_ksanallm(app: FastAPI, service: Service) -> None:
+    async def read(request: Request, encoding: Encoding, kind: type[B]) -> B:
+        encoding.use_for_errors(request)
+        value = await read_either(request, service.limits, encoding.packed)
+        if isinstance(name := value.pop("model_name", None), str) and name:
+            value.setdefault("model", name)
+        return _accept(request, service, kind, value)
+
+    errors = _errors(schema="KsanaLLMError")
+
+    @app.post("/generate", openapi_extra=_schema(GenerateBody), responses=errors)
+    async def generate(request: Request) -> Response:
+        encoding = Encoding.of(request)
+        return GenerationResponse(GenerateJob(service, await read(request, encoding, GenerateBody), encoding))
+
+    @app.post("/forward", openapi_extra=_schema(ForwardBody), responses=errors)
+    async def forward(request: Request) -> Response:
+        encoding = Encoding.of(request)
+        return GenerationResponse(ForwardJob(service, await read(request, encoding, ForwardBody), encoding))
+
+
 def _json(value: Any) -> Response:
     return Response(to_json(value), media_type="application/json")
 
@@ -283,12 +320,13 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         kinds = (ChatBody, BatchBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, EmbeddingBody,
-                 RerankBody, ScoreBody, TokenizeText, TokenizeChat, DetokenizeBody, LoadAdapterBody,
-                 UnloadAdapterBody)  # fmt: skip
+                 RerankBody, ScoreBody, GenerateBody, ForwardBody, TokenizeText, TokenizeChat, DetokenizeBody,
+                 LoadAdapterBody, UnloadAdapterBody)  # fmt: skip
         for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[kind.__name__] = schema
         schemas["Error"], schemas["AnthropicError"] = ERROR_SCHEMA, ANTHROPIC_ERROR_SCHEMA
+        schemas["KsanaLLMError"] = KSANALLM_ERROR_SCHEMA
         app.openapi_schema = document
     return app.openapi_schema

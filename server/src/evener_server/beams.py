@@ -79,5 +79,5 @@ async def start_beams(
     return BeamStream(
         llm, request_id, prepared.ids, options, n=n, stops=prepared.eos_ids | frozenset(params.stop_token_ids),
         max_tokens=prepared.max_tokens, max_time=params.max_time, skip_special_tokens=params.skip_special_tokens,
-        lora=params.lora,
+        lora=params.lora, priority=params.priority,
     )  # fmt: skip

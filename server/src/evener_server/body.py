@@ -43,16 +43,24 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
     Raises:
         ApiError: 400, 408, 413 or 415.
     """
-    _check_headers(request)
+    check_headers(request)
+    return decode_object(await read_bytes(request, limits), limits)
+
+
+async def read_bytes(request: Request, limits: BodyLimits) -> bytes:
+    """A request's body.
+
+    Raises:
+        ApiError: 400, 408 or 413.
+    """
     try:
-        raw = await asyncio.wait_for(_read(request, limits), limits.timeout)
+        return await asyncio.wait_for(_read(request, limits), limits.timeout)
     except asyncio.TimeoutError as error:
         # The rest of the body may still come: it must not be read as the next request.
         raise ApiError(
             408, f"the body did not arrive within {limits.timeout:g} seconds", code="timeout",
             headers={"Connection": "close"},
         ) from error  # fmt: skip
-    return decode_object(raw, limits)
 
 
 def decode_object(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
@@ -75,7 +83,7 @@ def decode_object(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
         raise _invalid("it is nested too deeply") from error
     if not isinstance(value, dict):
         raise _invalid('it must be an object, as in {"model": …}')
-    _check_shape(value)
+    check_shape(value)
     return value
 
 
@@ -99,7 +107,10 @@ def _invalid(why: str) -> ApiError:
     return ApiError(400, f"the body is not valid JSON for this API: {why}", code="invalid_json")
 
 
-def _check_headers(request: Request) -> None:
+def check_headers(request: Request) -> None:
+    """Raises:
+    ApiError: 415, the body is not plain JSON in UTF-8.
+    """
     kind, _, parameters = request.headers.get("content-type", "").partition(";")
     charset = dict(_parameter(p) for p in parameters.split(";")).get("charset", "utf-8")
     if kind.strip().lower() != "application/json" or charset not in ("utf-8", "utf8"):
@@ -109,6 +120,13 @@ def _check_headers(request: Request) -> None:
             f"Content-Type is {given!r}; send JSON in UTF-8 with Content-Type: application/json",
             code="unsupported_media_type",
         )
+    check_encoding(request)
+
+
+def check_encoding(request: Request) -> None:
+    """Raises:
+    ApiError: 415, the body is compressed.
+    """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise ApiError(415, f"Content-Encoding is {encoding!r}; send the body unencoded", code="unsupported_media_type")
@@ -141,7 +159,10 @@ async def _read(request: Request, limits: BodyLimits) -> bytes:
     return b"".join(chunks)
 
 
-def _check_shape(value: dict[str, Any]) -> None:
+def check_shape(value: dict[str, Any]) -> None:
+    """Raises:
+    ApiError: 400, it is too deep, or an object has too many fields.
+    """
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []

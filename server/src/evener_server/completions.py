@@ -69,7 +69,7 @@ class CompletionJob(Job):
         place = f"prompt_embeds[{index}]"
         return prompt_of_rows(await asyncio.to_thread(decode_rows, data, place, width, most))
 
-    async def _prompt(self, prompt: str | list[int]) -> str | list[int]:
+    async def _prompt(self, prompt: str | list[int]) -> Prompt:
         """What the engine gets for one of the request's prompts."""
         body, prompts = self._body, self._service.prompts
         if body.suffix:

@@ -62,12 +62,13 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode("ascii")
 
-    def response(self, body: bytes | None = None) -> Response:
+    def response(self, body: bytes | None = None, media_type: str = "application/json") -> Response:
         """The error as an HTTP response; ``body`` in another API's format, default: OpenAI's."""
-        return Response(body or self.body(), self.status, dict(self.headers), media_type="application/json")
+        return Response(body or self.body(), self.status, dict(self.headers), media_type=media_type)
 
 
-#: Writes an error's body. An endpoint of another API than OpenAI's sets its own as ``request.state.error_format``.
+#: Writes an error's body. An endpoint of another API than OpenAI's sets its own as ``request.state.error_format``, and
+#: as ``request.state.error_media_type`` what it is, if it is not JSON.
 ErrorFormat: TypeAlias = "Callable[[ApiError], bytes]"
 
 LogFields = dict[str, Any]
@@ -131,8 +132,9 @@ def status_error(status: int, message: str) -> ApiError:
 
 def error_response(scope: Scope, error: ApiError) -> Response:
     """The error as an HTTP response, in the format of the API that was asked."""
-    error_format: ErrorFormat = scope.get("state", {}).get("error_format", ApiError.body)
-    return error.response(error_format(error))
+    state = scope.get("state", {})
+    error_format: ErrorFormat = state.get("error_format", ApiError.body)
+    return error.response(error_format(error), state.get("error_media_type", "application/json"))
 
 
 async def handle_error(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from evener.async_llm import AsyncLLM
 from evener.contracts.outputs import Delta
 from evener.frontend.stream import RequestStream
 from evener_server.errors import ApiError, deadline_missed, status_error, unavailable
+from evener_server.key_use import current_client
 from evener_server.metrics import Metrics, RequestTimer
 
 #: What a prompt's deltas come from.
@@ -88,7 +89,9 @@ class Generation:
         self.cumulative_logprobs = [0.0] * (len(streams) * n)
         self.prompt_logprobs: list[list[dict[int, float] | None]] = [[] for _ in streams]
         self.prompt_only = False
-        self._running = running
+        self._running, self._client = running, current_client.get()
+        if self._client is not None:
+            self._client.hold()
         self._cached: dict[int, int] = {}
         self._queued = 0.0
 
@@ -126,6 +129,9 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._running.remove(self)
+        if self._client is not None:
+            self._client.release()
+            self._client.use.charge(self.prompt_tokens + self.completion_tokens)
         for choice in set(range(self.choices)) - self.finish_reasons.keys():
             self._meter.end(choice, "abort")
         self._meter.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evener.config.schema import Config
 from evener.errors import ConfigError
 from evener_server import descriptor
 
@@ -15,6 +17,7 @@ from evener_server import descriptor
 AUTO, NONE = "auto", "none"
 #: Of a chat template: the largest known have a few ten thousand.
 MAX_TEMPLATE_BYTES = 1 << 20
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]+)?|https?://\[[0-9a-fA-F:.]+\](:[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,12 @@ class ServerOptions:
     Attributes:
         vllm_metrics: serve metrics under vLLM's names too.
         tool_parser, reasoning_parser: names of parsers.
-        api_key_file: a file with API keys.
+        api_key_file: a file with API keys; api_key_strict: requests without one are refused.
+        cors_origins: web sites whose pages may ask, separated by commas; "*": any.
+        trust_plugin_file: run the plug-in file of the model's folder.
+        tls_cert, tls_key: files of the certificate and its key.
         chat_template: a file with a chat template, instead of the model's.
+        forward_bytes: bytes of the numbers in one answer of /forward.
         force_include_usage: every stream ends with the usage.
         model_aliases: other names of the model, separated by commas.
         page: serve the page for people at /.
@@ -43,7 +50,13 @@ class ServerOptions:
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
     api_key_file: str | None = None
+    api_key_strict: bool = True
+    cors_origins: str = ""
+    trust_plugin_file: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
     chat_template: str | None = None
+    forward_bytes: int = 64 << 20
     force_include_usage: bool = False
     model_aliases: str = ""
     page: bool = True
@@ -75,9 +88,32 @@ class ServerOptions:
             raise ConfigError(f"server.chat_template={path} cannot be used: {error}; give a text file") from error
 
     @functools.cached_property
+    def origins(self) -> tuple[str, ...]:
+        """Web sites whose pages may ask this server.
+
+        Raises:
+            ConfigError: one is no origin.
+        """
+        found = tuple(dict.fromkeys(name for part in self.cors_origins.split(",") if (name := part.strip())))
+        for name in found:
+            if name != "*" and not _ORIGIN.fullmatch(name):
+                raise ConfigError(f"server.cors_origins has {name!r}, which is no origin; give SCHEME://HOST[:PORT] "
+                                  "without a path, as in https://app.example, or *")  # fmt: skip
+        return found
+
+    @functools.cached_property
     def aliases(self) -> tuple[str, ...]:
         """Other names under which requests find the model."""
         return tuple(dict.fromkeys(name for part in self.model_aliases.split(",") if (name := part.strip())))
+
+    def check_names(self, config: Config) -> None:
+        """Raises:
+        ConfigError: an alias of the model is the name of an adapter, which no request could name.
+        """
+        adapters = [entry.partition("=")[0] for entry in config.infer.lora_modules]
+        if hidden := [name for name in self.aliases if name in adapters]:
+            raise ConfigError(f"server.model_aliases and infer.lora_modules both have the name {hidden[0]!r}; requests "
+                              "with it would get the model alone: give one of them another name")  # fmt: skip
 
     @classmethod
     def of(cls, options: Mapping[str, Mapping[str, Any]]) -> ServerOptions:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any, cast
 
+from evener.contracts.generation.chat import Chat
 from evener.contracts.generation.parsers import Parser, ReasoningParser, ToolParser
 from evener.errors import RequestError, TemplateError, UnknownNameError
-from evener.frontend.chat import Chat
 from evener.plugins.discover import installed_catalog
 from evener_server.options import AUTO, NONE, ServerOptions
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from evener.pooling.vectors import EMBED
 from evener_server.generation import Generation
+from evener_server.key_use import current_priority
 from evener_server.prompt_tokens import left_of
 from evener_server.protocol import PromptBody
 from evener_server.service import Service
@@ -28,7 +29,8 @@ class PooledJob(Job):
 
     def __init__(self, service: Service, body: PromptBody, count: int, param: str, prefix: str) -> None:
         self._service, self._count, self._param = service, count, param
-        self._params = replace(EMBED, max_time=body.max_time, lora=service.adapter(body.model))
+        lora, priority = service.adapter(body.model), current_priority()
+        self._params = replace(EMBED, max_time=body.max_time, lora=lora, priority=priority)
         head = service.head(prefix, "list", body.model)
         self._head = {name: head[name] for name in ("id", "object", "created", "model")}
 

@@ -23,12 +23,14 @@ import uvicorn
 from evener.async_llm import AsyncLLM
 from evener.config import Config
 from evener.errors import ConfigError
-from evener_server.api_keys import ApiKeys, read_api_keys
+from evener_server.api_keys import ApiKeys, KeyReader
 from evener_server.app import create_app
 from evener_server.connections import AcceptErrors, Listener, Protocol, max_connections
+from evener_server.ksanallm.plugin_file import unused_file
 from evener_server.options import ServerOptions
 from evener_server.service import Service
 from evener_server.stats_logger import StatsLogger
+from evener_server.tls import tls_files
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,11 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
     """Start one engine and serve it. Returns the exit code; None if the engine died."""
     # Before the weights are read, so that a wrong key or port is an error at once.
     options = ServerOptions.of(config.options)
-    keys = read_api_keys(config.serve.api_keys, options.api_key_file, os.environ)
+    options.check_names(config)
+    reader = KeyReader(config.serve.api_keys, options.api_key_file, os.environ)
+    keys = ApiKeys(reader.read(), options.api_key_strict)
+    tls_files(options.tls_cert, options.tls_key)
+    _ = options.origins
     template = options.read_chat_template()
     # The engine and its processes have no use for the keys.
     config = dataclasses.replace(config, serve=dataclasses.replace(config.serve, api_keys=()))
@@ -85,7 +91,14 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
             if template is not None and llm.chat is not None:
                 llm.chat.templates = {"default": template}
             await llm.warm_up_chat()
-            return await _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys).run()
+            if (unused := unused_file(config)) is not None:
+                logger.warning("%s", unused)
+            run = _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys)
+            watch = asyncio.ensure_future(reader.watch(keys))
+            try:
+                return await run.run()
+            finally:
+                watch.cancel()
         finally:
             await llm.close()
 
@@ -144,10 +157,10 @@ def allowed_hosts(config: Config) -> tuple[str, ...] | None:
     return None if "*" in names else names
 
 
-def url(listener: socket.socket) -> str:
+def url(listener: socket.socket, scheme: str = "http") -> str:
     """The server's URL."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _unusable(host: str, port: int, error: OSError) -> ConfigError:
@@ -169,8 +182,10 @@ class _ServerRun:
     ) -> None:  # fmt: skip
         self._llm, self._config, self._listener, self._drain_timeout = llm, config, listener, drain_timeout
         self._dead_grace = dead_grace
-        app = create_app(llm, hosts=allowed_hosts(config), options=ServerOptions.of(config.options), keys=keys)
-        self._key_count = len(keys)
+        options = ServerOptions.of(config.options)
+        app = create_app(llm, hosts=allowed_hosts(config), options=options, keys=keys)
+        self._keys, tls = keys, tls_files(options.tls_cert, options.tls_key)
+        self._scheme = "http" if tls is None else "https"
         protocol = type("_Protocol", (Protocol,), {"connection_limit": max_connections(config.serve.max_connections)})
         self._service: Service = app.state.service
         self._server = _Server(
@@ -185,6 +200,8 @@ class _ServerRun:
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_GRACE_SECONDS,
+                ssl_certfile=None if tls is None else str(tls[0]),
+                ssl_keyfile=None if tls is None else str(tls[1]),
             )
         )
         self._code: int | None = None
@@ -235,12 +252,13 @@ class _ServerRun:
         assert info is not None, "it was waited for"
         logger.info(
             "serving %s at %s on backend %s (%s)",
-            info.served_name, url(self._listener), info.backend, info.backend_reason,
+            info.served_name, url(self._listener, self._scheme), info.backend, info.backend_reason,
         )  # fmt: skip
         if self._service.options.page:
-            logger.info("for people: a chat in the browser at %s/", url(self._listener))
-        if self._key_count:
-            logger.info("requests need an API key (number of keys: %d)", self._key_count)
+            logger.info("for people: a chat in the browser at %s/", url(self._listener, self._scheme))
+        if self._keys:
+            need = "need an API key" if self._keys.strict else "with an API key come first"
+            logger.info("requests %s (number of keys: %d)", need, len(self._keys))
 
     def _raise(self, error: BaseException | None) -> None:
         if isinstance(error, OSError):

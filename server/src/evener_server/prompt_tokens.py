@@ -9,9 +9,9 @@ import time
 from dataclasses import replace
 
 from evener.async_llm import AsyncLLM
+from evener.contracts.generation.chat import Chat
 from evener.contracts.media import MediaPrompt
 from evener.errors import ContextLengthError, RenderTimeoutError, RequestError, TemplateError
-from evener.frontend.chat import Chat
 from evener.frontend.tokenizer import Tokenizer
 from evener.sampling_params import SamplingParams
 from evener_server.embedded_prompts import RowParts

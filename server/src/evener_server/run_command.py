@@ -148,12 +148,12 @@ def _uses_chat_template(config: Config, arguments: argparse.Namespace) -> bool:
     Raises:
         ConfigError: there is a system message, which needs a template, and no template is used.
     """
-    from evener.frontend.chat import Chat
+    from evener.frontend.chat import open_chat
     from evener.loading.checkpoint import open_files
 
     chats = arguments.chat
     if chats is None:
-        chats = Chat.of(open_files(config.tokenizer or config.model), None).available
+        chats = open_chat(open_files(config.tokenizer or config.model)).available
     if arguments.system is not None and (not chats or arguments.prompt is None):
         raise ConfigError(
             "--system needs a chat template, but this model has none or --raw is given; put the text into --prompt"

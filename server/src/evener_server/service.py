@@ -22,6 +22,7 @@ from evener_server.body import BodyLimits
 from evener_server.errors import ApiError, unavailable
 from evener_server.generation import Generation, RunningGenerations
 from evener_server.grammar_check import GrammarChecks
+from evener_server.key_use import KeyUse, current_priority
 from evener_server.logprobs import TokenNames
 from evener_server.metrics import Metrics
 from evener_server.options import ServerOptions
@@ -29,6 +30,9 @@ from evener_server.parsers import Parsers
 from evener_server.prompt_tokens import PromptTokens
 from evener_server.protocol import GenerationBody
 from evener_server.watermark import read_key
+
+#: One in so many places of the queue is kept for the highest priority.
+_KEPT_PART = 8
 
 
 class Service:
@@ -44,6 +48,7 @@ class Service:
         metrics: counters and histograms.
         running: the running generations.
         version: version of this package.
+        key_uses: what each API key uses, by name.
         created: time of the start, in seconds since 1970.
     """
 
@@ -58,6 +63,7 @@ class Service:
         self.metrics = Metrics()
         self.running = RunningGenerations(llm, self.metrics)
         self.version = version("evener-server")
+        self.key_uses: Mapping[str, KeyUse] = {}
         self.created = int(time.time())
 
     @property
@@ -85,6 +91,13 @@ class Service:
     def fingerprint(self) -> str:
         """OpenAI's ``system_fingerprint``: the same fingerprint and seed give the same tokens."""
         return f"evener-{self.version}-{self.info.backend}"
+
+    def is_crowded(self) -> bool:
+        """Whether only the last part of the queue is free, which is for requests with the highest priority."""
+        queue, info = self.llm.max_queue, self.llm.info
+        if queue is None or info is None:
+            return False
+        return self.llm.num_open >= info.max_reqs + queue - queue // _KEPT_PART
 
     @property
     def own_names(self) -> tuple[str, ...]:
@@ -125,7 +138,8 @@ class Service:
         for name in ("allowed_token_ids", "logprob_token_ids"):
             if (highest := max(getattr(body, name, None) or (), default=0)) > last:
                 raise RequestError(f"{name} has {highest}: ids are from 0 to {last}", name)
-        params = replace(body.sampling(detokenize=self.llm.tokenizer is not None), lora=self.adapter(body.model))
+        params = body.sampling(detokenize=self.llm.tokenizer is not None)
+        params = replace(params, lora=self.adapter(body.model), priority=current_priority())
         return params if self._watermark is None else replace(params, seed=self._watermark.seed(params.seed))
 
     def reasons(self, with_tools: bool) -> bool:

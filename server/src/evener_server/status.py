@@ -9,6 +9,7 @@ import msgspec
 from evener.async_llm import AsyncLLM
 from evener.errors import EngineDeadError
 from evener_server.errors import ApiError
+from evener_server.key_use import KeyFamilies
 from evener_server.service import Service
 from evener_server.vllm_metrics import VllmFamilies
 
@@ -77,7 +78,8 @@ async def metrics(service: Service) -> bytes:
     names = ("", "", "") if info is None else (info.backend, info.model, info.served_name)
     labels = {"version": service.version, "backend": names[0], "model": names[1]}
     vllm = [VllmFamilies(service.metrics, names[2], report)] if service.options.vllm_metrics else []
-    return service.metrics.text(names[2], report, labels, vllm)
+    keys = [KeyFamilies(service.key_uses)] if service.key_uses else []
+    return service.metrics.text(names[2], report, labels, [*vllm, *keys])
 
 
 def version_info(service: Service) -> dict[str, Any]:

@@ -71,9 +71,12 @@ class Job(ABC):
     Attributes:
         stream: whether the response is sent as server-sent events.
         without_effect: fields of the request that change nothing, besides those that its body names.
+        media_type: of a response that is not streamed; stream_headers: of a stream.
     """
 
     stream: bool
+    media_type: str = "application/json"
+    stream_headers: Sequence[tuple[bytes, bytes]] = _SSE_HEADERS
     without_effect: Sequence[str] = ()
 
     def error_event(self, error: ApiError) -> bytes:
@@ -142,7 +145,7 @@ class GenerationResponse(Response):
                     await self._send_events(generation, send, fields)
                 else:
                     body = await self._job.full_response(generation)
-                    await Response(body, media_type="application/json")({"type": "http"}, _no_receive, send)
+                    await Response(body, media_type=self._job.media_type)({"type": "http"}, _no_receive, send)
             finally:
                 fields["prompt_tokens"] = generation.prompt_tokens
                 fields["completion_tokens"] = generation.completion_tokens
@@ -151,7 +154,7 @@ class GenerationResponse(Response):
     async def _send_events(self, generation: Generation, send: Send, fields: LogFields) -> None:
         async with aclosing(self._job.events(generation)) as events:  # type: ignore[type-var]
             piece = await anext(events)
-            await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": self._job.stream_headers})
             try:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 async for piece in events:

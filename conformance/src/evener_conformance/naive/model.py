@@ -25,7 +25,6 @@ from evener.contracts.state import StateProvider
 from evener.errors import UnknownNameError
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
-from evener.loading.dummy import load_dummy
 from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.scheme import pick_scheme
 from evener.ops.reference.linear import PLAIN
@@ -33,6 +32,7 @@ from evener.ops.schemas import BUILTIN
 from evener.resolution.resolver import plain_parts
 from evener_conformance.naive.packages import find_architecture, find_provider, find_schema
 from evener_conformance.naive.state import NAIVE_PROVIDER, ProviderPages, make_naive_state
+from evener_inspection.dummy_weights import load_dummy
 
 __all__ = ["NaiveModel", "NaiveStep", "find_architecture"]
 

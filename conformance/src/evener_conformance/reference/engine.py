@@ -39,8 +39,8 @@ class RunResult:
     """What each request got.
 
     Attributes:
-        tokens, logprobs, prompt_logprobs: by request id; ends: its terminal events; cached: its prompt tokens from the
-            prefix cache.
+        tokens, logprobs, prompt_logprobs, pooled: by request id; ends: its terminal events; cached: its prompt tokens
+            from the prefix cache.
         dead: reasons of ``Dead``.
     """
 
@@ -48,6 +48,7 @@ class RunResult:
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[Any]] = {}
         self.prompt_logprobs: dict[str, list[Any]] = {}
+        self.pooled: dict[str, bytes] = {}
         self.ends: dict[str, list[Finished]] = {}
         self.cached: dict[str, int] = {}
         self.dead: list[str] = []
@@ -59,6 +60,7 @@ class RunResult:
                 self.tokens.setdefault(event.id, []).extend(event.ids)
                 self.logprobs.setdefault(event.id, []).extend(event.logprobs or [])
                 self.prompt_logprobs.setdefault(event.id, []).extend(event.prompt_logprobs or [])
+                self.pooled[event.id] = self.pooled.get(event.id, b"") + event.pooled
                 self.cached[event.id] = event.cached
             elif isinstance(event, Finished):
                 self.ends.setdefault(event.id, []).append(event)

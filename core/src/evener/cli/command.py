@@ -16,11 +16,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from evener.config.build import Built
 from evener.config.keys import ParsedCommandLine, split_command_line
-from evener.config.legacy_keys import legacy_env_overrides
+from evener.config.old_spellings import installed_spellings
 from evener.config.schema import Config
 from evener.engine.processes.launch import join_ranks
 from evener.errors import ConfigError
+from evener.plugins.discover import installed_catalog
 
 _EPILOG = (
     "Every key=value may also be written --key value. Keys can be read from a YAML file: --config FILE, or the "
@@ -113,11 +115,11 @@ def read_config(
     environ = os.environ if environ is None else environ
     arguments, words = command.parse(argv)
     typed = split_command_line(words)
-    inherited, notes = legacy_env_overrides(environ)
-    for note in notes:
+    inherited = installed_spellings().from_environ(environ)
+    for note in inherited.notes:
         print(f"warning: {note}", file=sys.stderr)
     # What was typed comes later and wins.
-    typed = ParsedCommandLine(typed.positionals, (*inherited, *typed.overrides))
+    typed = ParsedCommandLine(typed.positionals, (*inherited.overrides, *typed.overrides))
     config = build_config(typed, arguments.config or environ.get("CONFIG_NAME"))
     if ranks and config.request.prompt_tokens_len is not None and command.name != "run":
         raise ConfigError("request.prompt_tokens_len sets the prompt length of `evener run` only; `evener "
@@ -134,14 +136,16 @@ def build_config(typed: ParsedCommandLine, file: str | None = None) -> Config:
     """A ``Config`` of a split command line and a config file; warnings go to standard error.
 
     Raises:
-        ConfigError: as ``read_config``.
+        ConfigError: as ``read_config``, or no installed package reads command lines.
     """
-    from evener.config.hydra_boundary import from_command_line
-
+    readers = installed_catalog().lazy_imports("config reader")
+    if not readers:
+        raise ConfigError("reading keys needs a package that is not installed; type: pip install evener-formats")
     if len(typed.positionals) > 1:
         raise ConfigError(f"unexpected argument {typed.positionals[1]!r}: the model comes first, then options as "
                           "key=value or --key value")  # fmt: skip
-    built = from_command_line(typed.positionals[0] if typed.positionals else None, typed.overrides, file or None)
+    from_command_line = readers[min(readers)].load()
+    built: Built = from_command_line(typed.positionals[0] if typed.positionals else None, typed.overrides, file or None)
     for note in built.notes:
         print(f"warning: {note}", file=sys.stderr)
     return built.config

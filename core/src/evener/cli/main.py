@@ -32,6 +32,7 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "serve": ("serve a model over HTTP", 'pip install "evener[serve]"'),
     "run": ("answer one prompt and exit", 'pip install "evener[serve]"'),
     "chat": ("chat with a model in the terminal", 'pip install "evener[serve]"'),
+    "client": ("ask a running server from a terminal", 'pip install "evener[serve]"'),
     "completion": ("print a shell completion script", 'pip install "evener[serve]"'),
     "explain": ("show which kernel would run each op, and the memory plan", 'pip install "evener[serve]"'),
     "why-not": (

@@ -5,7 +5,7 @@ module                content
 ====================  ========================================================================
 ``schema``            ``Config`` and its sections: every key with its default and help
 ``keys``              keys on the command line; unknown keys
-``legacy_keys``       old spellings of keys
+``old_spellings``     asks a package about old spellings of keys
 ``packages``          keys of installed packages
 ``build``             from overrides to a ``Config``
 ``resolve``           from a ``Config`` to a ``ResolvedConfig``, with reasons
@@ -13,7 +13,6 @@ module                content
 ``checkpoint``        facts from a checkpoint's ``config.json``
 ``cpu_cores``         CPU cores of this host
 ``local_model``       fetches a model that is given as a hub id
-``hydra_boundary``    config files and the grammar of values on the command line; the only user of Hydra
 ====================  ========================================================================
 """
 

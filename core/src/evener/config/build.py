@@ -9,7 +9,7 @@ from typing import Any
 
 from evener.config.checkpoint import read_model_facts
 from evener.config.keys import Override, find_key_spec, flatten
-from evener.config.legacy_keys import check_model_family, rewrite
+from evener.config.old_spellings import installed_spellings
 from evener.config.packages import Packages
 from evener.config.schema import SECTIONS, Config, key_specs
 from evener.errors import ConfigError
@@ -45,7 +45,7 @@ def normalize(overrides: Iterable[Override], packages: Packages) -> Normalized:
     Raises:
         ConfigError: an unknown key, or an old spelling without an equivalent.
     """
-    rewritten = rewrite(overrides)
+    rewritten = installed_spellings().rewrite(overrides)
     done: list[Override] = []
     notes = list(rewritten.notes)
     for override in rewritten.overrides:
@@ -106,9 +106,9 @@ def _check_claimed(config: Config, claimed: Iterable[str]) -> None:
     # The loader reports a missing folder, with a better message.
     if not names or not os.path.isdir(config.model):
         return
-    facts = read_model_facts(config.model)
+    facts, spellings = read_model_facts(config.model), installed_spellings()
     for name in names:
-        check_model_family(name, config.model, facts.model_type)
+        spellings.check_claim(name, config.model, facts.model_type)
 
 
 def with_model(overrides: Iterable[Override], model: str | os.PathLike[str] | None) -> tuple[Override, ...]:

@@ -146,8 +146,8 @@ class InferConfig(Section):
     max_loras: int = option(0, "int", "Adapters on the device at a time; 0: as many as infer.lora_modules has.",
                             minimum=0, maximum=256)  # fmt: skip
     max_lora_rank: int = option(16, "int", "The largest rank of an adapter.", minimum=1, maximum=512)
-    max_cpu_loras: int = option(32, "int", "Adapters that may be loaded at the same time; their weights are in host "
-                                "memory.", minimum=1)  # fmt: skip
+    max_cpu_loras: int = option(32, "int", "Adapters that may be in host memory: those that are loaded, and those that "
+                                "requests still use.", minimum=1)  # fmt: skip
     cpu_layer_num: int | Auto = option(
         0, "int", "Layers whose experts the host computes: the last ones that have experts; auto: as few as the "
         "device's memory allows. Needs evener-offload.", auto=True, minimum=0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 from evener.config.packages import installed_descriptors
 from evener.config.schema import Config
@@ -25,7 +26,8 @@ def stage_devices(config: Config, installed: Collection[str] | None = None) -> t
         installed: names of the installed backends; None: not checked.
 
     Raises:
-        ConfigError: there is not one for each stage, one cannot be read, or names a backend that is not installed.
+        ConfigError: there is not one for each stage, one cannot be read, names a backend that is not installed, or has
+            the device of another.
     """
     infer, found = config.infer, []
     if not infer.stages:
@@ -48,7 +50,21 @@ def stage_devices(config: Config, installed: Collection[str] | None = None) -> t
     indexed = {stage.backend for stage in found if stage.index is not None}
     if mixed := [stage.backend for stage in found if stage.index is None and stage.backend in indexed]:
         raise ConfigError(f"{asked}: give each stage of {mixed[0]} the index of a device, or none of them")
+    _check_devices(asked, found, infer.tp_size)
     return tuple(found)
+
+
+def _check_devices(asked: str, stages: Sequence[StageDevice], tp_size: int) -> None:
+    """Raises:
+    ConfigError: two stages share a device, and it is not host memory's.
+    """
+    taken = [(each.backend, each.index + at) for each in stages if each.index is not None for at in range(tp_size)]
+    twice = [device for device, count in Counter(taken).items() if count > 1]
+    hosts = {each.name for each in installed_descriptors() if "host" in each.serves} if twice else set()
+    for backend, index in twice:
+        if backend not in hosts:
+            ranks = f" (a stage takes {tp_size} devices, infer.tp_size)" if tp_size > 1 else ""
+            raise ConfigError(f"{asked} gives {backend}:{index} to two stages{ranks}; name another device for one")
 
 
 def has_unlike_stages(config: Config) -> bool:

@@ -31,6 +31,12 @@ class AdapterTensor(msgspec.Struct, frozen=True, array_like=True):
     up: bytes
 
 
+class HeldAdapter(msgspec.Struct, frozen=True):
+    """A loaded adapter, which stays until it is released, whatever becomes of its name. ``id``: the engine's."""
+
+    id: str
+
+
 class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine takes.
 

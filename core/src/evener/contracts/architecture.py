@@ -112,6 +112,11 @@ class Architecture(ABC):
         """Logits float32 [R, vocab_size] for ``hidden`` [R, hidden], rows of the result of ``forward``. With the
         builder's ``head``, what that makes of them: float32 [R, width]."""
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(optional) Hidden states after the final norm, float32 [R, hidden]; ``hidden`` as for ``logits``. Only for
+        requests that want them: a head computes the norm itself. Default: such requests are refused."""
+        raise NotImplementedError(f"{type(self).__name__} has no method normed()")
+
     def greedy(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
         """(optional) Token ids with the largest logit, int32 [R], for a model that finds them faster than all logits;
         of equal logits the lowest id. ``hidden`` as for ``logits``. Default: None; ``logits`` is called instead."""

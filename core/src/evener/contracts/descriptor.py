@@ -59,8 +59,9 @@ class Descriptor:
             ``ops`` for ``ops`` and ``op_schemas``, ``state`` for ``states``, ``state_kinds`` and ``state_formats``,
             ``quant`` for ``formats`` and ``quantizers``, ``architecture`` for ``architectures`` and
             ``pooling_readers``, ``request_plugin`` for ``request_plugins``, ``checkpoint`` for ``checkpoints``,
-            ``weight_files``, ``checkpoint_views``, ``adapter_readers`` and ``model_sources``, ``generation`` for
-            ``tool_parsers``, ``reasoning_parsers``, ``grammars`` and ``drafters``.
+            ``weight_files``, ``checkpoint_views``, ``adapter_readers``, ``tokenizer_readers`` and ``model_sources``,
+            ``generation`` for ``chat_readers``, ``tool_parsers``, ``reasoning_parsers``, ``grammars``,
+            ``grammar_masks``, ``drafters`` and ``draft_policies``.
         module: dotted path of the module with the hook implementations. It may import anything. A package that only
             announces ``module:Class`` paths (architectures, commands, request plugins) needs none.
         probe: (backends) dotted path of a torch-free module with ``marks()`` and ``probe()``; see
@@ -87,6 +88,8 @@ class Descriptor:
         reasoning_parsers: (optional) readers of a model's reasoning, ``{"name": "module:Class"}``.
         grammars: (optional) engines for structured output, ``{"name": "module:Class"}``.
         drafters: (optional) what proposes tokens in speculative decoding, ``{"name": "module:Class"}``.
+        draft_policies: (optional) functions that make what says which requests get drafts, ``{"name":
+            "module:function"}``; see ``evener.contracts.generation.drafts``.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
         weight_files: (optional) readers of weight files in a model folder, ``{"single_name.ending": "module:Class"}``.
         checkpoint_views: (optional) checkpoints over others, with other files, names or numbers,
@@ -99,6 +102,10 @@ class Descriptor:
             ``{"name": "module:function"}``; see ``evener.contracts.pooling``.
         adapter_readers: (optional) functions that read adapters (LoRA) from folders,
             ``{"name": "module:function"}``; see ``evener.contracts.adapters``.
+        tokenizer_readers: (optional) functions that read a model's tokenizer, ``{"name": "module:function"}``; see
+            ``evener.contracts.tokenizer``.
+        chat_readers: (optional) functions that read how a model writes conversations, ``{"name": "module:function"}``;
+            see ``evener.contracts.generation.chat``.
         tuning: (optional) dotted path of a folder in the package with files that ``evener tune`` wrote (``*.json``);
             they are read if the package is chosen.
         model_sources: (optional) functions that download models by name, ``{"name": "module:function"}``. The function
@@ -106,6 +113,16 @@ class Descriptor:
             None.
         executors: (optional, for packages pinned to their core's version) ``{"inline": "module:Class"}``: runs several
             ranks in one process; constructed with the configuration and the search for a backend.
+        grammar_masks: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
+            what gives the steps of requests with a grammar their masks; see ``engine.controller.grammars``.
+        weight_makers: (optional, for packages pinned to their core's version) ``{"dummy": "module:function"}``: fills
+            weights for ``load=dummy``; called as ``evener_inspection.dummy_weights.load_dummy``.
+        old_spellings: (optional, for packages pinned to their core's version) ``{"name": "module:Class"}``: rewrites
+            keys of before; see ``evener.config.old_spellings``.
+        config_readers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
+            the configuration of a command line and a file; called as ``evener_keys.hydra_boundary.from_command_line``.
+        layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
+            how many layers each stage gets, where stages are on unlike devices; see ``engine.worker.layer_split``.
         placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a
             ``Placement`` of experts (``evener.contracts.experts``), as ``evener.engine.worker.placement`` constructs
             it.
@@ -139,9 +156,17 @@ class Descriptor:
     checkpoint_views: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
+    layer_splitters: Mapping[str, str] = field(default_factory=dict)
+    old_spellings: Mapping[str, str] = field(default_factory=dict)
+    config_readers: Mapping[str, str] = field(default_factory=dict)
+    weight_makers: Mapping[str, str] = field(default_factory=dict)
+    grammar_masks: Mapping[str, str] = field(default_factory=dict)
     placements: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)
     adapter_readers: Mapping[str, str] = field(default_factory=dict)
+    tokenizer_readers: Mapping[str, str] = field(default_factory=dict)
+    chat_readers: Mapping[str, str] = field(default_factory=dict)
+    draft_policies: Mapping[str, str] = field(default_factory=dict)
     tuning: str | None = None

@@ -5,8 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 #: Why a sample ended: a stop token or string, its length limit, its time limit, the caller, or an error.
 FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
+
+
+class PromptOutputs(msgspec.Struct, frozen=True, array_like=True):
+    """What a request wants of its prompt's tokens besides log-probabilities: a row of numbers for each.
+
+    Attributes:
+        kind: "hidden", the hidden states before the final norm; "normed", those after it; or "logits".
+        ranges: of which tokens: from the first position to before the second; ascending, without overlaps.
+    """
+
+    kind: Literal["hidden", "normed", "logits"]
+    ranges: list[tuple[int, int]]
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.ranges[-1][1] if self.ranges else 0
 
 
 @dataclass(slots=True)
@@ -23,7 +42,8 @@ class CompletionOutput:
         finish_reason: ``stop``, ``length``, ``timeout``, ``abort`` or ``error``; None while it runs.
         stop_reason: the stop string that was found, or the one of ``stop_token_ids``; None for EOS and every other
             reason.
-        pooled: of a prompt that is embedded, the pooled row, float32 in the host's byte order.
+        pooled: of a prompt that is embedded, the pooled row, float32 in the host's byte order; with ``PromptOutputs``
+            their rows, one after another.
     """
 
     index: int
@@ -57,7 +77,8 @@ class Delta:
 
     ``text`` and ``token_ids`` need not match: text is held back while it may be part of a character or of a stop
     string. ``request_id`` is the caller's, not the sample's. ``status`` is the HTTP status that fits ``error``.
-    ``prompt_logprobs`` come with sample 0, in the prompt's order. ``pooled``: as in ``CompletionOutput``, all at once.
+    ``prompt_logprobs`` come with sample 0, in the prompt's order.
+    ``pooled``: as in ``CompletionOutput``; of ``PromptOutputs`` as they come.
     ``queued``: seconds that the sample waited for its first step.
     """
 

@@ -25,9 +25,10 @@ class RequestPlugin(ABC):
 
         Args:
             request: ``prompt`` (text, for a chat after its template, or token ids), ``params`` (``SamplingParams``,
-                frozen: replace it), ``kind`` ("chat", "completion" or "embed") and ``media`` (a list of ``MediaItem``,
-                usually empty). To add rows of your own, return token ids as ``prompt``, with any ids as placeholders,
-                and ``evener.contracts.media.make_item(position, rows)`` in ``media``.
+                frozen: replace it), ``kind`` ("chat", "completion" or "embed"), ``media`` (a list of ``MediaItem``,
+                usually empty) and ``request_id`` (that of the response and its pieces; it cannot be changed). To
+                add rows of your own, return token ids as ``prompt``, with any ids as placeholders, and
+                ``evener.contracts.media.make_item(position, rows)`` in ``media``.
 
         Raises:
             RequestError: refuse the request; the caller gets the message.

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from evener.contracts.adapters import AdapterLimits, AdapterTensor
+from evener.contracts.adapters import AdapterLimits, AdapterTensor, HeldAdapter
 from evener.engine.wire.messages import LoadAdapter, ToController, UnloadAdapter
 from evener.errors import CheckpointError, RequestError, did_you_mean
 from evener.plugins.discover import installed_catalog
 
 _MAX_NAME = 256
+#: Of an adapter, sent at a time.
+_MESSAGE_BYTES = 4 << 20
 
 
 class Adapters:
@@ -35,6 +38,8 @@ class Adapters:
         self._reading, self._changing = threading.Lock(), threading.Lock()
         #: Name → folder, and id in the engine, which stands for name and content.
         self._loaded: dict[str, tuple[str, str]] = {}
+        #: How often each id is held, and those that have no name any more and go when it is no longer.
+        self._holders, self._leaving = Counter[str](), set[str]()
 
     @property
     def folders(self) -> Mapping[str, str]:
@@ -56,12 +61,17 @@ class Adapters:
             tensors, digest = _read(Path(folder), limits), hashlib.sha256(name.encode())
             for tensor in tensors:
                 digest.update(hashlib.sha256(msgspec.msgpack.encode(tensor)).digest())
-            message = LoadAdapter(digest.hexdigest(), tensors)
+            new = HeldAdapter(digest.hexdigest())
             with self._changing:
-                self._send(message)  # before a request can name it
-                before, self._loaded[name] = self._loaded.get(name), (str(folder), message.id)
-                if before is not None and before[1] != message.id:
-                    self._send(UnloadAdapter(before[1]))
+                self._holders[new.id] += 1  # it may be about to leave
+            for message in _messages(new.id, tensors):  # before a request can name it
+                self._send(message)
+            with self._changing:
+                self._leaving.discard(new.id)
+                before, self._loaded[name] = self._loaded.get(name), (str(folder), new.id)
+                if before is not None and before[1] != new.id:
+                    self._leave(before[1])
+            self.release(new)
 
     def _check(self, name: str, replace: bool) -> AdapterLimits:
         if self._limits is None:
@@ -71,9 +81,11 @@ class Adapters:
                                "visible characters that is not the model's", "lora_name")  # fmt: skip
         if name in self._loaded and not replace:
             raise RequestError(f"an adapter {name!r} is already loaded; unload it first", "lora_name")
-        if len(self._loaded) >= self._limits.loaded and name not in self._loaded:
-            raise RequestError(f"{len(self._loaded)} adapters are loaded, the maximum of infer.max_cpu_loras; "
-                               "unload one first", "lora_name")  # fmt: skip
+        before = self._loaded.get(name, ("", ""))[1]
+        kept = len(self._loaded) + len(self._leaving) - (before != "" and not self._holders[before])
+        if kept >= self._limits.loaded:
+            raise RequestError(f"{kept} adapters are loaded, or kept for requests that run, the maximum of "
+                               "infer.max_cpu_loras; unload one first, or try again later", "lora_name")  # fmt: skip
         return self._limits
 
     def unload(self, name: str) -> None:
@@ -83,15 +95,48 @@ class Adapters:
             RequestError: there is no such adapter.
         """
         with self._changing:
-            self._send(UnloadAdapter(self.find(name)))
+            adapter = self.find(name)
             del self._loaded[name]
+            self._leave(adapter)
 
-    def find(self, name: str | None) -> str:
+    def _leave(self, adapter: str) -> None:
+        if self._holders[adapter]:
+            self._leaving.add(adapter)
+        else:
+            self._send(UnloadAdapter(adapter))
+
+    def hold(self, adapter: str | HeldAdapter | None) -> HeldAdapter | None:
+        """Keep an adapter in the engine until it was released as often, also if it is unloaded or replaced meanwhile.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+        with self._changing:
+            if not (found := self.find(adapter)):
+                return None
+            self._holders[found] += 1
+            return HeldAdapter(found)
+
+    def release(self, held: HeldAdapter | None) -> None:
+        """End one ``hold``."""
+        with self._changing:
+            if held is None:
+                return
+            self._holders[held.id] -= 1
+            if not self._holders[held.id]:
+                del self._holders[held.id]
+                if held.id in self._leaving:
+                    self._leaving.remove(held.id)
+                    self._send(UnloadAdapter(held.id))
+
+    def find(self, name: str | HeldAdapter | None) -> str:
         """The id of an adapter; "" for None.
 
         Raises:
             RequestError: there is no such adapter.
         """
+        if isinstance(name, HeldAdapter):
+            return name.id
         found = ("", "") if name is None else self._loaded.get(name)
         if found is None:
             shown = str(name)[:_MAX_NAME]
@@ -114,12 +159,22 @@ class Adapters:
                 raise CheckpointError(f"infer.lora_modules: {entry[:_MAX_NAME]!r}: {error}") from error
 
 
+def _messages(adapter: str, tensors: Sequence[AdapterTensor]) -> Iterator[LoadAdapter]:
+    """Messages of a few MiB: the engine takes steps between them."""
+    start, size = 0, 0
+    for end, tensor in enumerate(tensors, 1):
+        size += len(tensor.down) + len(tensor.up)
+        if size >= _MESSAGE_BYTES or end == len(tensors):
+            yield LoadAdapter(adapter, list(tensors[start:end]), last=end == len(tensors))
+            start, size = end, 0
+
+
 def _read(folder: Path, limits: AdapterLimits) -> list[AdapterTensor]:
     """What the first reader that knows the folder's format makes of it."""
-    readers = installed_catalog().lazy_imports("adapter reader")
-    for reader in readers.values():
-        tensors: list[AdapterTensor] | None = reader.load()(folder, limits)
-        if tensors is not None:
-            return tensors
+    catalog = installed_catalog()
+    found: list[AdapterTensor] | None = next(catalog.answers("adapter reader", folder, limits), None)
+    if found is not None:
+        return found
+    readers = catalog.lazy_imports("adapter reader")
     known = f"of these formats: {', '.join(readers)}" if readers else "of an installed format; install evener-formats"
     raise CheckpointError(f"{folder} is no folder with an adapter {known}")

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from evener.contracts.adapters import HeldAdapter
 from evener.contracts.media import MediaItem, MediaPrompt
 from evener.contracts.outputs import Delta
 from evener.contracts.pooling import PoolingSettings
@@ -93,6 +94,7 @@ class Frontend:
         plugins: process every request and its output.
         rng: draws the seeds of requests without one.
         hidden_size: width of embedding rows in media; media_rows: rows that one engine step takes.
+        final_norm: whether the model gives hidden states after its final norm.
         pooling: what the model makes of a text, if it generates none.
         adapters: what ``SamplingParams.lora`` may name; default: nothing.
     """
@@ -101,19 +103,20 @@ class Frontend:
         self, *, max_model_len: int, vocab_size: int, tokenizer: Tokenizer | None = None,
         defaults: GenerationDefaults | None = None, default_max_tokens: int | None = None, stop_with_eos: bool = True,
         plugins: RequestPlugins | None = None, rng: random.Random | None = None, hidden_size: int = 0,
-        media_rows: int = 1, context_reason: str = "", pooling: PoolingSettings | None = None,
+        media_rows: int = 1, final_norm: bool = True, context_reason: str = "", pooling: PoolingSettings | None = None,
         adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
         self.pooling, self.adapters = pooling, adapters or Adapters()
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.context = f"the context of {max_model_len} tokens" + (context_reason and f" ({context_reason})")
-        self._hidden_size, self._media_rows = hidden_size, media_rows
+        self._hidden_size, self._media_rows, self._final_norm = hidden_size, media_rows, final_norm
         self.tokenizer, self.defaults = tokenizer, defaults or GenerationDefaults()
         self._default_max_tokens, self._stop_with_eos = default_max_tokens, stop_with_eos
         self.plugins = plugins or RequestPlugins()
         self._rng = rng or random.SystemRandom()
         self._samples: dict[str, _Sample] = {}
         self._requests: dict[str, set[str]] = {}
+        self._held: dict[str, HeldAdapter | None] = {}
 
     @property
     def num_open(self) -> int:
@@ -146,6 +149,14 @@ class Frontend:
             self._check_ids(ids, _PROMPT_PARAM[kind])
         for name in ("stop_token_ids", "logit_bias", "logprob_ids"):
             self._check_ids(list(getattr(params, name)), name)
+        if params.prompt_outputs is not None and params.prompt_outputs.kind == "normed" and not self._final_norm:
+            raise RequestError("this model gives no hidden states after its final norm; ask for kind 'hidden'",
+                               "prompt_outputs")  # fmt: skip
+        ranges = [] if params.prompt_outputs is None else params.prompt_outputs.ranges
+        bounds = [position for each in ranges for position in each]
+        if bounds != sorted(bounds) or (bounds and (bounds[0] < 0 or bounds[-1] > len(ids))):
+            message = f"the ranges of prompt_outputs must be ascending, within the prompt's {len(ids)} tokens"
+            raise RequestError(message, "prompt_outputs")
         media = validated_media(prompt, self._hidden_size, self._media_rows)
         ignore_eos = not self._stop_with_eos if params.ignore_eos is None else params.ignore_eos
         # A text that follows a grammar ends where it is complete.
@@ -166,7 +177,8 @@ class Frontend:
         names = [request_id] if params.n == 1 else [f"{request_id}-{i}" for i in range(params.n)]
         if request_id in self._requests or any(name in self._samples for name in names):
             raise RequestError(f"request id {request_id!r} is in use by a running request", "request_id")
-        adapter, asked = self.adapters.find(params.lora), frozenset(params.stop_token_ids)
+        held, asked = self.adapters.hold(params.lora), frozenset(params.stop_token_ids)
+        adapter = "" if held is None else held.id
         seed = self._rng.getrandbits(_SEED_BITS) if params.seed is None else params.seed
         messages = []
         for index, name in enumerate(names):
@@ -184,10 +196,11 @@ class Frontend:
                     id=name, prompt=prepared.ids, max_tokens=prepared.max_tokens, sampling=sampling,
                     stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
                     fork_of=names[0] if index else "", media=prepared.media, adapter=adapter, cache_salt=adapter,
+                    priority=params.priority,
                     whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
                 )
             )  # fmt: skip
-        self._requests[request_id] = set(names)
+        self._requests[request_id], self._held[request_id] = set(names), held
         return messages
 
     def _encode(self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: Kind) -> list[int]:
@@ -288,6 +301,7 @@ class Frontend:
         siblings.discard(event.id)
         if not siblings:
             del self._requests[sample.request_id]
+            self.adapters.release(self._held.pop(sample.request_id))
         delta = Delta(sample.request_id, sample.index)
         if sample.detokenizer is not None and not sample.stopped:
             match = sample.stops.push(sample.detokenizer.finish())
@@ -367,6 +381,7 @@ class Frontend:
             frequency_penalty=float(params.frequency_penalty), presence_penalty=float(params.presence_penalty),
             logprobs=params.logprobs, logprob_ids=list(params.logprob_ids), seed=seed, bias=bias,
             prompt_logprobs=None if index else params.prompt_logprobs,
+            prompt_outputs=None if index else params.prompt_outputs,
             grammar=params.grammar and msgspec.structs.replace(params.grammar, ends=tuple(defaults.eos_ids)),
         )  # fmt: skip
 

@@ -51,7 +51,7 @@ class RequestPlugins:
         return bool(self._plugins)
 
     def preprocess(
-        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: str
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams, kind: str, request_id: str = ""
     ) -> tuple[str | list[int] | MediaPrompt, SamplingParams]:
         """The request after all plugins' ``preprocess``.
 
@@ -61,6 +61,7 @@ class RequestPlugins:
         """
         ids, media = (prompt.ids, list(prompt.media)) if isinstance(prompt, MediaPrompt) else (prompt, [])
         request: dict[str, Any] = {"prompt": ids, "params": params, "kind": kind, "media": media}
+        request["request_id"] = request_id
         for name, plugin in self._plugins:
             request = _call(name, "preprocess", plugin.preprocess, request)
         if not request.get("media"):

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Architecture
+from evener.contracts.generation.chat import Chat
 from evener.frontend.adapters import Adapters
-from evener.frontend.chat import Chat
+from evener.frontend.chat import open_chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend
-from evener.frontend.images import ImageCollector
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_files
@@ -76,14 +76,13 @@ class FrontendSettings:
             default_max_tokens=self.max_tokens, stop_with_eos=self.stop_with_eos,
             plugins=RequestPlugins.load(self.plugins, model_dir, self.options),
             rng=None if self.seed is None else random.Random(self.seed),
-            hidden_size=info.hidden_size, media_rows=info.media_rows,
+            hidden_size=info.hidden_size, media_rows=info.media_rows, final_norm=info.final_norm,
             context_reason=info.config.get("infer.max_seq_len", {}).get("reason", ""), pooling=info.pooling,
             adapters=Adapters(info.adapters, (info.served_name,), send),
         )  # fmt: skip
         frontend.adapters.load_all(self.lora_modules)
         how = family().images(files.json("config.json")) if info.encoders else None
-        images = None if how is None or tokenizer is None else partial(ImageCollector, how, tokenizer)
-        return frontend, Chat.of(tokenizer_files, tokenizer, images)
+        return frontend, open_chat(tokenizer_files, tokenizer, how)
 
 
 def _text_files(path: Path, family: Callable[[], type[Architecture]]) -> ModelFiles:

@@ -123,6 +123,10 @@ class CausalLM(Architecture):
         assert self.head is not None, "the last stage has the head"
         return self.head(hidden, step)
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None, "the last stage has the head"
+        return self.head.normed(hidden)
+
     def greedy(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
         assert self.head is not None, "the last stage has the head"
         return self.head.greedy(hidden, step)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Step
 from evener.contracts.declared import CallSite, Span
+from evener.contracts.ops import OpFunction
 from evener.contracts.statics import HeadStatic, NormStatic, VocabEmbeddingStatic
 from evener.layers.builder import Builder
 from evener.layers.norms import declare_norm
+from evener.ops.norms import any_norm
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +62,7 @@ class LMHead:
         self, build: Builder, name: str, norm: str, vocab: int, common: NormStatic, *, cap: float | None = None,
         scale: float = 1.0, bias: str | None = None, normalize_rows: bool = False,
     ) -> None:  # fmt: skip
-        rows = shard_vocab(build, vocab)
+        rows, self._common = shard_vocab(build, vocab), common
         self.norm = declare_norm(build, norm, common["hidden"], common, "float32")
         self.weight = build.linear(name, {name: rows}, common["hidden"], out="float32", normalize_rows=normalize_rows)
         self.bias = build.weight(bias, rows, dummy="zeros") if bias else None
@@ -78,6 +80,17 @@ class LMHead:
     def greedy(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
         """Ids int32 [R] of the largest logits. Each rank looks in its own rows first; None on one rank."""
         return None if self.best is None else self._call(self.best, hidden, step)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The norm alone, float32 [R, hidden], of hidden states float32 [R, hidden]. It runs in plain torch: a head has
+        no call of its own for it, and it is asked for rarely."""
+        from evener.ops.reference import norm as reference
+
+        def use(op: str, /, **static: Any) -> OpFunction:
+            return getattr(reference, op)(static, use)  # type: ignore[no-any-return]
+
+        norm = any_norm({**self._common, "dtype": "float32"}, use)
+        return norm(hidden, None if self.norm is None else self.norm.value)  # type: ignore[no-any-return]
 
     def _call(self, site: CallSite, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         norm, bias = (None if w is None else w.value for w in (self.norm, self.bias))

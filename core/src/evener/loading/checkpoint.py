@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from evener.contracts.checkpoint import Checkpoint, Extent, Headers, ModelFiles, WeightFile
 from evener.errors import CheckpointError, did_you_mean
-from evener.loading.safetensors_files import SafetensorsFile
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +50,12 @@ MAX_TEXT = 100_000_000
 
 def weight_file_kinds() -> Iterator[tuple[str, Callable[[], type[WeightFile]]]]:
     """Kinds of weight files: the name of a single file, and what imports the reader. The first kind that is there is
-    taken, safetensors before those of packages, as in transformers: a folder with both loads the same weights."""
+    taken, safetensors before others, as in transformers: a folder with both loads the same weights."""
     from evener.plugins.discover import installed_catalog
 
-    yield "model.safetensors", lambda: SafetensorsFile
-    for name, reader in sorted(installed_catalog().lazy_imports("weight file reader").items()):
-        yield name, reader.load
+    found = installed_catalog().lazy_imports("weight file reader")
+    for name in sorted(found, key=lambda name: (not name.endswith(".safetensors"), name)):
+        yield name, found[name].load
 
 
 class FolderFiles(ModelFiles):
@@ -130,11 +129,10 @@ class FolderCheckpoint(FolderFiles, Checkpoint):
             if self.text(name) is not None:
                 where = _weight_map(self.path / name, self.json(name), Path(single).suffix)
                 return files_by_tensor([load()(self.path / file) for file in sorted(set(where.values()))], where)
-        kinds = [single for single, _ in weight_file_kinds()]
-        names = ", ".join(f"{single}, {single}.index.json" for single in kinds)
-        more = "" if len(kinds) > 1 else ", or type pip install evener-formats for *.bin files"
-        advice = f"save the model as safetensors, or use load=dummy{more}"
-        raise _missing_error(self.path, f"weights: no {names}", advice)
+        names = ", ".join(f"{single}, {single}.index.json" for single, _ in weight_file_kinds())
+        if not names:
+            raise CheckpointError(f"no installed package reads weights in {self.path}: pip install evener-formats")
+        raise _missing_error(self.path, f"weights: no {names}", "save the model as safetensors, or use load=dummy")
 
 
 def files_by_tensor(files: Sequence[WeightFile], where: Mapping[str, str]) -> dict[str, WeightFile]:

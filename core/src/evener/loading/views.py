@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from evener.contracts.checkpoint import Checkpoint
@@ -40,6 +40,16 @@ def view_checkpoint(request: ViewRequest) -> tuple[Checkpoint, QuantScheme]:
         raise _missing_view(f"weight_map={request.weight_map}")
     quant = "auto" if "quant" in carried else request.quant
     return request.checkpoint, pick_scheme(request.checkpoint.config, request.schemes, quant, request.checkpoint)
+
+
+def stored_partition(checkpoint: Checkpoint) -> Sequence[int] | None:
+    """``CheckpointView.partition`` of the first installed view that knows it."""
+    from evener.plugins.discover import installed_catalog
+
+    classes: list[type[CheckpointView]] = [
+        each.load() for each in installed_catalog().lazy_imports("checkpoint view").values()
+    ]
+    return next((found for cls in classes if (found := cls.partition(checkpoint)) is not None), None)
 
 
 def _check_files(checkpoint: Checkpoint, announced: Collection[str]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -26,7 +26,10 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "state_formats": "state format", "model_sources": "model source", "executors": "executor",
     "placements": "placement of experts",
     "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
-    "adapter_readers": "adapter reader",
+    "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
+    "draft_policies": "draft policy", "layer_splitters": "layer splitter",
+    "grammar_masks": "maker of masks", "weight_makers": "maker of weights",
+    "old_spellings": "old spellings", "config_readers": "config reader",
 }  # fmt: skip
 T = TypeVar("T")
 
@@ -171,6 +174,11 @@ class Catalog:
             for package in self.packages
             for name, path in getattr(package.descriptor, field).items()
         }
+
+    def answers(self, kind: str, *asked: Any) -> Iterator[Any]:
+        """What the functions of one kind make of ``asked``, in order; those that return None know nothing of it."""
+        found = (each.load()(*asked) for each in self.lazy_imports(kind).values())
+        return (answer for answer in found if answer is not None)
 
     def commands(self) -> dict[str, LazyImport]:
         """CLI commands of every usable package."""

@@ -42,7 +42,8 @@ _IMPLIED: Mapping[str, str] = {
     "model_sources": "checkpoint", "weight_files": "checkpoint", "tool_parsers": "generation",
     "reasoning_parsers": "generation", "grammars": "generation", "drafters": "generation", "state_formats": "state",
     "quantizers": "quant", "checkpoint_views": "checkpoint", "pooling_readers": "architecture",
-    "adapter_readers": "checkpoint",
+    "adapter_readers": "checkpoint", "tokenizer_readers": "checkpoint", "chat_readers": "generation",
+    "draft_policies": "generation", "grammar_masks": "generation",
 }  # fmt: skip
 _IMPLIED_BY_GROUP: Mapping[str, tuple[str, ...]] = {
     "evener.backends": ("probe", "device"), "evener.graphs": ("graph",), "evener.collectives": ("communicator",),

@@ -46,7 +46,8 @@ def choose_pooling(
     """
     generates, found = files.architecture in known, None
     if infer.task != "generate":
-        readers = installed_catalog().lazy_imports("pooling reader")
+        catalog = installed_catalog()
+        readers = catalog.lazy_imports("pooling reader")
         # Without a reader these files would be ignored.
         if not readers and (infer.task != "auto" or not generates or files.text("modules.json") is not None):
             raise ConfigError(
@@ -54,7 +55,7 @@ def choose_pooling(
                 "evener-models, or set infer.task=generate"
             )
         request = PoolingRequest(files, infer.task, infer.pooling, generates)
-        found = next(filter(None, (each.load()(request) for each in readers.values())), None)
+        found = next(catalog.answers("pooling reader", request), None)
         if found is None and infer.task != "auto":
             raise ConfigError(
                 f"no installed package knows how {files.path} does what infer.task={infer.task} asks for ("

@@ -1,1 +1,1 @@
-"""Tokenizers in SentencePiece, tiktoken or GGUF files, converted to a ``tokenizer.json``."""
+"""Reading a ``tokenizer.json``; and tokenizers in SentencePiece, tiktoken or GGUF files, converted to one."""

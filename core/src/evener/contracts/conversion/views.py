@@ -82,6 +82,14 @@ class CheckpointView(Checkpoint):
             ConfigError: a key or an option has a wrong value, or asks for what the view cannot do.
         """
 
+    @classmethod
+    def partition(cls, checkpoint: Checkpoint) -> Sequence[int] | None:
+        """(optional) How the files of ``checkpoint``, as it is stored, divide the layers among pipeline stages: their
+        number of layers, or none for equal numbers. Default: None, they can be read with any division.
+        """
+        del checkpoint
+        return None
+
     def reslice(self, weights: Sequence[Declared]) -> None:
         """(optional) Change the ``slices`` of this rank's declared ``weights``, if this view has only spans of the
         tensors that they slice. Called once, before tensors are matched or read. Default: ``inner``'s."""

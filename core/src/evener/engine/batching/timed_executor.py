@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from evener.config.schema import InferConfig
 from evener.engine.batching.step_limit import MeasuredStepLimit, StepLimit
 from evener.engine.wire.executor import Executor
-from evener.engine.wire.plan import Order, Plan, StepResult
+from evener.engine.wire.plan import Order, Plan, StepMasks, StepResult
 
 
 def limit_steps(infer: InferConfig, executor: Executor, max_reqs: int, streaming: bool) -> tuple[StepLimit, Executor]:
@@ -54,7 +54,8 @@ class TimedExecutor(Executor):
             self._submitted.append(_SubmittedStep(order))
         began = self._clock()
         self.inner.submit(order)
-        self._submitted[-1].seconds += self._clock() - began
+        if isinstance(order, Plan | StepMasks):
+            self._submitted[-1].seconds += self._clock() - began
 
     def read(self) -> StepResult:
         began = self._clock()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from evener.contracts.adapters import AdapterTensor
 from evener.engine.controller.request import Request
 from evener.engine.wire.plan import AdapterWrite
 
@@ -13,13 +12,15 @@ from evener.engine.wire.plan import AdapterWrite
 class Adapters:
     """The adapters of an engine with ``slots`` places for them on the device.
 
-    Every loaded adapter is kept in host memory. One gets a place when a request with it starts; if none is free, it
-    takes that of the adapter without running requests that was used longest ago. An adapter that was unloaded stays
+    The ranks keep every loaded adapter in host memory. One gets a place when a request with it starts; if none is free,
+    it takes that of the adapter without running requests that was used longest ago. An adapter that was unloaded stays
     until the last of its requests has ended.
     """
 
     def __init__(self, slots: int = 0) -> None:
-        self._loaded: dict[str, list[AdapterTensor]] = {}
+        self._loaded: set[str] = set()
+        #: Those that the ranks still keep in vain.
+        self._forgotten: list[str] = []
         #: The slot of each adapter that has one; the one used longest ago is first.
         self._slots: dict[str, int] = {}
         self._free = list(range(slots - 1, -1, -1))
@@ -27,10 +28,11 @@ class Adapters:
         self._leaving: set[str] = set()
         self._unwritten: dict[int, str] = {}
 
-    def load(self, adapter: str, tensors: list[AdapterTensor]) -> None:
-        """Keep an adapter, so that requests may name it."""
-        self._loaded[adapter] = tensors
+    def load(self, adapter: str) -> None:
+        """Requests may name an adapter: the ranks have all its tensors."""
+        self._loaded.add(adapter)
         self._leaving.discard(adapter)
+        self._forgotten = [each for each in self._forgotten if each != adapter]
 
     def unload(self, adapter: str) -> None:
         """Forget an adapter when its requests have ended."""
@@ -40,7 +42,9 @@ class Adapters:
     def _forget(self, adapter: str) -> None:
         if adapter in self._leaving and not self._open[adapter]:
             self._leaving.remove(adapter)
-            self._loaded.pop(adapter, None)
+            if adapter in self._loaded:
+                self._loaded.remove(adapter)
+                self._forgotten.append(adapter)
             if adapter in self._slots:
                 self._free.append(slot := self._slots.pop(adapter))
                 self._unwritten.pop(slot, None)
@@ -93,6 +97,11 @@ class Adapters:
 
     def writes(self) -> list[AdapterWrite]:
         """What the next plan writes, for adapters that got their slots since the last one."""
-        found = [AdapterWrite(slot, self._loaded[adapter]) for slot, adapter in self._unwritten.items()]
+        found = [AdapterWrite(slot, adapter) for slot, adapter in self._unwritten.items()]
         self._unwritten.clear()
+        return found
+
+    def take_forgotten(self) -> list[str]:
+        """The adapters that the ranks need no longer, each once."""
+        found, self._forgotten = self._forgotten, []
         return found

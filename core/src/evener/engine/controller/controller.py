@@ -14,6 +14,7 @@ from evener.engine.controller.scheduler import Scheduler
 from evener.engine.wire import messages
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Dead, FromController, NewRequest, StatsReport, ToController
+from evener.engine.wire.plan import Order
 from evener.errors import EngineError
 
 #: Seconds between two checks of the workers while there is nothing to compute.
@@ -85,16 +86,28 @@ class Controller:
             case messages.Finish():
                 return self.scheduler.end(message.id, "stop")
             case messages.LoadAdapter():
-                self.scheduler.adapters.load(message.id, message.tensors)
-                return []
+                if message.last:
+                    self.scheduler.adapters.load(message.id)
+                return self._order([message])
             case messages.UnloadAdapter():
                 self.scheduler.adapters.unload(message.id)
-                return []
+                return self._drop_adapters()
             case messages.GetStats():
                 return [self._stats()]
             case messages.Shutdown():
                 self.stopping = True
                 return [] if message.drain else self.scheduler.end_all("abort")
+
+    def _drop_adapters(self) -> list[FromController]:
+        return self._order(map(messages.UnloadAdapter, self.scheduler.adapters.take_forgotten()))
+
+    def _order(self, orders: Iterable[Order]) -> list[FromController]:
+        try:
+            for order in orders if not self.dead else ():
+                self.executor.submit(order)
+        except EngineError as error:
+            return self.die(str(error))
+        return []
 
     def _stats(self) -> StatsReport:
         scheduler, pool = self.scheduler, self.scheduler.state.pool
@@ -120,7 +133,8 @@ class Controller:
                 grammars.submit(plan, self.executor)
             for name, why in grammars.failures(scheduler.running):
                 events += scheduler.end(name, "error", why)
-            return events + (scheduler.retire(grammars.read(self.executor)) if scheduler.in_flight else [])
+            events += scheduler.retire(grammars.read(self.executor)) if scheduler.in_flight else []
+            return events + self._drop_adapters()
         except EngineError as error:
             return events + self.die(str(error))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from evener.contracts.outputs import FinishReason
 from evener.engine.controller.state import BlockTable
 from evener.engine.wire.messages import NewRequest
+from evener.engine.wire.plan import WantedOutputs
 
 
 @dataclass(eq=False)
@@ -24,6 +26,7 @@ class Request:
         planned: number of tokens whose state is computed or will be by submitted plans.
         cached: prompt tokens that came from the prefix cache or from a parent when the request first started.
         scored: number of prompt tokens, from the second on, whose log-probabilities were read.
+        outputs_read: prompt outputs of tokens before this position were read.
         preemptions: how often the request was preempted.
         last_plan: id of the last plan with a row of this request; -1 before the first.
         slot, table: held while the request runs; -1 and None otherwise.
@@ -41,6 +44,7 @@ class Request:
     planned: int = 0
     cached: int = 0
     scored: int = 0
+    outputs_read: int = 0
     preemptions: int = 0
     last_plan: int = -1
     slot: int = -1
@@ -69,6 +73,11 @@ class Request:
         return len(self.tokens) + self.unread
 
     @property
+    def constrained(self) -> bool:
+        """Whether a grammar says which tokens may come next."""
+        return self.message.sampling.grammar is not None
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still missing."""
         return self.message.sampling.prompt_logprobs is not None and self.scored < self.prompt_length - 1
@@ -76,7 +85,21 @@ class Request:
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether the prompt has to be computed, even if its state is cached."""
-        return self.message.whole_prompt or self.wants_prompt_logprobs
+        return self.message.whole_prompt or self.wants_prompt_logprobs or self.wants_outputs
+
+    @property
+    def wants_outputs(self) -> bool:
+        """Whether rows of prompt tokens are still missing."""
+        wanted = self.message.sampling.prompt_outputs
+        return wanted is not None and self.outputs_read < wanted.end
+
+    def outputs_of(self, index: int, start: int, end: int) -> Iterator[WantedOutputs]:
+        """What is wanted of the tokens from ``start`` to before ``end``, which are row number ``index`` of a plan."""
+        wanted, start_unread = self.message.sampling.prompt_outputs, max(start, self.outputs_read)
+        if wanted is not None and start_unread < wanted.end:
+            for first, last in wanted.ranges:
+                if (low := max(first, start_unread)) < (high := min(last, end)):
+                    yield WantedOutputs(index, low - start, high - low, wanted.kind)
 
     @property
     def tokens_to_compute(self) -> int:

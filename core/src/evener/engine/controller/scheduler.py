@@ -44,15 +44,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from evener.contracts.generation.drafts import Drafts
 from evener.contracts.outputs import FinishReason
 from evener.engine.batching import MicroBatches, StepLimit
-from evener.engine.constraints.grammars import Grammars
 from evener.engine.controller.adapters import Adapters
 from evener.engine.controller.forks import open_state, start_from_parent
+from evener.engine.controller.grammars import Grammars
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.request import PlannedRow, Request
 from evener.engine.controller.state import StateManager
-from evener.engine.speculation.drafts import Drafts
 from evener.engine.wire.messages import Finished, FromController, NewRequest, Stats, TokenLogprobs, Tokens
 from evener.engine.wire.plan import (
     Admission,
@@ -62,15 +62,20 @@ from evener.engine.wire.plan import (
     ScoredTokens,
     StepResult,
     TableUpdate,
+    WantedOutputs,
 )
 
 #: A sort key of waiting requests; the smallest starts first. Equal keys keep the order of arrival.
-Policy = Callable[[Request], tuple[int, ...]]
+Policy = Callable[[Request], tuple[float, ...]]
+
+#: So many seconds of waiting count as much as a priority that is higher by one.
+AGING_SECONDS = 30.0
 
 
-def priority_then_arrival(request: Request) -> tuple[int, ...]:
-    """Higher priority first, then the order of arrival."""
-    return (-request.message.priority, request.order)
+def priority_and_age(request: Request) -> tuple[float, ...]:
+    """Higher priority first, then the order of arrival. Waiting counts too, so that nobody waits for ever: a request of
+    priority p starts as if it had arrived p * ``AGING_SECONDS`` earlier."""
+    return (request.arrived - AGING_SECONDS * request.message.priority, request.order)
 
 
 @dataclass
@@ -112,7 +117,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_then_arrival,
+        self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_and_age,
         batches: MicroBatches | None = None, media: MediaPlanner | None = None, limit: StepLimit | None = None,
         grammars: Grammars | None = None, drafts: Drafts | None = None, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
@@ -340,10 +345,12 @@ class Scheduler:
         rows = new.rows
         rows.sort(key=lambda row: row.count > 1)
         scores: list[ScoredTokens] = []
+        outputs: list[WantedOutputs] = []
         for index, row in enumerate(rows):
             request = row.request
             request.planned, request.last_plan = row.start + row.count - len(row.drafts), new.plan_id
             request.unread += row.samples > 0
+            outputs += request.outputs_of(index, row.start, row.start + row.count)
             if request.wants_prompt_logprobs:  # those that were not read before a preemption
                 first = max(0, request.scored - row.start)
                 scored = min(row.count, request.prompt_length - 1 - row.start) - first
@@ -365,7 +372,7 @@ class Scheduler:
             penalized=[i for i, s in enumerate(wanted) if s.penalized],
             biased=[i for i, s in enumerate(wanted) if s.bias],
             scores=scores, top_scores=max((s.prompt_logprobs or 0 for s in scorers), default=0),
-            media=self.media.build_step_media(rows),
+            outputs=outputs, media=self.media.build_step_media(rows),
         )  # fmt: skip
         self._next_plan += 1
         self._in_flight.append(_SubmittedPlan(plan, rows, self.drafts.on))
@@ -385,6 +392,7 @@ class Scheduler:
         plan = submitted.plan
         assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
         scores, pooled = iter(result.scores), iter(result.pooled)
+        outputs = list(zip(plan.outputs, result.outputs, strict=True))
         self.stats.counters.update(result.counters)
         logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
         scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
@@ -393,6 +401,7 @@ class Scheduler:
         for index, row in enumerate(submitted.rows):
             request, ids = row.request, row.accepted(result.ids[first : first + row.samples])
             vector = next(pooled, b"") if row.samples else b""
+            vector += b"".join(part for wanted, part in outputs if wanted.row == index)
             if request.finish is None:
                 found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs]
                 self._extend(row, ids)
@@ -410,6 +419,7 @@ class Scheduler:
         request.tokens += ids
         request.unread -= row.samples > 0
         computed = row.start + row.count
+        request.outputs_read = max(request.outputs_read, computed)
         if row.drafts:
             computed = request.planned = len(request.tokens) - 1
             self.stats.drafts += 1
@@ -422,13 +432,13 @@ class Scheduler:
         self, request: Request, ids: list[int], logprobs: list[TokenLogprobs], scores: list[TokenLogprobs] | None,
         pooled: bytes,
     ) -> Iterator[FromController]:  # fmt: skip
-        if not ids and scores is None:
+        if not ids and scores is None and not pooled:
             return
         sampling = request.message.sampling
         request.scored += len(scores or ())
         yield Tokens(
-            id=request.id, ids=[] if pooled else ids, cached=request.cached, pooled=pooled,
-            queued=request.started - request.arrived,
+            id=request.id, ids=[] if pooled and not sampling.prompt_outputs else ids, cached=request.cached,
+            pooled=pooled, queued=request.started - request.arrived,
             # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
             logprobs=[each.likeliest(len(sampling.logprob_ids) or sampling.logprobs or 0) for each in logprobs] or None,
             prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],

@@ -24,7 +24,7 @@ from evener import errors
 from evener.config.schema import Config, to_flat
 from evener.engine.processes.control_channel import exit_on_disconnect, terminate_context
 from evener.engine.processes.heartbeat import EXIT_DISCONNECTED, EXIT_PARENT_LOST, HeartbeatMonitor, start_heartbeat
-from evener.engine.wire.messages import FromController, ToController
+from evener.engine.wire.messages import FromController, LoadAdapter, ToController
 from evener.errors import EngineDeadError, EngineError
 from evener.folders.run import RunFolder
 from evener.logs import stderr_level
@@ -256,6 +256,8 @@ class ParentChannel:
         messages: list[ToController] = []
         while self._in.poll(0 if messages else int(timeout * 1000)):
             messages.append(_MESSAGES.decode(self._in.recv()))
+            if isinstance(messages[-1], LoadAdapter):  # a step comes behind each piece of an adapter
+                break
         return messages
 
     def put(self, events: Sequence[FromController]) -> None:

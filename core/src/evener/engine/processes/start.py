@@ -14,13 +14,13 @@ from evener.config.stages import config_of_stage, stage_devices
 from evener.contracts.state import StateKind
 from evener.distributed.torchrun import TorchrunEnv
 from evener.engine.batching import MicroBatches, limit_steps
-from evener.engine.constraints.masks import GrammarMasks
 from evener.engine.controller.adapters import Adapters
 from evener.engine.controller.controller import Controller
+from evener.engine.controller.drafts import find_drafter, open_drafts
+from evener.engine.controller.grammars import open_grammars
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
-from evener.engine.speculation.speculation import Speculation, find_drafter
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Ready
@@ -94,8 +94,8 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
     media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
-                          grammars=GrammarMasks.of(config, facts.info.vocab_size),
-                          drafts=Speculation.of(infer, facts), adapters=Adapters(infer.adapter_slots))  # fmt: skip
+                          grammars=open_grammars(config, facts.info.vocab_size),
+                          drafts=open_drafts(infer, facts), adapters=Adapters(infer.adapter_slots))  # fmt: skip
     return Controller(scheduler, executor, plans_in_flight(config), config.serve.max_queue)
 
 

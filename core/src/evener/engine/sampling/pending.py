@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 
 from evener.contracts.device import Readback
@@ -18,6 +19,7 @@ class PendingStep:
         logprobs: for ``plan.logprobs``: the three tensors of ``LogprobTensors``. If ids are named, a fourth: the values
             of ``plan.named`` float32 [n, k], of which a row has as many as it names.
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
+        outputs: for each of ``plan.outputs``: its rows float32, in parts.
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
         counters: for ``StepResult``.
     """
@@ -26,12 +28,15 @@ class PendingStep:
     pooled: Sequence[Readback] = ()
     counters: Mapping[str, int] = MappingProxyType({})
 
-    def __init__(self, plan: Plan, ids: Readback | None, scores: Sequence[Readback] = ()) -> None:
-        self._plan, self._ids, self.scores = plan, ids, scores
+    def __init__(
+        self, plan: Plan, ids: Readback | None, scores: Sequence[Readback] = (),
+        outputs: Sequence[Sequence[Readback]] = (),
+    ) -> None:  # fmt: skip
+        self._plan, self._ids, self.scores, self.outputs = plan, ids, scores, outputs
 
     def ready(self) -> bool:
         """Whether ``wait`` would return at once."""
-        others = (*self.logprobs, *self.scores, *self.pooled)
+        others = (*self.logprobs, *self.scores, *self.pooled, *chain(*self.outputs))
         return (self._ids is None or self._ids.ready()) and all(each.ready() for each in others)
 
     def wait(self) -> StepResult:
@@ -48,7 +53,8 @@ class PendingStep:
         if self.scores:
             scores = _rows(self.scores[0].wait().tolist(), self.scores[1:])
         pooled = [row.numpy().tobytes() for rows in self.pooled for row in rows.wait()]
-        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled,
+        outputs = [b"".join(part.wait().numpy().tobytes() for part in parts) for parts in self.outputs]
+        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled, outputs=outputs,
                           counters=dict(self.counters))  # fmt: skip
 
 

@@ -33,6 +33,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: token ids are below it.
         hidden_size: width of the embeddings; media given as rows must have it.
         media_rows: embedding rows of media that one engine step takes.
+        final_norm: whether it gives hidden states after its final norm (``Architecture.normed``).
         encoders: kinds of media that the model encodes itself ("image"), sorted.
         adapters: which adapters (LoRA) it takes; None: none.
         backend, backend_version, backend_reason: the backend in use, and why it was chosen.
@@ -57,6 +58,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_reqs: int = 0
     hidden_size: int = 0
     media_rows: int = 1
+    final_norm: bool = True
     encoders: list[str] = []
     adapters: AdapterLimits | None = None
     backend_version: str = ""

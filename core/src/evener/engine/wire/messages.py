@@ -15,7 +15,7 @@ import msgspec
 from evener.contracts.adapters import AdapterTensor
 from evener.contracts.grammar.library import GrammarSpec
 from evener.contracts.media import MediaItem
-from evener.contracts.outputs import FinishReason
+from evener.contracts.outputs import FinishReason, PromptOutputs
 from evener.engine.wire.engine_info import EngineInfo
 
 #: Upper bounds, in seconds, of the buckets of ``StatsReport.queued``; the last bucket has no bound.
@@ -46,6 +46,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     logprob_ids: list[int] = []
     #: Like ``logprobs``, for the prompt's own tokens, from the second on.
     prompt_logprobs: int | None = None
+    #: Rows of the prompt's tokens.
+    prompt_outputs: PromptOutputs | None = None
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -74,7 +76,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
         max_time: seconds from the controller's receipt until the request ends with reason ``timeout``; None: no limit.
         adapter: the adapter (LoRA) that it is computed with; "": none.
         cache_salt: requests with different salts (adapter, tenant) share no cached prefix.
-        priority: waiting requests with a higher priority start first.
+        priority: waiting requests with a higher priority start first, see ``priority_and_age``.
         fork_of: id of an earlier request that begins with the same tokens, at least one block of them. This request
             waits until they are computed and starts from that state. If the other has ended or has computed more
             tokens than both share, this request starts as if ``fork_of`` were empty.
@@ -109,14 +111,17 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
-    """Requests may name this adapter from now on. Adapters with equal ids are equal."""
+    """Some tensors of an adapter, which every rank keeps its part of; behind the ``last`` of them requests may name it.
+    Adapters with equal ids are equal. Large ones come in several messages, between which steps run."""
 
     id: str
     tensors: list[AdapterTensor]
+    last: bool = True
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
-    """New requests with this adapter fail; those that were accepted keep it. Unknown ids are ignored."""
+    """New requests with this adapter fail; those that were accepted keep it. Unknown ids are ignored. To ranks: they
+    need it no longer."""
 
     id: str
 
@@ -149,7 +154,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """New tokens of one request, in order. ``cached``: prompt tokens that came from the prefix cache.
     ``prompt_logprobs`` continue those of earlier messages, from the second prompt token on. All of them arrive before
-    or with the first id. ``pooled``: as in ``CompletionOutput``; no id comes with it. ``queued``: as in ``Delta``."""
+    or with the first id. ``pooled``: as in ``Delta``; no id comes with the row of a prompt that is embedded.
+    ``queued``: as in ``Delta``."""
 
     id: str
     ids: list[int]

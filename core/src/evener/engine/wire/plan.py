@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from evener.contracts.adapters import AdapterTensor
 from evener.engine.wire.media import StepMedia
-from evener.engine.wire.messages import Sampling, TokenLogprobs
+from evener.engine.wire.messages import LoadAdapter, Sampling, TokenLogprobs, UnloadAdapter
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
@@ -43,10 +42,10 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterWrite(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter takes a slot in place of another one."""
+    """An adapter, by its id, takes a slot in place of another one. All its tensors were sent before."""
 
     slot: int
-    tensors: list[AdapterTensor]
+    adapter: str
 
 
 class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +55,16 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
     row: int
     first: int
     count: int
+
+
+class WantedOutputs(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens of which outputs are wanted, as in ``PromptOutputs``: ``count`` tokens of a plan's row, from its
+    token ``first`` on."""
+
+    row: int
+    first: int
+    count: int
+    kind: str
 
 
 class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +93,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         penalized, biased: indices into ``samples`` of the requests with a penalty, and with a logit bias.
         masked: indices into ``samples`` of the requests with a grammar. If there are any, ``StepMasks`` follow.
         scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.
+        outputs: prompt tokens of which rows are returned.
         media: the media of the step; None if it has none.
     """
 
@@ -108,6 +118,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     masked: list[int] = []
     scores: list[ScoredTokens] = []
     top_scores: int = 0
+    outputs: list[WantedOutputs] = []
     media: StepMedia | None = None
 
 
@@ -121,13 +132,14 @@ class StepMasks(msgspec.Struct, frozen=True, kw_only=True, tag="masks"):
 
 
 #: What the controller sends the worker.
-Order = Plan | StepMasks
+Order = Plan | StepMasks | LoadAdapter | UnloadAdapter
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """The result of one step: one id for each of ``Plan.samples``, and log-probabilities for each of ``Plan.logprobs``
     and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
-    ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``plan`` is the plan's id;
+    ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
+    ``Plan.outputs``, in the same form. ``plan`` is the plan's id;
     ``counters`` are those of this worker's ``Placement``."""
 
     plan: int
@@ -135,4 +147,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     logprobs: list[TokenLogprobs] = []
     scores: list[TokenLogprobs] = []
     pooled: list[bytes] = []
+    outputs: list[bytes] = []
     counters: dict[str, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,7 @@ from evener.config.schema import InferConfig
 from evener.contracts.adapters import AdapterLimits, AdapterTensor
 from evener.contracts.declared import AdapterRows, AdapterStack, LinearWeight, Slice, Table
 from evener.contracts.quant import DTYPE_BYTES
+from evener.engine.wire.messages import LoadAdapter, UnloadAdapter
 from evener.engine.wire.plan import AdapterWrite
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
@@ -30,12 +32,9 @@ def adaptable(build: Builder) -> Iterator[LinearWeight]:
 def adapter_targets(builds: Sequence[Builder]) -> dict[str, tuple[int, int]]:
     """``AdapterLimits.targets`` of a model, from the declarations of its pipeline stages."""
     pieces = (piece for build in builds for weight in adaptable(build) for piece in weight.pieces())
-    return {part.name: _whole(cut, part.rows, part.columns) for part, cut in pieces}
-
-
-def _whole(cut: Slice | None, rows: int, columns: int) -> tuple[int, int]:
-    rows, columns = (rows, columns) if cut is None else cut.full_shape((rows, columns))
-    return rows, columns
+    shapes = ((part.name, (part.rows, part.columns), cut) for part, cut in pieces)
+    whole = ((name, shape if cut is None else cut.full_shape(shape)) for name, shape, cut in shapes)
+    return {name: (rows, columns) for name, (rows, columns) in whole}
 
 
 class AdapterStacks:
@@ -58,6 +57,7 @@ class AdapterStacks:
         self.rows = AdapterRows()
         self.limits: AdapterLimits | None = None
         self._weights = list(adaptable(build)) if slots else []
+        self._kept: dict[str, dict[tuple[str, Slice | None], _Matrices]] = {}
         if slots:
             targets = adapter_targets(stages)
             if not targets:
@@ -69,20 +69,30 @@ class AdapterStacks:
             up = _table(build, weight, "up", (slots, weight.rows, rank))
             weight.adapters = AdapterStack(down, up, slots, rank, self.rows)
 
-    def write(self, adapter: AdapterWrite) -> None:
-        """Replace what the adapter's place holds, on all weights. On several ranks, each writes its part."""
-        found = {tensor.name: tensor for tensor in adapter.tensors}
+    def keep(self, order: LoadAdapter | UnloadAdapter) -> None:
+        """Keep this rank's part of an adapter's tensors in host memory, or forget it."""
+        if isinstance(order, UnloadAdapter):
+            self._kept.pop(order.id, None)
+            return
+        kept, tensors = self._kept.setdefault(order.id, {}), {tensor.name: tensor for tensor in order.tensors}
+        for weight in self._weights:
+            for part, cut in weight.pieces():
+                if (tensor := tensors.get(part.name)) is not None:
+                    kept[part.name, cut] = _Matrices.of(tensor, cut)
+
+    def write(self, write: AdapterWrite) -> None:
+        """Replace what a place holds, on all weights, by what was kept of an adapter."""
+        kept = self._kept.get(write.adapter, {})
         for weight in self._weights:
             stack = weight.adapters
             assert stack is not None and stack.down.value is not None and stack.up.value is not None
-            down, up, end = stack.down.value[adapter.slot].zero_(), stack.up.value[adapter.slot].zero_(), 0
+            down, up, end = stack.down.value[write.slot].zero_(), stack.up.value[write.slot].zero_(), 0
             for index, (part, cut) in enumerate(weight.pieces()):
                 start, end = end, end + part.rows
-                if (tensor := found.get(part.name)) is not None:
+                if (own := kept.get((part.name, cut))) is not None:
                     first = index * stack.rank
-                    own_down, own_up = _matrices(tensor, cut)
-                    down[first : first + tensor.rank].copy_(own_down)
-                    up[start:end, : tensor.rank].copy_(own_up)
+                    down[first : first + len(own.down)].copy_(own.down)
+                    up[start:end, : len(own.down)].copy_(own.up.float() * own.scale)
 
 
 def _table(build: Builder, weight: LinearWeight, name: str, shape: tuple[int, ...]) -> Table:
@@ -91,12 +101,19 @@ def _table(build: Builder, weight: LinearWeight, name: str, shape: tuple[int, ..
     return build.table((weight.name, name), nbytes, lambda device: torch.zeros(shape, dtype=dtype, device=device))
 
 
-def _matrices(tensor: AdapterTensor, cut: Slice | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of both matrices; the second with the scale."""
-    kind = getattr(torch, tensor.dtype)
-    down, up = (torch.frombuffer(bytearray(data), dtype=kind) for data in (tensor.down, tensor.up))
-    down, up = down.view(tensor.rank, -1), up.view(-1, tensor.rank).float() * tensor.scale
-    if cut is None:
-        return down, up
-    own = slice(cut.span.start, cut.span.stop)
-    return (down, up[own]) if cut.axis == 0 else (down[:, own], up)
+class _Matrices(NamedTuple):
+    """A rank's part of an ``AdapterTensor``."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+
+    @classmethod
+    def of(cls, tensor: AdapterTensor, cut: Slice | None) -> _Matrices:
+        kind = getattr(torch, tensor.dtype)
+        down, up = (torch.frombuffer(bytearray(data), dtype=kind) for data in (tensor.down, tensor.up))
+        down, up = down.view(tensor.rank, -1), up.view(-1, tensor.rank)
+        if cut is not None:  # copies: nothing of the whole is kept
+            own = slice(cut.span.start, cut.span.stop)
+            down, up = (down, up[own].clone()) if cut.axis == 0 else (down[:, own].clone(), up)
+        return cls(down, up, tensor.scale)

@@ -33,7 +33,7 @@ from evener.errors import ArchitectureError, ConfigError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import Unquantized
-from evener.loading.views import view_checkpoint
+from evener.loading.views import stored_partition, view_checkpoint
 from evener.plugins.catalog import Provided
 from evener.plugins.discover import core_version
 from evener.plugins.load import LoadedPackages
@@ -92,6 +92,7 @@ def assemble(
     """
     place = ranks or RankGroups()
     checkpoint = open_checkpoint(config.model)
+    config, divided = _divided_as_stored(config, checkpoint)
     loaded = search.load(config.options)
     device = loaded.open_device(place.device)
     family = find_architecture(loaded, checkpoint)
@@ -99,6 +100,7 @@ def assemble(
     facts = facts_of(config.model, checkpoint.config, family.max_positions)
     of_device = DeviceFacts.of(device, loaded.backend.name, place.local_size)
     resolved = resolve_config(config, facts, of_device, serving=serving)
+    resolved = replace(resolved, reasons={**resolved.reasons, **divided})
     device.limit_threads(resolved.threads)
     device.select()
     unlike = has_unlike_stages(config)
@@ -165,6 +167,17 @@ def assemble(
     a = assemble(replace(config, infer=asked), search, serving, ranks)
     reasons = {**a.config.reasons, f"infer.{key}": "what fits into the device's memory"}
     return replace(a, config=replace(a.config, reasons=reasons))
+
+
+def _divided_as_stored(config: Config, checkpoint: Checkpoint) -> tuple[Config, Mapping[str, str]]:
+    """The configuration with the division of layers that the checkpoint was split for, if it asks for none; and the
+    reason."""
+    if config.infer.pp_size == 1 or config.infer.pp_layer_partition or config.load == "dummy":
+        return config, {}
+    if (stored := stored_partition(checkpoint)) is None:
+        return config, {}
+    infer = replace(config.infer, pp_layer_partition=tuple(map(str, stored)) or ("equal",))
+    return replace(config, infer=infer), {"infer.pp_layer_partition": "as the checkpoint was split"}
 
 
 def _agree(config: ResolvedConfig, device: DeviceFacts, agreement: Agreement) -> ResolvedConfig:

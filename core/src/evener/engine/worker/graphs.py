@@ -125,7 +125,7 @@ class StepGraphs:
     def _key(self, plan: Plan, draws: bool) -> CaptureKey | None:
         """The capture that serves a plan; None if it must run eagerly."""
         rows, longest, samples = len(plan.slots), max(plan.counts), len(plan.samples)
-        if plan.logprobs or plan.copies or plan.scores or plan.media or not samples:
+        if plan.logprobs or plan.copies or plan.scores or plan.outputs or plan.media or not samples:
             return None
         if longest == 1 and samples == rows:
             sizes, behind = self._sizes, 0

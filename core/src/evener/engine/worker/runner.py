@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -70,10 +71,11 @@ class Runner:
                 return PendingStep(plan, None)
             if self.pooler is not None:
                 return self._pool(self.pooler, plan, hidden, step, parts)
+            outputs = self._outputs(plan, hidden, step)
             scores = self._score(plan, hidden, step, parts) if plan.scores else ()
             if not plan.samples:
-                return PendingStep(plan, None, scores)
-            return self._sample(plan, parts, hidden.index_select(0, parts["last"]), step, scores)
+                return PendingStep(plan, None, scores, outputs)
+            return self._sample(plan, parts, hidden.index_select(0, parts["last"]), step, scores, outputs)
 
     def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, dict[str, torch.Tensor]]:
         """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], the step, and the arrays of its
@@ -155,15 +157,24 @@ class Runner:
             found.append((targets, *self.sampler.logprobs(logits, targets, plan.top_scores)))
         return [self.device.readback(torch.cat(columns)) for columns in zip(*found, strict=True)]
 
+    def _outputs(self, plan: Plan, hidden: torch.Tensor, step: ForwardStep) -> list[Sequence[Readback]]:
+        """The rows of ``plan.outputs``; for logits in parts, as in ``_score``."""
+        make: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "hidden": torch.clone, "normed": self.model.normed, "logits": partial(self.logits, step=step),
+        }  # fmt: skip
+        starts, most = list(accumulate(plan.counts, initial=0)), max(1, self.tables.tokens.shape[0] - 1)
+        wanted = [(each.kind, hidden[starts[each.row] + each.first :][: each.count]) for each in plan.outputs]
+        return [[self.device.readback(make[kind](some)) for some in rows.split(most)] for kind, rows in wanted]
+
     def _sample(
         self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep,
-        scores: Sequence[Readback],
+        scores: Sequence[Readback], outputs: Sequence[Sequence[Readback]],
     ) -> PendingStep | Draw:  # fmt: skip
         slots, positions = parts["sample_slots"], parts["sample_positions"]
         greedy = not (plan.random or plan.penalized or plan.biased or plan.logprobs or plan.masked)
         best = self.greedy(rows, step) if greedy else None
         if best is not None:
-            return self._store_ids(plan, slots, positions, best, scores)
+            return self._store_ids(plan, slots, positions, best, scores, outputs)
         logits = self.logits(rows, step)
         floats, ints = self.tables.floats.index_select(0, slots), self.tables.ints.index_select(0, slots)
         random, penalized, biased = (parts[n] if getattr(plan, n) else None for n in ("random", "penalized", "biased"))
@@ -177,7 +188,7 @@ class Runner:
             ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=plan.filtered)
             # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
             logprob_ids = ids.index_select(0, parts["logprobs"]) if plan.logprobs else None
-            pending = self._store_ids(plan, slots, positions, ids, scores)
+            pending = self._store_ids(plan, slots, positions, ids, scores, outputs)
             if logprob_ids is not None:
                 found = self.sampler.logprobs(raw, logprob_ids, plan.top_logprobs)
                 named = [self.sampler.named(raw, logprob_ids, found.chosen, parts["named"])] if plan.named else []
@@ -198,9 +209,10 @@ class Runner:
         return pending
 
     def _store_ids(
-        self, plan: Plan, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, scores: Sequence[Readback]
-    ) -> PendingStep:
+        self, plan: Plan, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, scores: Sequence[Readback],
+        outputs: Sequence[Sequence[Readback]] = (),
+    ) -> PendingStep:  # fmt: skip
         self.tables.tokens[slots, positions] = ids
         if self.stages is not None:
             self.stages.send_ids(ids)
-        return PendingStep(plan, self.device.readback(ids), scores)
+        return PendingStep(plan, self.device.readback(ids), scores, outputs)

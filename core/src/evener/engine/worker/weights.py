@@ -12,16 +12,17 @@ from evener.contracts.device import Device
 from evener.contracts.quant import Packing
 from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import divide_weights
-from evener.loading.dummy import load_dummy
+from evener.errors import CheckpointError
 from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.match import match_context
+from evener.plugins.discover import installed_catalog
 
 
 def load_stage(a: Assembly) -> WeightBytes:
     """Fill the weights of this rank's part of the model, from the checkpoint or with random numbers (``load=dummy``).
 
     Raises:
-        CheckpointError: tensors are missing, unexpected or of a wrong shape.
+        CheckpointError: tensors are missing, unexpected or of a wrong shape; or no installed package makes weights.
     """
     here, placed = divide_weights(a)
     there = WeightBytes()
@@ -40,8 +41,12 @@ def _load(
 ) -> WeightBytes:  # fmt: skip
     """Fill the weights of one place; ``others`` are those of the other."""
     if a.config.config.load == "dummy":
+        makers = installed_catalog().lazy_imports("maker of weights")
+        if "dummy" not in makers:
+            raise CheckpointError("load=dummy needs a package that is not installed: pip install evener-inspection")
         a.device.seed(a.config.config.seed)
-        return load_dummy(declared, packings, where, a.config.config.seed)
+        filled: WeightBytes = makers["dummy"].load()(declared, packings, where, a.config.config.seed)
+        return filled
     context = match_context(a.build, a.other_stages)
     context["other_stages"] = [*context["other_stages"], *others]
     return load_weights(declared, a.checkpoint, a.scheme, packings, where, pinned_device=pinned, **context)

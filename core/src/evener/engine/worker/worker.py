@@ -10,11 +10,13 @@ import torch
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
+from evener.contracts.architecture import Architecture
 from evener.distributed.communicators import JointCapture
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.wire.messages import LoadAdapter, UnloadAdapter
 from evener.engine.wire.plan import Order, StepMasks
 from evener.engine.wire.worker_facts import WorkerFacts
 from evener.engine.worker.assembly import Assembly, captured_prompt_sizes, find_graph_capture
@@ -88,12 +90,15 @@ class Worker:
         return self._assembly
 
     def execute(self, order: Order) -> PendingStep | None:
-        """Submit one step. One that waits for its masks is returned when they come, and None before.
+        """Submit one step, or keep an adapter. A step that waits for its masks is returned when they come: None before.
 
         Raises:
             PluginError: a kernel or state provider of a package raised an error.
         """
         try:
+            if isinstance(order, LoadAdapter | UnloadAdapter):
+                self.runner.adapters.keep(order)
+                return None
             if isinstance(order, StepMasks):
                 return self._draw_masked(order)
             replayed = self._graphs.execute(order) if self._graphs is not None else None
@@ -164,6 +169,7 @@ class Worker:
             vocab_size=a.model.vocab_size,
             hidden_size=a.model.hidden_size,
             media_rows=a.media_rows,
+            final_norm=type(a.model).normed is not Architecture.normed,
             encoders=sorted(a.model.encoders),
             adapters=a.adapters.limits,
             backend=b.name,

@@ -1,0 +1,91 @@
+"""The contract of a draft policy: which requests of a plan get drafts, and how many tokens.
+
+A package announces a policy in ``Descriptor.draft_policies``: a function as ``DraftPolicy``. Core takes the first by
+name if ``infer.drafter`` is set. The scheduler calls what it returns between two steps, so it must be quick. Without
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from evener.contracts.generation.drafter import Drafter
+
+
+class DecodingRequest(Protocol):
+    """What is read of a scheduler's request; it can be a key of a ``WeakKeyDictionary``.
+
+    Attributes:
+        tokens: known ids: the prompt, and the sampled ids that were read.
+        unread: number of tokens that submitted plans sample and whose ids were not read yet.
+        planned: number of tokens whose state is computed or will be by submitted plans.
+        limit: tokens that it may have in all; the last is sampled and never computed.
+        fork_points: lengths at which a step has to end.
+    """
+
+    tokens: list[int]
+    unread: int
+    planned: int
+    limit: int
+    fork_points: set[int]
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar says which tokens may come next."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that exist."""
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Tokens that the next plan may compute."""
+
+
+class DraftedRow(Protocol):
+    """What is read of a plan's row: ``count`` tokens of a request from position ``start`` on, the last of which are
+    ``drafts``; the step samples behind its last ``samples`` tokens."""
+
+    @property
+    def request(self) -> DecodingRequest: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def drafts(self) -> Sequence[int]: ...
+    @property
+    def samples(self) -> int: ...
+
+
+class Drafts:
+    """The drafts of an engine that has none; a policy is another.
+
+    Attributes:
+        on: whether requests of the plan that is being made get drafts.
+    """
+
+    on = False
+
+    def begin(self, requests: int) -> None:
+        """A plan of at most so many requests is being made."""
+
+    def waits(self, request: DecodingRequest) -> bool:
+        """Whether the request takes no part in this plan, because its next tokens can be proposed once its last one was
+        read."""
+        return False
+
+    def propose(self, request: DecodingRequest, budget: int) -> list[int]:
+        """At most ``budget`` tokens that may come next in a request of the plan."""
+        return []
+
+    def record(self, rows: Sequence[DraftedRow], on: bool, tokens: int) -> None:
+        """The result of a plan with these rows was read: their requests got ``tokens`` tokens. ``on``: as it was when
+        the plan was made."""
+
+
+#: Makes the policy of an engine: ``drafter`` makes the drafter of one request, ``length`` is the most tokens that are
+#: proposed for a request, ``max_samples`` the most rows that a step may sample (the memory plan has room for their
+#: logits), ``vocabulary`` the number of ids of the model.
+DraftPolicy = Callable[[Callable[[], Drafter], int, int, int], Drafts]

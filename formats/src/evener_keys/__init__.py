@@ -1,0 +1,11 @@
+"""How people write configuration keys: config files and command lines, and the spellings of before.
+
+====================  ================================================================================
+module                holds
+====================  ================================================================================
+``hydra_boundary``    config files and the grammar of values on the command line; the only user of Hydra
+``legacy_keys``       old spellings of keys
+====================  ================================================================================
+
+Torch-free.
+"""

@@ -1,0 +1,126 @@
+"""Which requests of a plan get drafts, and how many tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from evener.contracts.generation.drafter import Drafter
+from evener.contracts.generation.drafts import DecodingRequest, DraftedRow, Drafts
+from evener_generation.drafting.payoff import Payoff
+
+log = logging.getLogger("evener.engine")
+#: The longest pause after wrong drafts, in tokens.
+_LONGEST_PAUSE = 32
+
+
+@dataclass
+class _Text:
+    """What is known of one request.
+
+    Attributes:
+        drafter: proposes its tokens, and has seen the first ``seen`` of them.
+        length: how many it may propose.
+        misses: drafts in a row without a right token.
+        resume: the length of the text from which on it has drafts again.
+    """
+
+    drafter: Drafter
+    length: int
+    seen: int = 0
+    misses: int = 0
+    resume: int = 0
+
+    def record(self, drafted: int, right: int, tokens: int, longest: int) -> None:
+        """Of ``drafted`` tokens the first ``right`` were; the text has ``tokens`` tokens now."""
+        self.length = min(longest, self.length + 2) if right == drafted else max(1, self.length - 1)
+        self.misses = 0 if right else self.misses + 1
+        self.resume = tokens + (min(_LONGEST_PAUSE, 2**self.misses) if self.misses else 0)
+
+
+class Speculation(Drafts):
+    """Drafts for each request that decodes and has no grammar, whose masks would depend on the drafts.
+
+    The number of tokens follows how many were right before: two more when all were, one less otherwise, as in the
+    heuristic schedule of transformers' assisted generation. After a draft without a right token a request has none for
+    a while, twice as long each time. After an error of a drafter, no request has any.
+
+    Args:
+        drafter: makes the drafter of one request.
+        length: the most tokens that are proposed for a request.
+        max_samples: rows that a step may sample: the memory plan has room for their logits.
+        vocabulary: number of ids of the model.
+        payoff: decides when requests get drafts; None: always.
+    """
+
+    def __init__(
+        self, drafter: Callable[[], Drafter], length: int, max_samples: int, vocabulary: int,
+        payoff: Payoff | None = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._drafter, self._length, self._max_samples, self._vocabulary = drafter, length, max_samples, vocabulary
+        self._payoff, self._clock, self._failed = payoff, clock, False
+        self._texts: WeakKeyDictionary[DecodingRequest, _Text] = WeakKeyDictionary()
+        self._room = 0
+        #: Whether the last step that was read had drafts, and when that was; None: it was no decode step.
+        self._last: tuple[bool, float] | None = None
+
+    def begin(self, requests: int) -> None:
+        self._room = self._max_samples - requests
+        pays = self._payoff is None or self._payoff.pays(requests)
+        self.on = requests > 0 and pays and not self._failed
+
+    def waits(self, request: DecodingRequest) -> bool:
+        return self.on and request.unread > 0 and self._suits(request)
+
+    def _suits(self, request: DecodingRequest) -> bool:
+        if request.tokens_to_compute != 1 or request.constrained:
+            return False
+        text = self._texts.get(request)
+        paused = text is not None and request.length < text.resume
+        return not paused and not any(point >= request.planned for point in request.fork_points)
+
+    def propose(self, request: DecodingRequest, budget: int) -> list[int]:
+        if not self.on or request.unread or not self._suits(request):
+            return []
+        # The last token before the limit is sampled and never computed.
+        most = min(budget, self._room, request.limit - request.length - 1)
+        try:
+            found = self._ask(request, most)
+        except Exception as error:  # a package may raise anything: its drafts end, not the engine
+            log.warning("no more drafts: %s failed with %s: %s", self._drafter, type(error).__name__, error)
+            self._failed, self.on, found = True, False, []
+        self._room -= len(found)
+        return found
+
+    def _ask(self, request: DecodingRequest, most: int) -> list[int]:
+        text = self._texts.get(request)
+        if text is None:
+            text = self._texts[request] = _Text(self._drafter(), self._length)
+        text.drafter.extend(request.tokens[text.seen :])
+        text.seen = len(request.tokens)
+        count = min(text.length, most)
+        found = list(text.drafter.propose(count))[:count] if count > 0 else []
+        if not all(type(id) is int and 0 <= id < self._vocabulary for id in found):
+            raise ValueError(f"it proposed {found}, but ids are integers from 0 to {self._vocabulary - 1}")
+        return found
+
+    def record(self, rows: Sequence[DraftedRow], on: bool, tokens: int) -> None:
+        for row in rows:
+            text = self._texts.get(row.request)
+            if row.drafts and text is not None:
+                right = row.request.planned - row.start - 1
+                text.record(len(row.drafts), right, len(row.request.tokens), self._length)
+        if self._payoff is None:
+            return
+        now, decodes = self._clock(), all(row.samples and row.count == 1 + len(row.drafts) for row in rows)
+        if decodes and self._last is not None and self._last[0] == on:
+            self._payoff.record(len(rows), on, tokens, now - self._last[1])
+        self._last = (on, now) if decodes else None
+
+
+def measured(drafter: Callable[[], Drafter], length: int, max_samples: int, vocabulary: int) -> Speculation:
+    """Drafts while they make more tokens a second; a ``DraftPolicy``."""
+    return Speculation(drafter, length, max_samples, vocabulary, Payoff())

@@ -1,0 +1,51 @@
+"""When requests get drafts: never with a grammar, and only while drafts make more tokens a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from knowing_drafter import KnowingDrafter
+
+from evener_generation.drafting.payoff import Payoff
+from evener_generation.drafting.speculation import Speculation
+
+
+class DecodingStub:
+    """What ``DecodingRequest`` asks for."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+def test_a_request_with_a_grammar_has_no_drafts() -> None:
+    request: Any = DecodingStub(
+        constrained=True, tokens=[1, 2, 1, 2], unread=0, planned=3, length=4, limit=20, tokens_to_compute=1,
+        fork_points=set(),
+    )  # fmt: skip
+    speculation = Speculation(KnowingDrafter, 4, 8, vocabulary=9)
+    speculation.begin(1)
+    KnowingDrafter.answers = [[1, 2] * 9]
+    assert speculation.propose(request, 9) == [] and not speculation.waits(request)
+    request.constrained = False
+    assert len(speculation.propose(request, 9)) == 4
+
+
+@pytest.mark.parametrize(("speed_with", "chosen"), [(1.5, True), (0.7, False)])
+def test_the_faster_way_is_taken_and_the_other_tried_now_and_then(speed_with: float, chosen: bool) -> None:
+    payoff, ways = Payoff(), []
+    for _ in range(600):
+        ways.append(payoff.pays(4))
+        payoff.record(4, ways[-1], 4, 1 / speed_with if ways[-1] else 1.0)
+    assert ways[:8] == [True] * 8 and ways[8:16] == [False] * 8
+    taken = ways[16:].count(chosen) / len(ways[16:])
+    assert 0.95 < taken < 1, "the other way is tried too: the load may change"
+
+
+def test_each_number_of_requests_has_its_own_verdict() -> None:
+    payoff = Payoff()
+    for _ in range(40):
+        for requests, factor in ((1, 2.0), (64, 0.5)):
+            on = payoff.pays(requests)
+            payoff.record(requests, on, requests, 1 / factor if on else 1.0)
+    assert payoff.pays(1) and not payoff.pays(64)
