@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 # Every folder with a distribution in it; a new backend is found without an edit here.
 PROJECTS := $(wildcard core/pyproject.toml formats/pyproject.toml generation/pyproject.toml models/pyproject.toml server/pyproject.toml \
-	inspection/pyproject.toml conformance/pyproject.toml backends/*/pyproject.toml)
+	inspection/pyproject.toml offload/pyproject.toml conformance/pyproject.toml backends/*/pyproject.toml)
 DISTRIBUTIONS := $(PROJECTS:/pyproject.toml=)
 
 LLAMACPP ?= $(HOME)/.cache/evener/llamacpp

@@ -54,7 +54,7 @@ WHOLE = ("slow and not gpu", "not gpu")
 #: Read by whoever reads entry points.
 DISCOVERY = "evener.plugins.discover"
 #: Distributions that engines find through entry points.
-FOUND = ("core", "formats", "generation", "models", "inspection", "conformance", "backends")
+FOUND = ("core", "formats", "generation", "models", "inspection", "offload", "conformance", "backends")
 #: How code that starts processes is recognized.
 PROCESSES = ("import subprocess", "sys.executable", "create_subprocess")
 

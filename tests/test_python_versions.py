@@ -14,7 +14,7 @@ import pytest
 from evener_conformance.distributions import write_distribution
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("core", "formats", "generation", "models", "inspection", "conformance", "server", "backends/cpu")
+FOLDERS = ("core", "formats", "generation", "models", "inspection", "offload", "conformance", "server", "backends/cpu")
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 #: What the torch-free parts need; the ranges stand in the pyproject.toml of core and formats.
 NEEDED = ("numpy", "pluggy", "importlib-metadata", "msgspec", "hydra-core", "rich", "pyzmq")

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from evener_conformance.fake_engine import FakeEngine
@@ -101,6 +102,18 @@ def test_gauges_are_the_engines_report(make_api: Any) -> None:
     assert found["evener:request_queue_time_seconds_count"] == 0 and found["evener:num_preemptions_total"] == 0
     assert found["evener:ready"] == 1
     assert found["evener:draft_tokens_total"] == found["vllm:spec_decode_num_accepted_tokens_total{engine=0}"] == 0
+
+
+def test_experts_that_were_copied_are_counted_in_runs_that_copy_them(
+    make_api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("expert_hits", "expert_misses", "expert_copied_bytes")
+    api = make_api()
+    assert not any(f"evener:{name}_total" in read(api) for name in names)
+    report, counters = FakeEngine._stats, dict(zip(names, (7, 3, 4096), strict=True))
+    monkeypatch.setattr(FakeEngine, "_stats", lambda engine: structs.replace(report(engine), counters=counters))
+    found = read(api)
+    assert [found[f"evener:{name}_total"] for name in names] == [7, 3, 4096]
 
 
 def test_every_metric_is_labelled_with_the_models_name(make_api: Any) -> None:

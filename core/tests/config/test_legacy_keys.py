@@ -43,6 +43,7 @@ from evener.plugins.catalog import Catalog
         ("setting.block_manager.block_token_num", 16, "infer.block_size", 16),
         ("kvcache_mem_gpu", "8192", "infer.kv_memory", 2**33),
         ("port", 8080, "serve.port", 8080),
+        ("cpu_layer_num", "58", "infer.cpu_layer_num", 58),
     ],
 )
 def test_an_old_key_with_an_equivalent_sets_it_and_names_it(
@@ -61,7 +62,6 @@ def test_an_old_key_with_an_equivalent_sets_it_and_names_it(
         ("scheduler.prefill_first.num_tasks=100", "there is no prefill phase"),
         ("scheduler.type=fcfs", "there is no prefill phase"),
         ("scheduler.pp_config.enforce_decode_num_tasks_max=False", "set the number: .*decode_num_tasks"),
-        ("+cpu_layer_num=58", "this version has no experts on the host"),
         ("quant_on_load=True", "quant= says how"),
         ("quant_ckpt_dir=/q", "give the folder of the quantized checkpoint as the model"),
         ("infer.memory_utilization=0.9", "infer.kv_memory"),

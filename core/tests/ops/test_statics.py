@@ -18,6 +18,7 @@ RECORDS: dict[str, type] = {
     "norm_qkv_rotary_write": statics.QKVStatic,
     "attention_block": statics.AttentionStatic,
     "mlp_block": statics.MLPStatic,
+    "routed_experts": statics.ExpertsStatic,
     "moe_block": statics.MoEStatic,
     "decoder_layer": statics.DecoderLayerStatic,
     "latent_attend": statics.LatentAttendStatic,

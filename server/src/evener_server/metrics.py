@@ -203,6 +203,14 @@ class RequestTimer:
         self._metrics.request_max_generation_tokens.add(max(self._tokens.values(), default=0))
 
 
+#: Counters of ``infer.resident_experts``, which only such runs have.
+_OF_EXPERTS = {
+    "expert_hits": "Experts that layers needed and that were on the device.",
+    "expert_misses": "Experts that layers needed and that were copied to the device.",
+    "expert_copied_bytes": "Bytes of experts that were copied to the device.",
+}
+
+
 class _Families(Collector):
     """Collects all metrics once."""
 
@@ -247,6 +255,9 @@ class _Families(Collector):
         yield self._counter("accepted_draft_tokens", "Proposed tokens that were right.", report.accepted_tokens)
         yield self._counter("engine_steps", "Steps of the engine.", report.steps)
         yield self._counter("computed_tokens", "Tokens computed, over all steps.", report.computed_tokens)
+        for name, text in _OF_EXPERTS.items():
+            if name in report.counters:
+                yield self._counter(name, text, report.counters[name])
         queued = Histogram(QUEUE_SECONDS)
         queued.counts, queued.sum = list(report.queued), report.queued_seconds
         yield self._histogram("request_queue_time_seconds", "From the engine's queue to the first step.", queued)

@@ -29,6 +29,7 @@ _MIXER_COMPOSITES: dict[type, tuple[str, ...]] = {
 #: Which configs' details an op sees; "": those of the layer or the head.
 _CONFIGS_SEEN_BY_OP = {
     "mlp_block": ("mlp", ""), "moe_block": ("mlp", ""), "attention_block": ("attention", ""), "head": ("",),
+    "routed_experts": ("mlp",),
     "norm_qkv_rotary_write": ("attention", ""),
 }  # fmt: skip
 #: Fields of a family and its configs that are names and sizes, not details.
@@ -74,8 +75,8 @@ class Family:
 
     def calls(self, op: str) -> bool:
         """Whether its layers call this composite. What several kinds of layer call counts for plain attention."""
-        if isinstance(self.mlp, MoEConfig) or op == "moe_block":
-            return isinstance(self.mlp, MoEConfig) and op == "moe_block"
+        if isinstance(self.mlp, MoEConfig) or op in ("moe_block", "routed_experts"):
+            return isinstance(self.mlp, MoEConfig) and op in ("moe_block", "routed_experts")
         if op == "index_block":
             return isinstance(self.attention, LatentConfig) and self.attention.index is not None
         own = _MIXER_COMPOSITES.get(type(self.attention))

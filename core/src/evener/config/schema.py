@@ -148,6 +148,13 @@ class InferConfig(Section):
     max_lora_rank: int = option(16, "int", "The largest rank of an adapter.", minimum=1, maximum=512)
     max_cpu_loras: int = option(32, "int", "Adapters that may be in host memory: those that are loaded, and those that "
                                 "requests still use.", minimum=1)  # fmt: skip
+    cpu_layer_num: int | Auto = option(0, "int", "Layers whose experts the host computes: the last ones that have "
+        "experts; auto: as few as the device's memory allows. Needs evener-offload.", auto=True, minimum=0)  # fmt: skip
+    host_experts: tuple[str, ...] = option((), "names", "Numbers of the layers whose experts the host computes, as in "
+        "3-20,40; none: infer.cpu_layer_num of them.")  # fmt: skip
+    resident_experts: int | Auto = option(0, "int", "Experts of a layer that are on the device, which computes all; "
+        "the others wait in host memory. Of all layers, or of those that the two keys above say. auto: as many as "
+        "fit; 0: the host computes.", auto=True, minimum=0)  # fmt: skip
     prefix_cache: bool = option(True, "bool", "Reuse the KV cache of prompts with a common prefix.")
     heartbeat_timeout: float = option(
         20.0, "float", "Seconds without a heartbeat after which a process counts as dead; 0: no limit.", minimum=0

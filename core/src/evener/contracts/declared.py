@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from evener.contracts.experts import Placement
 from evener.contracts.ops import OpFunction
 from evener.contracts.quant import PackedWeight, WeightPart
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
@@ -80,6 +81,7 @@ class Weight:
         dummy: what ``load=dummy`` fills it with: "ones" (norms), "zeros" (biases) or "noise".
         value: the tensor; set by the loader.
         make: (optional) computes the tensor from the sources.
+        placement: where it is; None: on the device.
         shapes: the shapes of the sources; empty if all have ``shape``.
         slices: what this rank reads of each source, None for all of it; empty if all are read whole.
     """
@@ -93,6 +95,7 @@ class Weight:
     make: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     slices: tuple[Slice | None, ...] = ()
+    placement: Placement | None = None
 
     def pieces(self) -> Iterator[tuple[str, Slice | None]]:
         """Each source, and what is read of it."""
@@ -152,6 +155,7 @@ class LinearWeight:
             are whole.
         normalize_rows: the loader divides each row by its length.
         adapters: what is added to its products; None: nothing.
+        placement: where it is; None: on the device.
     """
 
     #: The op that computes with it.
@@ -169,6 +173,7 @@ class LinearWeight:
     slices: tuple[Slice | None, ...] = ()
     normalize_rows: bool = False
     adapters: AdapterStack | None = None
+    placement: Placement | None = None
 
     def pieces(self) -> Iterator[tuple[WeightPart, Slice | None]]:
         """Each part, and which slice of the stored tensor it is; None: all of it."""
@@ -196,12 +201,13 @@ class StackedWeight(LinearWeight):
 @dataclass(eq=False)
 class Table:
     """A tensor that is computed once on the device (rotary angles): ``make(device)`` returns ``value``, with ``nbytes``
-    bytes. Tables with equal keys share one tensor."""
+    bytes. Tables with equal keys share one tensor. ``placement``: where it is; None: on the device."""
 
     key: tuple[Any, ...]
     nbytes: int
     make: Callable[[torch.device], torch.Tensor]
     value: torch.Tensor | None = None
+    placement: Placement | None = None
 
 
 Declared = Weight | LinearWeight | Table

@@ -123,6 +123,9 @@ class Descriptor:
             the configuration of a command line and a file; called as ``evener_keys.hydra_boundary.from_command_line``.
         layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
             how many layers each stage gets, where stages are on unlike devices; see ``engine.worker.layer_split``.
+        placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a
+            ``Placement`` of experts (``evener.contracts.experts``), as ``evener.engine.worker.placement`` constructs
+            it.
     """
 
     name: str
@@ -158,6 +161,7 @@ class Descriptor:
     config_readers: Mapping[str, str] = field(default_factory=dict)
     weight_makers: Mapping[str, str] = field(default_factory=dict)
     grammar_masks: Mapping[str, str] = field(default_factory=dict)
+    placements: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)

@@ -1,12 +1,18 @@
 """The experts contract: routing gives logical expert ids, and a map on the device gives physical slots.
 
-Expert parallelism, redundant copies and experts that are stored elsewhere change the map, never the model.
+Expert parallelism, redundant copies and experts that are stored elsewhere change the map, never the model. A
+``Placement`` is for experts that are not on the device: another backend computes them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from evener.contracts.ops import Bucket, OpFunction, Static
+from evener.contracts.quant import Packing
 
 if TYPE_CHECKING:
     import torch
@@ -30,3 +36,30 @@ class ExpertMap:
         counts = self.copies[logical]
         pick = (salt[:, None] % counts.clamp(min=1)).to(logical.dtype)
         return self.slots[logical, pick]
+
+
+class Placement(ABC):
+    """Where the routed experts of some layers are, beside the device: their weights, and the ops that compute them, are
+    another backend's. ``str`` of it names that backend.
+
+    Attributes:
+        torch_device: of the weights.
+        packings: that backend's, by layout.
+        layers: numbers of the layers.
+        free: bytes that this rank may use there.
+    """
+
+    torch_device: torch.device
+    packings: Mapping[str, Packing]
+    layers: tuple[int, ...]
+    free: int
+
+    def counters(self) -> Mapping[str, int]:
+        """(optional) What it has counted since the start, for a server's metrics. Default: nothing."""
+        return {}
+
+    @abstractmethod
+    def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
+        """The callable of ``routed_experts`` at one bucket. It takes the op's inputs on the device, starts, and returns
+        a function without arguments that waits for the result, which is on the device. Work that is submitted in
+        between runs at the same time."""

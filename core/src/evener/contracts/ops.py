@@ -134,7 +134,7 @@ class OpCase:
 #: Values that almost every model has; see ``OpSchema.defaults``.
 STATIC_DEFAULTS = {
     "norm": "rms", "qk_norm_over": "head", "gated": True, "parallel": False, "logit_scale": 1.0, "query_scale": False,
-    "pre_norm": True, "qk_norm_ranks": None,
+    "pre_norm": True, "qk_norm_ranks": None, "placement": None,
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 
 from evener.contracts.communicator import Communicator
 from evener.contracts.declared import LinearWeight, StackedWeight, StateSlot
+from evener.contracts.experts import Placement
 
 
 def describe(record: type) -> dict[str, str]:
@@ -101,11 +102,16 @@ class MLPStatic(BlockStatic, OutputStatic):
     down: Annotated[LinearWeight, "the declared LinearWeight of down"]
 
 
-class RouteStatic(TypedDict):
-    """``route``, and part of the record of experts."""
+class ChosenStatic(TypedDict):
+    """Part of the records of experts: how many there are."""
 
     experts: Annotated[int, "E, number of experts"]
     top: Annotated[int, "experts per token"]
+
+
+class RouteStatic(ChosenStatic):
+    """``route``, and part of the record of experts."""
+
     scoring: Annotated[str, "softmax, sigmoid, or softmax_top: choose by the logits, then softmax over the chosen"]
     groups: Annotated[int, "equal groups of neighbouring experts; 1: none"]
     top_groups: Annotated[int, "groups per token"]
@@ -114,17 +120,27 @@ class RouteStatic(TypedDict):
     scale: Annotated[float, "factor on the weights"]
 
 
-class MoEStatic(NormStatic, RouteStatic, OutputStatic):
-    """``moe_block``."""
+class StacksStatic(TypedDict):
+    """Part of the records of experts: their weights, and what they compute."""
 
     inner: Annotated[int, "width between the two linears of an expert"]
     activation: Annotated[str, "as for act_and_mul"]
     alpha: Annotated[float, "of clamped_swiglu"]
     limit: Annotated[float, "of clamped_swiglu"]
     router_weight_on_input: Annotated[bool, "routing weights are factors on the experts' inputs, not on their results"]
-    router: Annotated[LinearWeight, "the declared LinearWeight of the router, out float32"]
     gate_up: Annotated[StackedWeight, "the declared StackedWeight of gate and up"]
     down: Annotated[StackedWeight, "the declared StackedWeight of down"]
+    placement: Annotated[Placement | None, "where the experts are; None: on the device"]
+
+
+class ExpertsStatic(RowsStatic, ChosenStatic, StacksStatic):
+    """``routed_experts``."""
+
+
+class MoEStatic(NormStatic, RouteStatic, OutputStatic, StacksStatic):
+    """``moe_block``."""
+
+    router: Annotated[LinearWeight, "the declared LinearWeight of the router, out float32"]
     shared_inner: Annotated[int, "width of all shared experts together; 0: none"]
     shared_gate_up: Annotated[LinearWeight | None, "their declared LinearWeight of gate and up, or None"]
     shared_down: Annotated[LinearWeight | None, "their declared LinearWeight of down, or None"]

@@ -125,6 +125,7 @@ class MoEConfig:
             "down": down_linear, "shared_inner": 0 if shared_down is None else shared_down.columns,
             "shared_gate_up": shared_gate_up, "shared_down": shared_down, "shared_gate": shared_gate,
             "post_norm": self.post_norm is not None, "communicator": build.communicator,
+            "placement": None,
         }  # fmt: skip
         return weights, static
 

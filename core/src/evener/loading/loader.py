@@ -21,10 +21,12 @@ from evener.loading.uploader import BUFFER_BYTES, BUFFER_COUNT, Uploader
 
 @dataclass
 class WeightBytes:
-    """Bytes of loaded weights: in memory (``allocated``) and in pages of weight files (``mapped``)."""
+    """Bytes of loaded weights: in memory (``allocated``), in pages of weight files (``mapped``), and both together of
+    those with a placement of their own (``placed``)."""
 
     allocated: int = 0
     mapped: int = 0
+    placed: int = 0
 
 
 def load_weights(

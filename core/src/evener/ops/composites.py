@@ -100,15 +100,12 @@ def mlp_block(static: statics.MLPStatic, use: Use) -> OpFunction:
     return run
 
 
-def _act(static: statics.MoEStatic, use: Use, inner: int, rows_per_token: int = 1) -> OpFunction:
+def _act(static: Static, use: Use, inner: int, rows_per_token: int = 1) -> OpFunction:
     kind: Static = {"activation": static["activation"], "alpha": static["alpha"], "limit": static["limit"]}
     return use("act_and_mul", sizes={"T": rows_per_token}, inner=inner, dtype=static["dtype"], **kind)
 
 
-def _routed(static: statics.MoEStatic, use: Use) -> OpFunction:
-    """The activation, with ``each`` rows per token."""
-    score = use("linear", **linear_static(static["router"]))
-    route = use("route", **statics.select(static, statics.RouteStatic))
+def routed_experts(static: statics.ExpertsStatic, use: Use) -> OpFunction:
     place = use("place_experts", experts=static["experts"])
     router_weight_on_input, top = static["router_weight_on_input"], static["top"]
     gate_up = use(
@@ -118,8 +115,7 @@ def _routed(static: statics.MoEStatic, use: Use) -> OpFunction:
     down = use("grouped_linear", sizes={"T": top}, **linear_static(static["down"]))
     mix = use("mix_experts", sizes={"K": top}, hidden=static["hidden"], dtype=static["dtype"])
 
-    def run(x: torch.Tensor, w: MoEWeights) -> torch.Tensor:
-        ids, weights = route(score(x, w.router, w.router_bias), w.correction)
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> torch.Tensor:
         slots = place(ids, w.slots, w.copies)
         single = slots.reshape(-1, 1)
         if router_weight_on_input:
@@ -155,14 +151,19 @@ def _shared(static: statics.MoEStatic, use: Use) -> OpFunction | None:
 def moe_block(static: statics.MoEStatic, use: Use) -> OpFunction:
     if static["communicator"] is not None:
         return all_reduce_block("moe_block", static, use, weights=2)
-    begin, routed, shared = add_norm(static, use), _routed(static, use), _shared(static, use)
+    begin, shared, placed = add_norm(static, use), _shared(static, use), static["placement"] is not None
+    score = use("linear", **linear_static(static["router"]))
+    route = use("route", **statics.select(static, statics.RouteStatic))
+    experts = use("routed_experts", **statics.select(static, statics.ExpertsStatic))
     post = any_norm(static, use) if static["post_norm"] else None
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = begin(x, residual, w.norm)
-        y = routed(x, w)
-        if shared is not None:
-            y = y + shared(x, w)
+        y = experts(x, *route(score(x, w.router, w.router_bias), w.correction), w)
+        both = None if shared is None else shared(x, w)
+        if placed:  # until now they were computed elsewhere, at the same time
+            y = y()
+        y = y if both is None else y + both
         return (post(y, w.post_norm) if post is not None else y), residual
 
     return run

@@ -261,9 +261,14 @@ COMPOSITES: tuple[OpSchema, ...] = (
         weights=("gate_up", "down"),
     ),
     _composite(
+        "composites:routed_experts", statics.ExpertsStatic,
+        "place_experts, gate and up projections of the chosen experts, activation, down projections, mix_experts.",
+        inputs="x T,hidden; ids T,top int32; weights T,top float32; experts - MoEWeights", outputs="y T,hidden",
+        weights=("gate_up", "down"),
+    ),
+    _composite(
         "composites:moe_block", statics.MoEStatic,
-        "add + norm, router in float32, route, place_experts, gate and up projections of the chosen experts, "
-        "activation, down projections, mix_experts, (+ shared experts), (all_reduce,) (post-norm).",
+        "add + norm, router in float32, route, routed_experts, (+ shared experts), (all_reduce,) (post-norm).",
         inputs="x T,hidden donated; residual T,hidden float32 donated; weights - MoEWeights",
         weights=("router", "gate_up", "down", "shared_gate_up", "shared_down", "shared_gate"),
     ),

@@ -121,6 +121,8 @@ class Resolver:
                 "op", op, self.available.schemas, f"It is called at {path}; install the package that defines it."
             )
         with self.footprint.inside(schema, static, bucket, known):
+            if op == "routed_experts" and static["placement"] is not None:
+                return static["placement"].resolve(op, path, static, bucket)  # type: ignore[no-any-return]
             call = op_call(self.available, schema, static, bucket)
             candidate, variant = self._choose(schema, path, call)
             if candidate is not None:

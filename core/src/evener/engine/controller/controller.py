@@ -111,7 +111,8 @@ class Controller:
 
     def _stats(self) -> StatsReport:
         scheduler, pool = self.scheduler, self.scheduler.state.pool
-        counters = asdict(scheduler.stats) | {"queued": list(scheduler.stats.queued)}
+        stats = scheduler.stats
+        counters = asdict(stats) | {"queued": list(stats.queued), "counters": dict(stats.counters)}
         return StatsReport(
             waiting=len(scheduler.waiting), running=len(scheduler.running), blocks=pool.count - pool.slab,
             blocks_used=pool.used, **counters,

@@ -393,6 +393,7 @@ class Scheduler:
         assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
         scores, pooled = iter(result.scores), iter(result.pooled)
         outputs = list(zip(plan.outputs, result.outputs, strict=True))
+        self.stats.counters.update(result.counters)
         logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
         scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
         events: list[FromController] = []

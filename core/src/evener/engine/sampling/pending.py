@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 
 from evener.contracts.device import Readback
 from evener.engine.sampling.sampler import Sampler
@@ -20,10 +21,12 @@ class PendingStep:
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
         outputs: for each of ``plan.outputs``: its rows float32, in parts.
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
+        counters: for ``StepResult``.
     """
 
     logprobs: Sequence[Readback] = ()
     pooled: Sequence[Readback] = ()
+    counters: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
         self, plan: Plan, ids: Readback | None, scores: Sequence[Readback] = (),
@@ -51,7 +54,8 @@ class PendingStep:
             scores = _rows(self.scores[0].wait().tolist(), self.scores[1:])
         pooled = [row.numpy().tobytes() for rows in self.pooled for row in rows.wait()]
         outputs = [b"".join(part.wait().numpy().tobytes() for part in parts) for parts in self.outputs]
-        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled, outputs=outputs)
+        return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled, outputs=outputs,
+                          counters=dict(self.counters))  # fmt: skip
 
 
 #: Samples the tokens of a step with its masks; None: it has none.

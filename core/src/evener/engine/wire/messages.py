@@ -188,6 +188,7 @@ class Stats(msgspec.Struct, kw_only=True):
         forks: requests that started from another request's state; ``forked_tokens``: tokens of that state.
         drafts: rows of plans with proposed tokens; ``drafted_tokens``: the number of these tokens;
             ``accepted_tokens``: those that were sampled too.
+        counters: of the placement of experts, by name, on the first rank of the last stage.
     """
 
     steps: int = 0
@@ -206,6 +207,7 @@ class Stats(msgspec.Struct, kw_only=True):
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    counters: dict[str, int] = {}
 
     def record_queue_time(self, seconds: float) -> None:
         """Count a request that waited ``seconds`` for its first step."""

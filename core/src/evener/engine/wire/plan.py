@@ -139,7 +139,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """The result of one step: one id for each of ``Plan.samples``, and log-probabilities for each of ``Plan.logprobs``
     and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
     ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
-    ``Plan.outputs``, in the same form. ``plan`` is the plan's id."""
+    ``Plan.outputs``, in the same form. ``plan`` is the plan's id;
+    ``counters`` are those of this worker's ``Placement``."""
 
     plan: int
     ids: list[int] = []
@@ -147,3 +148,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     scores: list[TokenLogprobs] = []
     pooled: list[bytes] = []
     outputs: list[bytes] = []
+    counters: dict[str, int] = {}

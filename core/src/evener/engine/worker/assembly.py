@@ -16,6 +16,7 @@ from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device
+from evener.contracts.experts import Placement
 from evener.contracts.graph import GraphCapture
 from evener.contracts.pooling import PoolingSettings
 from evener.contracts.quant import QuantScheme
@@ -27,6 +28,7 @@ from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.worker.adapters import AdapterStacks
 from evener.engine.worker.geometry import Geometry, plan_geometry
+from evener.engine.worker.placement import host_placement
 from evener.errors import ArchitectureError, ConfigError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
@@ -55,6 +57,7 @@ class Assembly:
         other_stages: the other pipeline stages, declared.
         pooling: what the model makes of a text, if it generates none.
         adapters: the places for adapters.
+        placement: of the experts that are not on the device.
     """
 
     config: ResolvedConfig
@@ -75,6 +78,7 @@ class Assembly:
     adapters: AdapterStacks
     other_stages: Sequence[Builder] = ()
     pooling: PoolingSettings | None = None
+    placement: Placement | None = None
 
 
 def assemble(
@@ -140,9 +144,12 @@ def assemble(
     encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]
     media_rows = max([resolved.step_tokens, *(encoder.rows for encoder in encoders)])
     resolver = _resolver(resolved, loaded, device, max([0, *(encoder.tokens for encoder in encoders)]))
+    placer = host_placement(resolved, device)
+    auto = "auto" in (infer.cpu_layer_num, infer.resident_experts)
+    placement = placer(resolved, device, resolver, build, [b for b, _ in declared]) if placer and not auto else None
     resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
     resolver.states([slot for each in (build, *other_stages) for slot in each.slots])
-    resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
+    resolver.packings([w for w in build.weights if isinstance(w, LinearWeight) and w.placement is None])
     adapters = AdapterStacks(build, infer, [b for b, _ in declared])
     resolver.sites(build.sites)
     size = None if resolved.block_size == "auto" else resolved.block_size
@@ -150,10 +157,16 @@ def assemble(
     geometry = plan_geometry(build.slots, device.capabilities.alignment, size, slots, agreement)
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
-    return Assembly(
+    a = Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
-        ranks, media_rows, agreement, adapters, other_stages, None if pooling is None else pooling.settings,
+        ranks, media_rows, agreement, adapters, other_stages, None if pooling is None else pooling.settings, placement,
     )  # fmt: skip
+    if placer is None or not auto:
+        return a
+    asked, key = placer.settled(a)
+    a = assemble(replace(config, infer=asked), search, serving, ranks)
+    reasons = {**a.config.reasons, f"infer.{key}": "what fits into the device's memory"}
+    return replace(a, config=replace(a.config, reasons=reasons))
 
 
 def _divided_as_stored(config: Config, checkpoint: Checkpoint) -> tuple[Config, Mapping[str, str]]:
@@ -192,6 +205,8 @@ def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]
         return None, "steps run eagerly: the model generates nothing"
     if not a.device.capabilities.graphs:
         return None, f"steps run eagerly: {a.device.name} does not support graphs (DeviceCapabilities.graphs)"
+    if a.placement is not None:
+        return None, f"steps run eagerly: experts of {len(a.placement.layers)} layers are in host memory"
     if not a.config.use_cuda_graph or capture is None:
         asked = f"infer.use_cuda_graph=false, {a.config.reasons['infer.use_cuda_graph']}"
         return None, f"steps run eagerly: {asked if capture else 'no package captures steps of this device'}"

@@ -20,9 +20,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from evener.config.resolve import ResolvedConfig
+from evener.contracts.declared import Declared
 from evener.contracts.device import MemoryInfo
 from evener.contracts.quant import DTYPE_BYTES
 from evener.engine.wire.slabs import find_kinds, slabs_needed
@@ -93,6 +96,7 @@ class MemoryPlan:
         state: the KV cache's pool; blocks: its blocks, block_bytes: bytes of one.
         free: what the device had before anything was allocated.
         problem: why it does not fit, and what to change; None if it fits.
+        host, host_layers: bytes of the experts that the host computes, and of how many layers; not in ``total``.
     """
 
     weights: int
@@ -105,6 +109,8 @@ class MemoryPlan:
     block_bytes: int
     free: int
     problem: str | None = None
+    host: int = 0
+    host_layers: int = 0
 
     @property
     def total(self) -> int:
@@ -129,8 +135,9 @@ class MemoryPlan:
             "weights": self.weights, "  second copies in it": self.copies, "tables": self.tables,
             "workspace": self.workspace, f"state ({self.blocks} blocks)": self.state, "total": self.total,
             "free": self.free, "mapped from files": self.mapped,
+            f"experts on the host: {self.host_layers} layers,": self.host,
         }  # fmt: skip
-        return [f"{name:<24}{_size(value):>12}" for name, value in rows.items() if value or name in ("total", "free")]
+        return [f"{name:<23} {_size(value):>12}" for name, value in rows.items() if value or name in ("total", "free")]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -148,6 +155,8 @@ class MemoryDemand:
         block_bytes: bytes of one block over all layers.
         max_useful_blocks: blocks that all slots can hold at once.
         min_blocks: blocks that one request of ``max_seq_len`` tokens needs.
+        experts: bytes of each layer's experts on the device, in order.
+        host, host_layers, host_free: as in the plan, and what the host has.
     """
 
     weights: WeightEstimate
@@ -158,6 +167,10 @@ class MemoryDemand:
     min_blocks: int
     max_seq_len: int
     dtype: str
+    experts: tuple[int, ...] = ()
+    host: int = 0
+    host_layers: int = 0
+    host_free: int = 0
 
     @property
     def fixed(self) -> int:
@@ -168,6 +181,11 @@ class MemoryDemand:
     def least_state(self) -> int:
         """Bytes of state that one request of ``max_seq_len`` tokens needs."""
         return (self.min_blocks + 1) * self.block_bytes
+
+    def layers_to_move(self, lacking: int) -> int | None:
+        """The number of last layers whose experts take at least ``lacking`` bytes; None if all of them take less."""
+        totals = accumulate(reversed(self.experts), initial=0)
+        return next((count for count, total in enumerate(totals) if total >= lacking), None)
 
 
 def plan_memory(demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, longest: int = 0) -> MemoryPlan:
@@ -182,6 +200,7 @@ def plan_memory(demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, 
     plan = MemoryPlan(
         weights=weights.allocated, copies=weights.second_copies, mapped=weights.mapped, tables=demand.rows,
         workspace=demand.workspace, state=0, blocks=0, block_bytes=demand.block_bytes, free=memory.free,
+        host=demand.host, host_layers=demand.host_layers,
     ).with_blocks(min(max(0, budget) // demand.block_bytes, demand.max_useful_blocks + 1))  # fmt: skip
     return dataclasses.replace(plan, problem=_problem(demand, memory, kv_bytes, plan, longest))
 
@@ -193,10 +212,11 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
     columns = -(-config.max_seq_len // size)
     attention = max(g.provider.workspace(g.spec, g.attention, config.step_tokens, config.max_seq_len) for g in groups)
     scratch = max(attention, a.resolver.footprint.workspace)
-    weights = estimate_weights(
-        a.build.weights, a.resolver.packings_by_layout, a.headers or None, a.scheme,
-        mappable=a.device.capabilities.host_memory, copied=a.checkpoint.copied if a.headers else frozenset(),
-    )  # fmt: skip
+    here, placed = divide_weights(a)
+    packings, copied = a.resolver.packings_by_layout, a.checkpoint.copied if a.headers else frozenset()
+    estimate = partial(estimate_weights, headers=a.headers or None, scheme=a.scheme, copied=copied)
+    weights, place = estimate(here, packings, mappable=a.device.capabilities.host_memory), a.placement
+    there = estimate(placed, place.packings) if place else WeightEstimate(0, 0)
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
     pooled = a.model.hidden_size if a.pooling is not None and a.pooling.whole_prompt else 0
     rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 40 + 4 * columns * len(groups) + 4 * pooled) + media
@@ -204,7 +224,21 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
         weights=weights, rows=rows, workspace=scratch + a.resolver.footprint.activations,
         block_bytes=max(1, a.geometry.block_bytes), max_useful_blocks=config.max_reqs * min_blocks,
         min_blocks=min_blocks, max_seq_len=config.max_seq_len, dtype=config.dtype,
+        experts=() if a.device.capabilities.host_memory else _expert_bytes(a), host=there.allocated + there.mapped,
+        host_layers=len(place.layers) if place else 0, host_free=place.free if place else 0,
     )  # fmt: skip
+
+
+def divide_weights(a: Assembly) -> tuple[list[Declared], list[Declared]]:
+    """This rank's weights on the device, and those with a placement of their own."""
+    return [w for w in a.build.weights if w.placement is None], [w for w in a.build.weights if w.placement is not None]
+
+
+def _expert_bytes(a: Assembly) -> tuple[int, ...]:
+    """Bytes of the stacks of each layer that has its experts on the device."""
+    sites = [site.static for site in a.build.sites if site.op == "moe_block" and site.static["placement"] is None]
+    packings = a.resolver.packings_by_layout
+    return tuple(estimate_weights([s["gate_up"], s["down"]], packings, None).allocated for s in sites)
 
 
 def _blocks_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
@@ -229,19 +263,26 @@ def _problem(
 ) -> str | None:
     """Why it does not fit, with the numbers and what to change; None if it does."""
     weights, free = demand.weights, f"{_size(memory.free)} of {_size(memory.total)} are free"
+    if demand.host > demand.host_free:
+        return (f"the experts of {demand.host_layers} layers do not fit the host: they take {_size(demand.host)}, and "
+                f"{_size(demand.host_free)} are free; lower infer.cpu_layer_num")  # fmt: skip
+    more = weights.allocated + demand.rows + demand.workspace + demand.least_state - memory.free
+    count = demand.layers_to_move(more) if more > 0 else 0
+    layers = demand.host_layers + (count or 0)
+    move = f"infer.cpu_layer_num={layers} keeps the experts of {layers} layers on the host; " if count else ""
     # Mapped weights may come and go with the page cache, but each step reads all of them.
     if weights.allocated > memory.free or weights.allocated + weights.mapped > memory.total:
         lighter = "dtype=bfloat16 halves them; " if demand.dtype == "float32" and not weights.mapped else ""
         return (
             f"the model does not fit: its weights take {_size(weights.allocated + weights.mapped)} in {demand.dtype}, "
-            f"and {free}; no key about state helps: {lighter}take a checkpoint that stores them in fewer bits, or a "
-            "device with more memory (`evener doctor` lists what is here)"
+            f"and {free}; no key about state helps: {move}{lighter}take a checkpoint that stores them in fewer "
+            "bits, or a device with more memory (`evener doctor` lists what is here)"
         )
     left, need = memory.free - demand.fixed, demand.least_state
     if plan.blocks > demand.min_blocks and plan.state <= left:
         return None
     allowed = f" and infer.kv_memory allows {_size(kv_bytes)} for state" if kv_bytes is not None else ""
-    advice = [f"infer.max_seq_len={longest} fits"] if longest > 1 else []
+    advice = [f"infer.max_seq_len={longest} fits"] * (longest > 1) + [move[:-2]] * bool(move)
     if kv_bytes is not None and max(need, kv_bytes) > left:
         advice.append("lower infer.kv_memory" if kv_bytes > left >= need else "free memory elsewhere")
     elif kv_bytes is not None:

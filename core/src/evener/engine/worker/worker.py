@@ -104,6 +104,8 @@ class Worker:
             replayed = self._graphs.execute(order) if self._graphs is not None else None
             step = replayed or self.runner.execute(order)
             self._draw = None if isinstance(step, PendingStep) else step
+            if isinstance(step, PendingStep) and (place := self._assembly.placement) is not None:
+                step.counters = place.counters()
             return step if isinstance(step, PendingStep) else None
         except Exception as error:
             self._assembly.resolver.attribution.raise_attributed(error)
@@ -175,7 +177,8 @@ class Worker:
             backend_reason=a.loaded.selection.reason,
             device=a.device.name,
             dtype=a.config.dtype,
-            memory={**plan.to_json(), "measured_weights": loaded.allocated, "measured_mapped": loaded.mapped},
+            memory={**plan.to_json(), "measured_weights": loaded.allocated, "measured_mapped": loaded.mapped,
+                    "measured_host": loaded.placed},
             start_seconds=round(seconds, 2),
             config=a.config.to_json(),
             manifest=a.resolver.manifest.to_json(),

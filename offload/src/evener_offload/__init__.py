@@ -1,0 +1,30 @@
+"""Models of experts that are larger than the accelerator: the host computes the experts of some layers, or keeps those
+that the device does not need now. Torch-free.
+
+====================  ===================================================================
+module                holds
+====================  ===================================================================
+``layers``            which layers' experts are in host memory
+``automatic``         what ``auto`` counts with
+``placed_layers``     their call sites and weights, and the placement that these get
+``host_backend``      the host's backend beside the device's: its kernels and packings
+``host_experts``      experts that the host computes, and the copies to and from it
+``residents``         which experts of a layer are on the device: the last used ones
+``expert_slots``      a stack of experts in host memory, and its slots on the device
+``resident_experts``  experts that the device computes, some after they were copied to it
+====================  ===================================================================
+"""
+
+from __future__ import annotations
+
+from evener.contracts.descriptor import Descriptor
+
+descriptor = Descriptor(
+    name="offload",
+    summary="The host computes the experts of some layers, so that a model larger than the accelerator runs.",
+    contracts={"descriptor": 1, "experts": 1},
+    placements={
+        "host": "evener_offload.host_experts:HostExperts",
+        "resident": "evener_offload.resident_experts:ResidentExperts",
+    },
+)  # fmt: skip

@@ -1,0 +1,35 @@
+"""What ``auto`` counts with: how much of the experts the device's memory does not hold."""
+
+from __future__ import annotations
+
+from evener.distributed.agreement import Agreement
+from evener.engine.worker.assembly import Assembly
+from evener.engine.worker.memory import memory_demand
+from evener.errors import ConfigError
+
+#: The share of the free memory that is planned with, because libraries take some; and the share of that which state
+#: should have at least, if the requests can use so much.
+_PLANNED, _STATE = 0.95, 0.15
+
+
+def lacking_bytes(a: Assembly, key: str) -> int:
+    """Bytes that the device of ``a``, which has all experts, lacks to hold everything and a fair share of state; 0 or
+    less: it holds all.
+
+    Args:
+        key: the one that is ``auto``.
+
+    Raises:
+        ConfigError: there are several pipeline stages.
+    """
+    if a.ranks.world.pp_size > 1:
+        raise ConfigError(f"{key}=auto is not implemented for several stages (infer.pp_size); set a number")
+    demand, free = memory_demand(a, a.config), int(_PLANNED * a.device.memory().free)
+    share = int(_STATE * free) if a.config.kv_memory is None else a.config.kv_memory
+    state = max(demand.least_state, min(share, (demand.max_useful_blocks + 1) * demand.block_bytes))
+    return demand.fixed + state - free
+
+
+def agreed(a: Assembly) -> Agreement:
+    """How the ranks that share the layers settle a number."""
+    return Agreement(a.ranks.tp, a.device.torch_device)

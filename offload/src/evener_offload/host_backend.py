@@ -1,0 +1,49 @@
+"""The host's backend beside the device's: its device, and a resolver over its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from evener.backend_search import BackendSearch
+from evener.config.resolve import ResolvedConfig
+from evener.contracts.device import Device, MemoryInfo
+from evener.errors import ConfigError
+from evener.resolution.manifest import REFERENCE
+from evener.resolution.resolver import Resolver
+from evener.resolution.tuning import TuningTable
+
+#: The backend that computes on the host.
+HOST = "cpu"
+
+
+def host_memory() -> MemoryInfo:
+    """What the host has.
+
+    Raises:
+        PluginError: its backend is not installed.
+    """
+    return BackendSearch(HOST).load({}).open_device().memory()
+
+
+def open_host(config: ResolvedConfig, beside: Resolver) -> tuple[Device, Resolver]:
+    """Open the host's device, and make a resolver over its kernels. What it decides stands in the manifest of the
+    resolver ``beside`` it, the device's, and errors of its kernels are attributed there.
+
+    Raises:
+        ConfigError: the host does not compute in the run's dtype.
+        PluginError: the backend is not installed, or cannot run here.
+    """
+    loaded = BackendSearch(HOST).load({})
+    device = loaded.open_device()
+    can = device.capabilities
+    if config.dtype not in can.dtypes | can.emulated:
+        raise ConfigError(f"dtype={config.dtype} is not supported on {device.name}, which should compute experts "
+                          f"(infer.cpu_layer_num); it has {', '.join(sorted(can.dtypes | can.emulated))}")  # fmt: skip
+    device.limit_threads(config.threads)
+    device.select()
+    # An option about a kernel of the device's packages is not about the host.
+    forced = {op: provider for op, provider in beside.available.forced.items() if provider == REFERENCE}
+    resolver = Resolver(replace(beside.available, kernels=loaded.kernels(device), states=(), device=can, forced=forced,
+                                tuned=TuningTable()))  # fmt: skip
+    resolver.manifest, resolver.attribution = beside.manifest, beside.attribution
+    return device, resolver

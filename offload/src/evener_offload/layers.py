@@ -1,0 +1,62 @@
+"""Which layers' experts are in host memory: what ``infer.cpu_layer_num`` and its like say. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from evener.config.schema import InferConfig
+from evener.errors import ConfigError
+
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+
+
+def layer_number(path: str) -> int:
+    """The number of a layer, from where a call site is: the last number in ``model.layers.3.mlp``."""
+    return int(re.findall(r"\d+", path)[-1])
+
+
+def chosen_layers(infer: InferConfig, having: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of the layers whose experts are in host memory: all with ``infer.resident_experts`` alone.
+
+    Args:
+        having: the layers that have experts, ascending.
+
+    Raises:
+        ConfigError: the model has no experts, or not in those layers; both keys are set; or a range cannot be read.
+    """
+    count, named, residents = infer.cpu_layer_num, infer.host_experts, infer.resident_experts
+    key, value = ("host_experts", ",".join(named)) if named else ("cpu_layer_num", str(count))
+    asked = f"infer.{key}={value}" if named or count else f"infer.resident_experts={residents}"
+    if named and count:
+        raise ConfigError(f"{asked} says which layers, so leave out infer.cpu_layer_num={count}")
+    if not having:
+        raise ConfigError(f"{asked}: the model has no experts; leave it out")
+    if not named and not count:
+        return tuple(having)
+    if not named:
+        assert isinstance(count, int), "auto is a number by now"
+        if count > len(having):
+            raise ConfigError(f"{asked}: the model has experts in {len(having)} layers; set at most {len(having)}")
+        return tuple(having[len(having) - count :])
+    found: set[int] = set()
+    for each in named:
+        match = _RANGE.fullmatch(each)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise ConfigError(f"{asked}: {each!r} is no layer and no range of layers; write them as in 3-20,40")
+        found.update(range(first, last + 1))
+    if other := sorted(found.difference(having)):
+        raise ConfigError(f"{asked}: layer {other[0]} has no experts; layers with experts: {ranges(having)}")
+    return tuple(sorted(found))
+
+
+def ranges(layers: Sequence[int]) -> str:
+    """Ascending numbers as ranges: ``3-20,40``."""
+    runs: list[list[int]] = []
+    for number in layers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

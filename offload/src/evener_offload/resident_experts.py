@@ -1,0 +1,208 @@
+"""Experts that the device computes although it does not hold all: those of a layer that were used last are in slots on
+the device, and the others wait in host memory, page-locked where the device has such.
+
+A layer's expert ids are read on the host. Experts that are in slots are computed at once; the others are copied
+meanwhile, on a stream of their own, and computed then. A step that needs more experts than there are slots goes on in
+waves: half of the slots are filled while the other half is computed with. The results of the waves are exactly those of
+one product with all experts: each (token, expert) pair is computed in one wave, and all are summed up in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from evener.config.resolve import ResolvedConfig
+from evener.config.schema import InferConfig
+from evener.contracts.declared import CallSite
+from evener.contracts.device import Device
+from evener.contracts.experts import Placement
+from evener.contracts.ops import Bucket, OpFunction, Static
+from evener.contracts.weights import MoEWeights
+from evener.engine.worker.assembly import Assembly
+from evener.errors import ConfigError
+from evener.layers.builder import Builder
+from evener.ops.composites import linear_static
+from evener.resolution.resolver import Resolver
+from evener_offload.automatic import agreed, lacking_bytes
+from evener_offload.expert_slots import ExpertSlots
+from evener_offload.host_backend import host_memory
+from evener_offload.layers import layer_number, ranges
+from evener_offload.placed_layers import place, placed_sites, stacks
+from evener_offload.residents import Residents, Wave
+
+#: Fields of ``MoEWeights`` that are in host memory.
+_PLACED = ("gate_up", "down")
+
+
+class _Layer:
+    """One layer's slots, and what is in them."""
+
+    def __init__(self, site: CallSite, own: Builder, resolver: Resolver, count: int, device: Device) -> None:
+        packings = resolver.packings_by_layout
+        self.gate_up, self.down = (ExpertSlots(own, s, packings[s.layout], count, device) for s in stacks(site))
+        self.residents = Residents(count)
+        self.nbytes = self.gate_up.nbytes + self.down.nbytes
+
+    def copy(self, wave: Wave) -> None:
+        """Start copying the wave's experts to their slots."""
+        for expert, slot in wave.slots.items():
+            self.gate_up.copy(expert, slot)
+            self.down.copy(expert, slot)
+
+
+class ResidentExperts(Placement):
+    """Keeps ``infer.resident_experts`` experts of each layer that the configuration names on the device.
+
+    Args:
+        resolver: the device's.
+        own: this rank's of the stages' ``builds``.
+
+    Attributes:
+        layer: by the path of the call site.
+
+    Raises:
+        ConfigError: the model does not have such layers, or the keys cannot be used together.
+    """
+
+    def __init__(
+        self, config: ResolvedConfig, device: Device, resolver: Resolver, own: Builder, builds: Sequence[Builder]
+    ) -> None:
+        sites, count = placed_sites(config, own, builds), config.config.infer.resident_experts
+        assert isinstance(count, int), "auto is a number by now"
+        self._device, self._resolver = device, resolver
+        self.torch_device, self.packings = torch.device("cpu"), resolver.packings_by_layout
+        self.free = host_memory().free // config.config.infer.tp_size
+        self.layers = tuple(layer_number(site.path) for site in sites)
+        self.layer: dict[str, _Layer] = {}
+        for site in sites:
+            self._refuse(site.static, count)
+            place(site, own, self, _PLACED)
+            resolver.packings(stacks(site))
+            self.layer[site.path] = _Layer(site, own, resolver, count, device)
+        self._stream = _new_stream(device)
+        shown = f"{count} experts of each of {len(sites)} layers are on the device, the others in host memory"
+        resolver.manifest.notes.append(f"{shown}: {ranges(self.layers)}")
+
+    def __str__(self) -> str:
+        return "host memory"
+
+    def counters(self) -> Mapping[str, int]:
+        """Over all layers: experts that were needed and on the device, or were not, and bytes that were copied."""
+        layers = self.layer.values()
+        return {
+            "expert_hits": sum(layer.residents.hits for layer in layers),
+            "expert_misses": sum(layer.residents.misses for layer in layers),
+            "expert_copied_bytes": sum(layer.residents.misses * layer.nbytes for layer in layers),
+        }
+
+    @staticmethod
+    def settled(a: Assembly) -> tuple[InferConfig, str]:
+        """What ``infer.resident_experts=auto`` means for ``a``, which has all experts on the device: as many of each
+        layer as fit beside the rest and a fair share of state, or all; at least one."""
+        infer = a.config.config.infer
+        if infer.cpu_layer_num == "auto":
+            raise ConfigError("infer.cpu_layer_num=auto cannot be used with infer.resident_experts: set a number, or "
+                              "leave it out for all layers")  # fmt: skip
+        sites, lacking = placed_sites(a.config, a.build, [a.build]), lacking_bytes(a, "infer.resident_experts")
+        packings = a.resolver.packings_by_layout
+        each = sum(packings[s.layout].nbytes(s.parts, s.dtype) for site in sites for s in stacks(site))
+        whole = sum(packings[s.layout].nbytes(s.parts, s.dtype) * s.experts for site in sites for s in stacks(site))
+        (count,) = agreed(a).least([max(1, (whole - lacking) // each)])
+        if count >= min(site.static["experts"] for site in sites):
+            return replace(infer, resident_experts=0, cpu_layer_num=0, host_experts=()), "resident_experts"
+        return replace(infer, resident_experts=count), "resident_experts"
+
+    def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
+        layer, top, device = self.layer[path], static["top"], self._device
+
+        def use(part: str, sizes: dict[str, int], **inner: Any) -> OpFunction:
+            return self._resolver.resolve(part, path, inner, bucket, sizes)
+
+        gate_up = use("grouped_linear", {"K": top}, **linear_static(layer.gate_up.weight))
+        act = use("act_and_mul", {"T": top}, inner=static["inner"],
+                  **{k: static[k] for k in ("activation", "alpha", "limit", "dtype")})  # fmt: skip
+        down = use("grouped_linear", {"T": top}, **linear_static(layer.down.weight))
+        mix = use("mix_experts", {"K": top}, hidden=static["hidden"], dtype=static["dtype"])
+
+        def rows(x: torch.Tensor, slots: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> torch.Tensor:
+            h = act(gate_up(x, layer.gate_up.value, slots, biases[0]).flatten(0, 1))
+            found: torch.Tensor = down(h, layer.down.value, slots.reshape(-1, 1), biases[1])
+            return found
+
+        def start(
+            x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights
+        ) -> Callable[[], torch.Tensor]:
+            chosen = device.readback(ids)
+
+            def finish() -> torch.Tensor:
+                numbers, total = chosen.wait().numpy(), None
+                for slot_of in self._filled(layer, numbers, static["experts"]):
+                    slots = device.upload(slot_of[numbers])
+                    one = rows(x, slots, _by_slot(device, layer, experts))
+                    total = one if total is None else total.add_(one)  # a pair's row is 0 in all waves but one
+                assert total is not None, "a step has tokens"
+                return mix(total.view(*numbers.shape, -1), weights)  # type: ignore[no-any-return]
+
+            return finish
+
+        return start
+
+    def _filled(self, layer: _Layer, numbers: np.ndarray[Any, Any], count: int) -> Iterator[Any]:
+        """The slot of each expert, -1 for one that is not in the wave, wave after wave. A wave's experts are in their
+        slots when it is yielded; the next ones are copied as soon as its work is submitted."""
+        computed: list[Any] = []
+        for wave in layer.residents.waves(numbers.flatten().tolist()):
+            if wave.copied:
+                self._copy(layer, wave, computed)
+            slot_of = np.full(count, -1, dtype=np.int32)
+            slot_of[list(wave.slots)] = list(wave.slots.values())
+            yield slot_of
+            computed.append(self._mark())
+
+    def _copy(self, layer: _Layer, wave: Wave, computed: Sequence[Any]) -> None:
+        if self._stream is None:  # one queue: copies and products keep their order
+            layer.copy(wave)
+            return
+        for event in computed[:-1] if wave.beside else computed:
+            event.synchronize()
+        with self._stream:
+            layer.copy(wave)
+            copied = self._mark()
+        copied.synchronize()
+
+    def _mark(self) -> Any:
+        """An event after what was submitted to the current stream; None on a device with one queue."""
+        if self._stream is None:
+            return None
+        event = self._device.new_event()
+        event.record()
+        return event
+
+    def _refuse(self, static: Static, count: int) -> None:
+        if count >= static["experts"]:
+            raise ConfigError(f"infer.resident_experts={count}: a layer has {static['experts']} experts, so all fit; "
+                              "leave it out")  # fmt: skip
+        if static["router_weight_on_input"]:
+            raise ConfigError("infer.resident_experts is not implemented for models that weight the experts' inputs; "
+                              "use infer.cpu_layer_num alone, so that the host computes")  # fmt: skip
+
+
+def _by_slot(device: Device, layer: _Layer, experts: MoEWeights) -> list[torch.Tensor | None]:
+    """The biases of the experts in the slots."""
+    biases = experts.gate_up_bias, experts.down_bias
+    if biases == (None, None):
+        return [None, None]
+    index = device.upload(np.array(layer.residents.experts, dtype=np.int32))
+    return [None if bias is None else bias.index_select(0, index) for bias in biases]
+
+
+def _new_stream(device: Device) -> Any:
+    try:
+        return device.new_stream()
+    except NotImplementedError:
+        return None

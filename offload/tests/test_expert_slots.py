@@ -1,0 +1,95 @@
+"""Slots hold exactly what the stack holds, in every layout that a device's kernels may read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from evener.contracts.declared import StackedWeight, Table
+from evener.contracts.quant import Packing
+from evener.errors import ConfigError
+from evener.layers.builder import Builder
+from evener.ops.reference.linear import PLAIN
+from evener_conformance.kit.cases.blocks import random_part
+from evener_conformance.reference.device import HostDevice
+from evener_conformance.simulated.kernels import ColumnsFirst
+from evener_kernels_triton.packed import PACKED
+from evener_kernels_triton.stored import STORED
+from evener_offload.expert_slots import ExpertSlots, map_tensors
+
+EXPERTS, SLOTS = 6, 4
+
+
+class PinnedDevice(HostDevice):
+    """Gives out buffers as if they were page-locked."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.buffers: list[torch.Tensor] = []
+
+    def pinned_buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        self.buffers += (made := [torch.empty(nbytes, dtype=torch.uint8) for _ in range(count)])
+        return made
+
+
+def slots_of(packing: Packing, storage: str, device: HostDevice) -> tuple[StackedWeight, ExpertSlots]:
+    draw = torch.Generator().manual_seed(3)
+    experts = [[random_part(storage, rows, 256, draw) for rows in (32, 32)] for _ in range(EXPERTS)]
+    stack = StackedWeight("stack", tuple(experts[0]), 64, 256, "float32", layout=packing.layout, experts=EXPERTS)
+    stack.value = packing.pack_stack(experts, EXPERTS, "float32", torch.device("cpu"))
+    build = Builder("float32", 64)
+    made = ExpertSlots(build, stack, packing, SLOTS, device)
+    (table,) = build.weights
+    assert isinstance(table, Table)
+    table.value = table.make(torch.device("cpu"))
+    assert made.value.nbytes == table.nbytes
+    return stack, made
+
+
+def tensors(data: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(data, note)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("packing", "storage"),
+    [(PLAIN, "float32"), (ColumnsFirst(), "float32"), (STORED, "e4m3 by row"), (STORED, "int8 by group"),
+     (PACKED, "q4_k"), (PACKED, "q8_0"), (PACKED, "uint4 by 32, zeros"), (PACKED, "uint4 by 64, act")],
+    ids=lambda value: getattr(value, "layout", value),
+)  # fmt: skip
+def test_experts_are_copied_to_slots_bit_for_bit(packing: Packing, storage: str) -> None:
+    device = PinnedDevice()
+    stack, slots = slots_of(packing, storage, device)
+    assert stack.value is not None
+    held = {buffer.untyped_storage().data_ptr() for buffer in device.buffers}
+    assert {each.untyped_storage().data_ptr() for each in tensors(stack.value.data)} == held
+    assert slots.value.shape == (SLOTS, 64, 256) and slots.weight.experts == SLOTS
+    for expert, slot in ((5, 0), (0, 3), (2, 1), (4, 3)):
+        slots.copy(expert, slot)
+    for expert, slot in ((5, 0), (2, 1), (4, 3)):
+        pairs = zip(tensors(stack.value.data[expert]), tensors(slots.value.data[slot]), strict=True)
+        for source, target in pairs:
+            assert torch.equal(source.view(torch.uint8), target.view(torch.uint8)) if source.is_contiguous() else (
+                torch.equal(source, target)
+            )
+            assert source.stride() == target.stride()
+
+
+def test_a_layout_without_a_place_for_each_expert_is_refused() -> None:
+    stack, _ = slots_of(PLAIN, "float32", HostDevice(0))
+    assert stack.value is not None
+    build = Builder("float32", 64)
+    ExpertSlots(build, stack, PLAIN, SLOTS, HostDevice(0))
+    object.__setattr__(stack.value, "data", stack.value.data[:3])
+    (table,) = build.weights
+    assert isinstance(table, Table)
+    with pytest.raises(ConfigError, match=r"cannot copy stack, which is packed as plain; use infer.cpu_layer_num"):
+        table.make(torch.device("cpu"))

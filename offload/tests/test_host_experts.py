@@ -1,0 +1,250 @@
+"""Experts on the host beside a simulated chip whose memory does not hold them: the tokens of one device that does."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_families import FAMILIES, FEW_BLOCKS, HEADS, Configured, on_the_cpu, worker_of
+from family_oracles import make_transformers
+from harsh_traffic import LIMITS, assert_same, shrink, traffic
+
+from evener.config import from_overrides
+from evener.contracts.device import Readback
+from evener.engine.processes.start import build_controller
+from evener.errors import ConfigError, MemoryPlanError
+from evener_backend_cpu.experts import NativeGroupedLinear
+from evener_conformance.naive.model import find_architecture
+from evener_conformance.rank_threads import rank_threads
+from evener_conformance.reference.engine import play, small_config
+from evener_conformance.simulated.device import SimulatedDevice
+from evener_inspection.explanation import explain
+from evener_inspection.explanation_text import render
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chip_too_small_for_the_experts_gives_the_tokens_of_one_that_holds_them(
+    configured: Configured, family: str
+) -> None:
+    """With chunks, preemption, prefix hits and aborts together."""
+    want, every = on_the_cpu(configured, family), explain(configured(family))["memory"]
+    layers = FAMILIES[family][1]
+    few = explain(configured(family, **{"infer.cpu_layer_num": layers}))["memory"]
+    assert every["weights"] - few["weights"] > 0.5 * every["weights"], "most of the model are experts"
+    small = {"simulated.memory": (every["total"] + few["total"]) // 2}
+    with pytest.raises(MemoryPlanError, match=r"does not fit: .* MiB .*infer.cpu_layer_num=\d keeps the experts of"):
+        build_controller(configured(family, **small))
+    controller, ready = build_controller(configured(family, **small, **{"infer.cpu_layer_num": layers}))
+    shrink(controller, FEW_BLOCKS[family])
+    got = play(controller, **traffic())
+    assert_same(got, want)
+    assert controller.scheduler.stats.preemptions and controller.scheduler.state.pool.used == 0
+    assert got.cached["once more"] == 128
+    memory = ready.info.memory
+    assert memory["measured_host"] == memory["host"] == few["host"] > 0.5 * every["weights"]
+    assert memory["host_layers"] == layers and memory["measured_weights"] == memory["weights"]
+
+
+def test_two_ranks_each_compute_their_part_of_every_expert(configured: Configured) -> None:
+    want = on_the_cpu(configured)
+    with rank_threads(configured(**{"infer.tp_size": 2, "infer.cpu_layer_num": 2})) as (controller, ranks):
+        assert_same(play(controller, **traffic()), want)
+        whole = explain(configured(**{"infer.cpu_layer_num": 2}))["memory"]["host"]
+        for worker in ranks.workers:
+            memory = worker.facts.info.memory
+            assert memory["measured_host"] == memory["host"] < 0.52 * whole
+
+
+def test_two_stages_have_the_last_layers_of_the_whole_model_on_the_host(configured: Configured) -> None:
+    want = on_the_cpu(configured)
+    with rank_threads(configured(**{"infer.pp_size": 2, "infer.cpu_layer_num": 2})) as (controller, ranks):
+        assert_same(play(controller, **traffic()), want)
+        placed = [worker.assembly.placement for worker in ranks.workers]
+        assert [place and place.layers for place in placed] == [(1,), (2,)]
+
+
+def test_named_layers_go_to_the_host_and_the_others_stay(configured: Configured) -> None:
+    want = on_the_cpu(configured)
+    controller, ready = build_controller(configured(**{"infer.host_experts": "0,2"}))
+    assert_same(play(controller, **traffic()), want)
+    assembly = worker_of(controller).assembly
+    where = {w.name: w.value.data[0].device.type for w in assembly.build.weights if getattr(w, "experts", 0)}
+    assert where == {f"model.layers.{n}.mlp.experts.{part}": "simulated" if n == 1 else "cpu"
+                     for n in range(3) for part in ("gate_up", "down")}  # fmt: skip
+    assert "computes the experts of 2 layers: 0,2" in "\n".join(ready.info.manifest["notes"])
+
+
+def test_auto_moves_as_few_layers_as_the_memory_asks_for(configured: Configured) -> None:
+    # Random weights need 4 MiB of the device while they are loaded; state is allocated after them.
+    roomy = {"infer.max_reqs": 16}
+    gc.collect()
+    every = explain(configured(**roomy))["memory"]
+    each = (every["weights"] - explain(configured(**roomy, **{"infer.cpu_layer_num": 3}))["memory"]["weights"]) // 3
+    taken = 2**30 - every["free"]  # by engines of earlier tests
+    for lacking, layers in ((0, 0), (each // 2, 1), (3 * each // 2, 2)):
+        memory = int((every["total"] - lacking) / 0.94) + taken
+        config = configured(**roomy, **{"infer.cpu_layer_num": "auto", "simulated.memory": memory})
+        found = explain(config)
+        assert found["memory"]["host_layers"] == layers and found["memory"]["problem"] is None
+        assert found["config"]["infer.cpu_layer_num"] == {
+            "value": layers, "reason": "what fits into the device's memory",
+        }  # fmt: skip
+    controller, ready = build_controller(config)
+    assert not play(controller, traffic()["messages"][:2]).dead and ready.info.memory["host_layers"] == layers
+
+
+def test_auto_is_explained_for_ranks_that_are_not_here(configured: Configured) -> None:
+    gc.collect()
+    every = explain(configured(**{"infer.tp_size": 2}))["memory"]
+    memory = every["total"] * 3 // 4 + 2**30 - every["free"]
+    for key in ("cpu_layer_num", "resident_experts"):
+        found = explain(configured(**{"infer.tp_size": 2, f"infer.{key}": "auto", "simulated.memory": memory}))
+        assert found["config"][f"infer.{key}"]["value"] > 0 and found["memory"]["problem"] is None
+
+
+def test_explain_shows_what_the_host_holds_and_computes(configured: Configured) -> None:
+    found = explain(configured(**{"infer.cpu_layer_num": 2}))
+    text = render(found, 200)
+    assert re.search(r"experts on the host: 2 layers, +\d+\.\d MiB", text)
+    assert "note: the host (" in text and "computes the experts of 2 layers: 1-2" in text
+    assert "steps run eagerly: experts of 2 layers are in host memory" in found["graphs"]["reason"]
+    providers = {(row["op"], row["provider"].partition("/")[0]) for row in found["ops"]}
+    assert ("grouped_linear", "cpu") in providers and ("rms_norm", "simulated") in providers
+
+
+def test_a_step_with_experts_on_the_host_runs_eagerly_even_if_captures_were_asked_for(configured: Configured) -> None:
+    config = configured(**{"infer.cpu_layer_num": 1, "infer.use_cuda_graph": True})
+    controller, ready = build_controller(config)
+    assert not play(controller, traffic()["messages"][:2]).dead
+    assert "steps run eagerly: experts of 1 layers are in host memory" in ready.info.manifest["notes"]
+
+
+def test_the_device_computes_shared_experts_while_rows_are_on_their_way(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to the host are started before the shared experts are launched, and waited for after."""
+    controller, _ = build_controller(configured("DeepseekV3", **{"infer.cpu_layer_num": 2}))
+    device = worker_of(controller).assembly.device
+    assert isinstance(device, SimulatedDevice)
+    log: list[str] = []
+
+    class Logged(Readback):
+        def __init__(self, inner: Readback) -> None:
+            self._inner = inner
+
+        def ready(self) -> bool:
+            return self._inner.ready()
+
+        def wait(self) -> torch.Tensor:
+            log.append("wait")
+            return self._inner.wait()
+
+    readback, upload = device.readback, device.upload
+
+    def logged(tensor: torch.Tensor) -> Readback:
+        log.append("start")
+        return Logged(readback(tensor))
+
+    def uploaded(array: Any) -> torch.Tensor:
+        log.append("upload")
+        return upload(array)
+
+    class Launched(dict[str, int]):
+        def __setitem__(self, kernel: str, count: int) -> None:
+            log.append("launch")
+            super().__setitem__(kernel, count)
+
+    monkeypatch.setattr(device, "readback", logged)
+    monkeypatch.setattr(device, "upload", uploaded)
+    monkeypatch.setattr(device.launch, "launches", Launched())
+    assert not play(controller, traffic()["messages"][:1]).dead
+    steps = "".join({"start": "s", "wait": "w", "upload": "u", "launch": "l"}[each] for each in log)
+    assert len(re.findall(r"sssl+wwwu", steps)) == steps.count("wwwu") > 10, steps[:200]
+
+
+def test_a_host_kernel_that_fails_is_named(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(self: NativeGroupedLinear, call: Any) -> Any:
+        def run(*inputs: Any) -> torch.Tensor:
+            raise RuntimeError("out of threads")
+
+        return run
+
+    monkeypatch.setattr(NativeGroupedLinear, "build", build)
+    with pytest.raises(Exception, match=r"kernel cpu/\S*grouped_linear\S* .* raised RuntimeError: out of threads"):
+        build_controller(configured(**{"infer.cpu_layer_num": 1}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"infer.cpu_layer_num": 4}, r"infer.cpu_layer_num=4: the model has experts in 3 layers; set at most 3"),
+        ({"infer.cpu_layer_num": -1}, "infer.cpu_layer_num"),
+        ({"infer.host_experts": "1-x"}, r"infer.host_experts=1-x: '1-x' is no layer and .* write them as in 3-20,40"),
+        ({"infer.host_experts": "2-1"}, "'2-1' is no layer and no range"),
+        ({"infer.host_experts": "1-9"}, "layer 3 has no experts; layers with experts: 0-2"),
+        ({"infer.host_experts": "1", "infer.cpu_layer_num": 1}, "so leave out infer.cpu_layer_num=1"),
+        ({"infer.cpu_layer_num": "auto", "infer.pp_size": 2, "executor": "inline"}, r"for several stages .* set a"),
+    ],
+)
+def test_wrong_values_are_refused_with_what_to_type(configured: Configured, keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_controller(configured(**keys))
+
+
+def test_a_model_without_experts_and_stages_on_several_backends_are_refused(
+    tmp_path: Path, configured: Configured
+) -> None:
+    dense = small_config(tmp_path / "dense", "Llama", HEADS, backend="simulated", **{"infer.cpu_layer_num": 1})
+    with pytest.raises(ConfigError, match=r"infer.cpu_layer_num=1: the model has no experts; leave it out"):
+        build_controller(dense)
+    unlike = {"backend": None, "infer.stages": "simulated,cpu", "infer.cpu_layer_num": 1, "executor": "inline"}
+    with pytest.raises(ConfigError, match=r"infer.stages names several; leave one of them out"):
+        build_controller(configured(**unlike))
+
+
+def test_without_the_package_the_key_names_it(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENER_DISABLE_PLUGINS", "evener-offload")
+    with pytest.raises(ConfigError, match=r"infer.cpu_layer_num needs .*; type: pip install evener-offload"):
+        build_controller(configured(**{"infer.cpu_layer_num": 1}))
+    with pytest.raises(ConfigError, match=r"infer.host_experts needs .*; type: pip install evener-offload"):
+        build_controller(configured(**{"infer.host_experts": "1"}))
+
+
+def test_on_the_cpu_backend_the_experts_are_on_the_host_already(configured: Configured) -> None:
+    config = configured(backend="cpu", **{"infer.block_size": 128, "infer.cpu_layer_num": 2})
+    controller, ready = build_controller(config)
+    assert ready.info.memory["host_layers"] == 0
+    assert_same(play(controller, **traffic()), on_the_cpu(configured))
+
+
+#: Only experts are quantized: everything else has the same numbers on either device.
+RULES = json.dumps({"re:.*self_attn.*": "none", "re:lm_head.*": "none"})
+#: Bytes of a number as it is packed, with its share of scales.
+PACKED = {"q4_k": 144 / 256, "q8_0": 34 / 32, "fp8": 1.0}
+
+
+@pytest.mark.parametrize("quant", PACKED)
+def test_experts_quantized_while_loading_stay_packed_on_the_host(
+    tmp_path: Path, quant: str
+) -> None:
+    """The chip reads no quantized weights: on it they would be dequantized."""
+    config = {**find_architecture("Qwen3MoeForCausalLM").tiny_config(), **HEADS, "head_dim": 16, "hidden_size": 256,
+              "moe_intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 8}  # fmt: skip
+    make_transformers(config, tmp_path)
+    keys = {**LIMITS, "dtype": "float32", "infer.threads": 1, "quant": quant, "formats.quant_rules": RULES}
+    want = play(build_controller(from_overrides(tmp_path, {**keys, "backend": "cpu", "infer.block_size": 128}))[0],
+                **traffic())  # fmt: skip
+    chip = {**keys, "backend": "simulated", "infer.cpu_layer_num": 2}
+    controller, ready = build_controller(from_overrides(tmp_path, chip))
+    assert_same(play(controller, **traffic()), want)
+    numbers = 2 * 8 * 3 * 256 * 256
+    assert ready.info.memory["measured_host"] == ready.info.memory["host"]
+    assert PACKED[quant] * numbers <= ready.info.memory["host"] < 1.05 * PACKED[quant] * numbers
+    assert not ready.info.manifest["dequantized"]
+    every = explain(from_overrides(tmp_path, {**chip, "infer.cpu_layer_num": 0}))
+    assert every["memory"]["weights"] > 4 * numbers and every["dequantized"]
