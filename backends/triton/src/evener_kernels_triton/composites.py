@@ -15,9 +15,10 @@ from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
-from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel, rotation_refusal
+from evener_kernels_triton.kernel import ACTIVATIONS, rotation_refusal
 from evener_kernels_triton.linear import (
     Matrix,
+    ProductKernel,
     gemv,
     is_stored,
     persistent_gemv,
@@ -75,7 +76,7 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
     return one if call.bucket.high == 1 and fits else some
 
 
-class _Composite(TritonKernel):
+class _Composite(ProductKernel):
     """Base of the kernels below."""
 
     packings = (PLAIN, STORED, PACKED)

@@ -2,8 +2,9 @@
 
 A backend sets words in ``DeviceCapabilities.features``: ``units:<multiprocessors>``, ``shared:<bytes per program>``,
 ``overlap`` (a kernel may start while the previous one finishes), ``warpgroups`` (products of groups of four warps, and
-copies of boxes of a tensor), ``ptx`` (instructions of compute capability 8.0). A device without these words gets sizes
-that fit everywhere. Vendor names are not used here.
+copies of boxes of a tensor), ``ptx`` (instructions of compute capability 8.0, which has products of int8), ``fp8``
+(products of float8_e4m3fn). A device without these words gets sizes that fit everywhere. Vendor names are not used
+here.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ class Tuning:
         overlap: kernels themselves wait for the previous kernel.
         warpgroups: the device has products of warp groups.
         ptx: the device takes PTX of compute capability 8.0.
+        float8, integers: its matrix unit multiplies float8_e4m3fn, int8.
         changes: measured sizes that are better than those of the rules below, by field; for the products of a composite
             by "part.field".
         arrivals: counters of programs that share a sum.
@@ -164,6 +166,8 @@ class Tuning:
     answers: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     warpgroups: bool = False
     ptx: bool = False
+    float8: bool = False
+    integers: bool = False
 
     @classmethod
     def of(cls, device: DeviceCapabilities, overlap: bool = True) -> Tuning:
@@ -174,6 +178,8 @@ class Tuning:
             overlap and "overlap" in device.features,
             warpgroups="warpgroups" in device.features,
             ptx="ptx" in device.features,
+            float8="fp8" in device.features,
+            integers="ptx" in device.features,
         )
 
     def with_changes(self, variant: Variant) -> Tuning:
@@ -279,6 +285,31 @@ class Tuning:
         while splits < 8 and 2 * splits * tiles <= programs * self.units and 8 * splits * k <= columns:
             splits *= 2
         return self._apply_changes(Product(m, n, k, 4, stages, splits))
+
+    @memoized
+    def rounded(self, tokens: int, rows: int, columns: int, most: int) -> Product:
+        """Weights and activations of one byte an element, ``most`` columns at a time at most.
+
+        With up to 64 tokens a product takes as long as reading the weight: small tiles, several programs for each unit,
+        and splits as in ``stored``.
+        """
+        wide = 64 if tokens <= 64 else 128
+        m, n = max(16, min(wide, power_of_two(tokens))), max(16, min(wide, power_of_two(rows)))
+        k = min(most, max(32, min(128, power_of_two(columns))))
+        stages = max(2, min(4, (self.shared - 1024) // ((m + n) * k)))
+        tiles, splits, programs = -(-rows // n) * -(-tokens // m), 1, 3 if wide == 64 else 2
+        while splits < 8 and 2 * splits * tiles <= programs * self.units and 8 * splits * k <= columns:
+            splits *= 2
+        return self._apply_changes(Product(m, n, k, 8 if m * n > 8192 else 4, stages, splits))
+
+    @memoized
+    def rounded_grouped(self, pairs: int, matrices: int, rows: int, columns: int, halves: int, most: int) -> Product:
+        """The same with matrices of a stack; tiles of pairs as in ``grouped``."""
+        m = max(16, min(128, power_of_two(-(-2 * pairs // matrices))))
+        n = max(16, min(128 // halves, power_of_two(rows)))
+        k = min(most, max(32, min(128, power_of_two(columns))))
+        stages = max(2, min(4, (self.shared - 1024) // ((m + halves * n) * k)))
+        return self._apply_changes(Product(m, n, k, 8 if m * n * halves > 8192 else 4, stages))
 
     @memoized
     def packed(self, tokens: int, rows: int, columns: int, wide: int, element: int) -> Product:

@@ -67,6 +67,20 @@ def stored_products(tuning: Tuning, call: OpCall, rows: int, columns: int) -> Se
     return [*tried, {"splits": own.splits // 2}] if own.splits > 1 else tried
 
 
+def rounded_products(tuning: Tuning, call: OpCall, rows: int, columns: int) -> Sequence[Variant]:
+    """As ``products``, for weights and activations of one byte an element."""
+    tokens = call.bucket.high
+    own, tried = tuning.rounded(tokens, rows, columns, 128), list[Variant]()
+    for m, n, warps in ((own.m, 64, 4), (own.m, 128, 4), (own.m, 128, 8), (128, 64, 4), (64, 128, 4)):
+        for stages in (3, 4, 5):
+            fits = (m + n) * own.k * stages <= tuning.shared - 1024 and m <= max(16, tokens)
+            if fits and (m, n, warps, stages) != (own.m, own.n, own.warps, own.stages):
+                tried.append({"m": m, "n": n, "warps": warps, "stages": stages})
+    if 2 * own.splits * own.k <= columns:
+        tried.append({"splits": 2 * own.splits})
+    return [*tried, {"splits": own.splits // 2}] if own.splits > 1 else tried
+
+
 def packed_products(tuning: Tuning, call: OpCall, parts: Sequence[WeightPart]) -> Sequence[Variant]:
     """As ``products``, for packed weights of these parts; the same changes for each segment."""
     tokens, columns = call.bucket.high, parts[0].columns

@@ -142,7 +142,10 @@ def assemble(
     resolver = _resolver(resolved, loaded, device, max([0, *(encoder.tokens for encoder in encoders)]))
     resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
     resolver.states([slot for each in (build, *other_stages) for slot in each.slots])
-    resolver.packings([w for w in build.weights if isinstance(w, LinearWeight)])
+    linear = [w for w in build.weights if isinstance(w, LinearWeight)]
+    for weight in linear if infer.quant_activations == "keep" else ():
+        weight.parts = tuple(replace(part, format=replace(part.format, activation=None)) for part in weight.parts)
+    resolver.packings(linear)
     adapters = AdapterStacks(build, infer, [b for b, _ in declared])
     resolver.sites(build.sites)
     size = None if resolved.block_size == "auto" else resolved.block_size

@@ -1,0 +1,124 @@
+"""Products of rounded activations under Triton's interpreter, against those of the reference's rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from interpreted import every_access_checked
+from test_triton_stored import part, values
+
+from evener.contracts.quant import Rounding, WeightPart
+from evener.ops.reference.rounding import rounded
+from evener_kernels_triton.experts import grouped, sort
+from evener_kernels_triton.rounded import round_rows, rounded_linear
+from evener_kernels_triton.rounded_experts import rounded_grouped
+from evener_kernels_triton.stored import STORED, StoredMatrix
+from evener_kernels_triton.tuning import Tuning
+
+HOST = torch.device("cpu")
+SMALL, LARGE = Tuning(4, 48 << 10, False), Tuning(132, 227 << 10, False)
+#: (storage, columns and rows that share a scale of the weight, columns that share one of activations).
+FORMS = [
+    ("float8_e4m3fn", 0, 1, 0), ("float8_e4m3fn", -1, 1, -1), ("float8_e4m3fn", 128, 128, 128),
+    ("float8_e4m3fn", 0, 1, 64), ("float8_e4m3fn", 32, 16, 0), ("int8", 0, 1, 0), ("int8", -1, 1, -1),
+    ("int8", 128, 128, 128),
+]  # fmt: skip
+FIXED = 0.011
+
+
+@pytest.fixture(autouse=True)
+def tiny_tensors(one_thread: None) -> None:
+    """Every test here runs on one thread."""
+
+
+def rounding_part(rows: int, columns: int, form: tuple[str, int, int, int], seed: int = 0) -> WeightPart:
+    storage, group, high, of_tokens = form
+    one = part(rows, columns, storage, group, high, seed)
+    more = {"activation_scale": torch.tensor(FIXED * (1 - 0.1 * seed))} if of_tokens < 0 else {}
+    return replace(
+        one, format=replace(one.format, activation=Rounding(storage, of_tokens)), tensors={**one.tensors, **more}
+    )
+
+
+def packed(parts: list[WeightPart]) -> StoredMatrix:
+    assert STORED.supports(parts, "float32") is None
+    made = STORED.pack(parts, "float32", HOST)
+    assert made.nbytes == STORED.nbytes([replace(p, tensors={}) for p in parts], "float32")
+    return made.data
+
+
+def activations(tokens: int, columns: int, seed: int = 7) -> torch.Tensor:
+    """Rows and columns of very different sizes; one row is zero."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, columns, generator=draw) * torch.logspace(-2, 1, tokens)[:, None]
+    x[tokens // 2] = 0
+    return x * torch.linspace(0.1, 3, columns)
+
+
+def assert_rows_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Each row by its own size: sums of many products, added in another order."""
+    off = (got - want).norm(dim=1)
+    assert bool((off <= 1e-4 * want.norm(dim=1)).all()), float((off / want.norm(dim=1)).max())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("columns", [200, 256])
+def test_activations_are_rounded_as_by_the_reference(form: tuple[str, int, int, int], columns: int) -> None:
+    weight, x = packed([rounding_part(16, columns, form)]), activations(5, columns)
+    with every_access_checked():
+        made = round_rows(LARGE, x, weight)
+    how = weight.activation
+    assert how is not None
+    wide = how.group if 0 < how.group < columns else columns
+    scales = made.scales.T if weight.fixed is None else weight.fixed.expand(5, 1)
+    got = made.elements.float() * scales.repeat_interleave(wide, 1)[:, :columns]
+    torch.testing.assert_close(got, rounded(x, how, weight.fixed), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tuning", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("tokens", "columns"), [(17, 200), (70, 256)])
+def test_products_are_those_of_rounded_activations(
+    tuning: Tuning, form: tuple[str, int, int, int], tokens: int, columns: int
+) -> None:
+    parts = [rounding_part(count, columns, form, seed) for seed, count in enumerate((128, 32))]
+    weight, x = packed(parts), activations(tokens, columns)
+    assert weight.activation is not None
+    bias = torch.randn(160, generator=torch.Generator().manual_seed(1))
+    want = rounded(x, weight.activation, weight.fixed) @ torch.cat([values(p) for p in parts]).T + bias
+    with every_access_checked():
+        got = rounded_linear(tuning, torch.float32, x, weight, bias)
+    assert_rows_close(got, want)
+    if weight.fixed is not None:
+        assert weight.fixed.item() == pytest.approx(FIXED), "the larger of two"
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("activation", ["", "silu", "clamped_swiglu"])
+def test_products_of_experts_are_those_of_rounded_activations(
+    form: tuple[str, int, int, int], activation: str
+) -> None:
+    tokens, columns, experts, top, rows = 20, 256, 3, 2, 64
+    matrices = [[rounding_part(rows * (2 if activation else 1), columns, form, seed)] for seed in range(experts)]
+    weight = STORED.pack_stack(iter(matrices), experts, "float32", HOST).data
+    x, draw = activations(tokens, columns), torch.Generator().manual_seed(3)
+    slots = torch.stack([torch.randperm(experts, generator=draw)[:top] for _ in range(tokens)]).int()
+    slots[3, 1] = -1
+    assert weight.activation is not None
+    near = rounded(x, weight.activation, weight.fixed)
+    # The kernel of exact activations, with rounded ones: it has tests of its own.
+    want, got = (torch.zeros(tokens * top, rows) for _ in range(2))
+    more = {"share": True, "activation": activation, "alpha": 1.7, "limit": 7.0}
+    grouped(LARGE, near, weight, want, sort(LARGE, slots, experts, tokens), **more)  # type: ignore[arg-type]
+    with every_access_checked():
+        rounded_grouped(LARGE, x, weight, got, sort(LARGE, slots, experts, tokens), **more)  # type: ignore[arg-type]
+    assert_rows_close(got, want)
+
+
+def test_a_row_of_rounded_activations_may_be_cut_from_a_wider_one() -> None:
+    weight, wide = packed([rounding_part(32, 128, FORMS[0])]), activations(20, 300)
+    got = rounded_linear(LARGE, torch.float32, wide[:, 5:133], weight)
+    torch.testing.assert_close(got, rounded_linear(LARGE, torch.float32, wide[:, 5:133].contiguous(), weight))
+    assert rounded_linear(LARGE, torch.float32, wide[:0, :128], weight).shape == (0, 32)
