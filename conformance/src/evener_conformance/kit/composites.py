@@ -45,6 +45,7 @@ from evener_conformance.kit.guards import GuardedMemory
 from evener_conformance.kit.ops import DTYPES
 from evener_conformance.kit.outcome import CaseResult, Outcome, format_backend_exception
 from evener_conformance.kit.quantized import scales_of
+from evener_conformance.kit.rounding import rounding_references
 from evener_conformance.kit.wrapped_kernel import monitored
 from evener_conformance.reference.device import HostDevice
 
@@ -398,7 +399,8 @@ def _check(
     refused = [reason for c in choices if c.provider != label for name, reason in c.refused if name == label]
     if refused:
         return "not applicable", refused[0]
-    reference = TinyModel(HostDevice(0), "float32", family, (), ReferenceState(), schemas, model)
+    rounding = rounding_references(schemas, model.resolver.manifest.rounded)
+    reference = TinyModel(HostDevice(0), "float32", family, rounding, ReferenceState(), schemas, model)
     # With blocks a kernel may round activations, as in the check of products.
     close = max(_TOLERANCE[dtype], TOLERANCE[dtype][1]) if family.storage else _TOLERANCE[dtype]
     problems = list(_differences(model, reference, family.steps, close, seed))

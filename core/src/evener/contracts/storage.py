@@ -104,7 +104,7 @@ class QuantFormat:
     def elements(self) -> str:
         """Element type and how many share a scale, as "float8_e4m3fn 128 × 128"."""
         shared = {0: "by row", -1: "by tensor"}
-        return f"{self.storage} {shared.get(self.group, f'{self.group_out} × {self.group}')}"
+        return self.storage + (f" {shared.get(self.group, f'{self.group_out} × {self.group}')}" if self.scale else "")
 
     @property
     def plain(self) -> bool:
@@ -121,12 +121,13 @@ class QuantFormat:
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Stored bytes of a part of ``rows`` x ``columns``."""
+        fixed = 4 if self.activation is not None and self.activation.group < 0 else 0
         if self.bits or self.scale is None:
-            return int(rows * columns * (self.bits or DTYPE_BYTES[self.storage] * 8)) // 8
+            return int(rows * columns * (self.bits or DTYPE_BYTES[self.storage] * 8)) // 8 + fixed
         scales = 1 if self.group < 0 else -(-rows // self.group_out) * self.row_scales(columns)
         each = DTYPE_BYTES[self.scale] + (DTYPE_BYTES[self.zero] if self.zero else 0)
         more = _MORE_BYTES.get(self.storage, 0) + (DTYPE_BYTES["int32"] * columns if self.order == "act" else 0)
-        return int(rows * columns * DTYPE_BYTES[self.storage] + scales * each + more)
+        return int(rows * columns * DTYPE_BYTES[self.storage] + scales * each + more) + fixed
 
 
 def plain(dtype: str) -> QuantFormat:

@@ -171,7 +171,7 @@ class Resolver:
             built: OpFunction = candidate.value.build(call)
             for name, weight in call.static.items():
                 if isinstance(weight, LinearWeight) and any(part.format.activation for part in weight.parts):
-                    self.manifest.note_rounding(weight.parts, call.bucket, candidate.value.rounds(call, name))
+                    self.manifest.note_rounding(weight, call.bucket, candidate.value.rounds(call, name))
         self.attribution.register(candidate, built)
         return built
 
