@@ -6,12 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import every_access_checked
+from interpreted import every_access_checked, host_states
 from test_triton_stored import part, values
 
+from evener.contracts.ops import Kernel
 from evener.contracts.quant import Rounding, WeightPart
 from evener.ops.reference.rounding import rounded
+from evener.ops.schemas import BUILTIN
+from evener_conformance.kit import families as family_list
+from evener_conformance.kit import formats
+from evener_conformance.kit.cases import blocks
+from evener_conformance.kit.composites import check_composite
+from evener_conformance.kit.outcome import Check
+from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.experts import grouped, sort
+from evener_kernels_triton.plugin import evener_kernels
 from evener_kernels_triton.rounded import round_rows, rounded_linear
 from evener_kernels_triton.rounded_experts import rounded_grouped
 from evener_kernels_triton.stored import STORED, StoredMatrix
@@ -107,7 +116,7 @@ def test_products_of_experts_are_those_of_rounded_activations(
     slots = torch.stack([torch.randperm(experts, generator=draw)[:top] for _ in range(tokens)]).int()
     slots[3, 1] = -1
     assert weight.activation is not None
-    near = rounded(x, weight.activation, weight.fixed)
+    near = rounded(x, weight.activation, None if weight.fixed is None else weight.fixed.max())
     # The kernel of exact activations, with rounded ones: it has tests of its own.
     want, got = (torch.zeros(tokens * top, rows) for _ in range(2))
     more = {"share": True, "activation": activation, "alpha": 1.7, "limit": 7.0}
@@ -122,3 +131,52 @@ def test_a_row_of_rounded_activations_may_be_cut_from_a_wider_one() -> None:
     got = rounded_linear(LARGE, torch.float32, wide[:, 5:133], weight)
     torch.testing.assert_close(got, rounded_linear(LARGE, torch.float32, wide[:, 5:133].contiguous(), weight))
     assert rounded_linear(LARGE, torch.float32, wide[:0, :128], weight).shape == (0, 32)
+
+
+def able_device() -> HostDevice:
+    """A host that says that its matrix unit multiplies elements of one byte."""
+    device = HostDevice(0)
+    device.capabilities = replace(device.capabilities, features=frozenset({"fp8", "ptx"}))
+    return device
+
+
+def able_kernels(device: HostDevice, *ops: str) -> list[Kernel]:
+    # The instructions of ``ptx`` are not interpreted.
+    found = [k for k in evener_kernels(device, {}) if k.op in ops]
+    for kernel in found:
+        kernel.tuning = replace(kernel.tuning, ptx=False)
+    return found
+
+
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+def test_the_kit_passes_products_of_rounded_activations(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = tuple(name for name, form in blocks.SCALED.items() if form.activation is not None)
+    monkeypatch.setattr(formats, "STORAGES", names)
+    monkeypatch.setattr(blocks, "STORAGES", names)
+    monkeypatch.setattr(blocks, "MIXES", ((names[0],) * 2,))
+    device = able_device()
+    (kernel,) = (k for k in able_kernels(device, op) if STORED in k.packings)
+    schema = next(s for s in BUILTIN if s.name == op)
+    monkeypatch.setattr(kernel, "packings", (STORED,))
+    check = Check("formats", op, kernel.name, lambda: ())
+    found = list(formats.kernel_results(check, kernel, schema, device, ["float32"], 3))
+    assert not [str(r) for r in found if r.outcome == "failed"]
+    rounding = [r for r in found if r.outcome == "passed" and r.case.startswith("37 tokens")]
+    assert len(rounding) == len(names) + 1
+
+
+@pytest.mark.parametrize(
+    ("op", "kind"),
+    [
+        ("mlp_block", "float8 rounding quantized"), ("attention_block", "int8 rounding quantized"),
+        ("moe_block", "float8 rounding quantized expert"),
+    ],
+)  # fmt: skip
+def test_the_kit_passes_blocks_that_round_activations(op: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family_list, "STEPS", ((17, 5), (1, 1)))
+    device = able_device()
+    linears = able_kernels(device, "linear", "grouped_linear")
+    (kernel,) = able_kernels(device, op)
+    results = check_composite(kernel, list(BUILTIN), device, host_states(), linears, ("float32",), kinds=(kind,))
+    assert not [str(r) for r in results if r.outcome == "failed"]
+    assert "passed" in {r.outcome for r in results}

@@ -54,7 +54,8 @@ class StoredMatrix:
         scales: float32 [rows / form.high, blocks] on the same device, rounded up; a stack's has one more axis before.
         form: how it is stored.
         activation: how activations may be rounded.
-        fixed: the scale that they then have, float32 [1]; None: they have scales of their own.
+        fixed: the scale that they then have, float32 [1], or the same one for each matrix; None: they have scales of
+            their own.
     """
 
     elements: torch.Tensor
@@ -69,7 +70,8 @@ class StoredMatrix:
         return self.elements.shape
 
     def __getitem__(self, index: int) -> StoredMatrix:
-        return replace(self, elements=self.elements[index], scales=self.scales[index])
+        fixed = None if self.fixed is None else self.fixed[index : index + 1]
+        return replace(self, elements=self.elements[index], scales=self.scales[index], fixed=fixed)
 
 
 def pieces(weight: torch.Tensor | StoredMatrix) -> tuple[torch.Tensor, torch.Tensor, int, Form]:
@@ -128,6 +130,8 @@ class StoredPacking(Packing):
                 made, formats = _room(parts, count or 1, device), tuple(part.format for part in parts)
             _write(made[index], parts)
         assert made is not None, "there is at least one matrix"
+        if made.fixed is not None:  # parts and matrices share the largest
+            made.fixed.copy_(made.fixed.amax().expand_as(made.fixed))
         made = made if count is not None else made[0]
         fixed = 0 if made.fixed is None else made.fixed.nbytes
         held = made.elements.nbytes + made.scales.nbytes + fixed
@@ -166,7 +170,7 @@ def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> Stor
     elements = torch.empty(count, rows, columns, dtype=dtype, device=device)
     scales = torch.empty(count, -(-rows // high), _blocks(parts[0]), dtype=torch.float32, device=device)
     activation = parts[0].format.activation
-    fixed = torch.zeros(1, dtype=torch.float32, device=device) if _has_fixed_scale(parts[0].format) else None
+    fixed = torch.zeros(count, dtype=torch.float32, device=device) if _has_fixed_scale(parts[0].format) else None
     return StoredMatrix(elements, scales, form, activation, fixed)
 
 
@@ -183,6 +187,6 @@ def _write(to: StoredMatrix, parts: Sequence[WeightPart]) -> None:
         if own != high:
             scale = scale.repeat_interleave(own, 0)[: part.rows]
         to.scales[at // high : at // high + scale.shape[0]].copy_(scale)
-        if to.fixed is not None:  # parts and matrices share the largest
+        if to.fixed is not None:
             torch.maximum(to.fixed, part.tensors["activation_scale"].float().reshape(1).to(to.fixed), out=to.fixed)
         at += part.rows

@@ -19,6 +19,7 @@ from evener.ops.reference.rounding import LARGEST
 #: norms. In a narrow compute dtype it may round each scale and each weight, as matrix units take both operands in it:
 #: of rows of about unit norm, bfloat16 weights alone leave errors up to 1.1e-2 of a sum of 768.
 TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (1.6e-2, 1.6e-2), "float16": (4e-3, 4e-3)}
+_E4M3 = "float8_e4m3fn"
 #: One byte an element with a scale for the whole tensor, for each row, or for blocks of rows and columns.
 SCALED = {
     "e4m3 by tensor": QuantFormat("float8_e4m3fn", -1, scale="float32"),
@@ -28,11 +29,9 @@ SCALED = {
     "int8 by row": QuantFormat("int8", scale="float32"),
     "int8 by group": QuantFormat("int8", 32, scale="float16"),
     # The same, with activations that a kernel may round.
-    "e4m3 by block, x by 128": QuantFormat(
-        "float8_e4m3fn", 128, 128, scale="float32", activation=Rounding("float8_e4m3fn", 128)
-    ),
-    "e4m3 by row, x by token": QuantFormat("float8_e4m3fn", scale="float32", activation=Rounding("float8_e4m3fn")),
-    "e4m3 by tensor, x fixed": QuantFormat("float8_e4m3fn", -1, scale="float32", activation=Rounding("float8_e4m3fn", -1)),
+    "e4m3 by block, x by 128": QuantFormat(_E4M3, 128, 128, scale="float32", activation=Rounding(_E4M3, 128)),
+    "e4m3 by row, x by token": QuantFormat(_E4M3, scale="float32", activation=Rounding(_E4M3)),
+    "e4m3 by tensor, x fixed": QuantFormat(_E4M3, -1, scale="float32", activation=Rounding(_E4M3, -1)),
     "int8 by row, x by token": QuantFormat("int8", scale="float32", activation=Rounding("int8")),
 }
 #: Integers of four or eight bits in groups: with and without zero points, in act-order, and a piece of a weight in
