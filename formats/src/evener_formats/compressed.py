@@ -256,7 +256,7 @@ def _rounding_of(group: Mapping[str, Any]) -> Rounding | None:
     if not dynamic:
         return Rounding(storage, -1) if strategy in (None, "tensor") else None
     if strategy == "group":
-        return Rounding(storage, int(size)) if _positive(size) else None
+        return Rounding(storage, int(size)) if size is not None and _positive(size) else None
     # A scale for each token is finer than one for all tokens of a step, which would depend on the others.
     return Rounding(storage) if strategy in (None, "tensor", "token") else None
 
