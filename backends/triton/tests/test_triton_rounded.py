@@ -136,16 +136,12 @@ def test_a_row_of_rounded_activations_may_be_cut_from_a_wider_one() -> None:
 def able_device() -> HostDevice:
     """A host that says that its matrix unit multiplies elements of one byte."""
     device = HostDevice(0)
-    device.capabilities = replace(device.capabilities, features=frozenset({"fp8", "ptx"}))
+    device.capabilities = replace(device.capabilities, features=frozenset({"fp8", "int8"}))
     return device
 
 
 def able_kernels(device: HostDevice, *ops: str) -> list[Kernel]:
-    # The instructions of ``ptx`` are not interpreted.
-    found = [k for k in evener_kernels(device, {}) if k.op in ops]
-    for kernel in found:
-        kernel.tuning = replace(kernel.tuning, ptx=False)
-    return found
+    return [k for k in evener_kernels(device, {}) if k.op in ops]
 
 
 @pytest.mark.parametrize("op", ["linear", "grouped_linear"])

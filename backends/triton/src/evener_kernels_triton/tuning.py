@@ -2,9 +2,8 @@
 
 A backend sets words in ``DeviceCapabilities.features``: ``units:<multiprocessors>``, ``shared:<bytes per program>``,
 ``overlap`` (a kernel may start while the previous one finishes), ``warpgroups`` (products of groups of four warps, and
-copies of boxes of a tensor), ``ptx`` (instructions of compute capability 8.0, which has products of int8), ``fp8``
-(products of float8_e4m3fn). A device without these words gets sizes that fit everywhere. Vendor names are not used
-here.
+copies of boxes of a tensor), ``ptx`` (instructions of compute capability 8.0), ``fp8`` and ``int8`` (products of
+float8_e4m3fn, of int8). A device without these words gets sizes that fit everywhere. Vendor names are not used here.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ class Tuning:
             warpgroups="warpgroups" in device.features,
             ptx="ptx" in device.features,
             float8="fp8" in device.features,
-            integers="ptx" in device.features,
+            integers="int8" in device.features,
         )
 
     def with_changes(self, variant: Variant) -> Tuning:
