@@ -218,15 +218,13 @@ def _rounded(tuning: Tuning, kind: torch.dtype) -> None:
     kinds = [*([("e4m3", 128, 128, 128), ("e4m3", 1, 0, 0)] if tuning.float8 else []),
              *([("int8", 1, 0, -1)] if tuning.integers else [])]  # fmt: skip
     for name, high, wide, group in kinds:
-        stored, form = "int8" if name == "int8" else "float8_e4m3fn", Form(name, high, wide)
-        element, fixed = torch.int8 if name == "int8" else torch.uint8, torch.empty(1, device=META)
+        form, rounding = Form(name, high, wide), Rounding("int8" if name == "int8" else "float8_e4m3fn", group)
 
-        def matrix(*shape: int, form: Form = form, how: Rounding = Rounding(stored, group),
-                   element: torch.dtype = element, fixed: torch.Tensor = fixed) -> StoredMatrix:  # fmt: skip
-            scales = torch.empty(*shape[:-2], -(-shape[-2] // form.high), -(-shape[-1] // form.wide) if form.wide else 1,
-                                 device=META)  # fmt: skip
-            elements = torch.empty(shape, dtype=element, device=META)
-            return StoredMatrix(elements, scales, form, how, fixed if how.group < 0 else None)
+        def matrix(*shape: int, form: Form = form, how: Rounding = rounding) -> StoredMatrix:
+            blocks = -(-shape[-1] // form.wide) if form.wide else 1
+            scales = torch.empty(*shape[:-2], -(-shape[-2] // form.high), blocks, device=META)
+            elements = torch.empty(shape, dtype=torch.int8 if form.kind == "int8" else torch.uint8, device=META)
+            return StoredMatrix(elements, scales, form, how, torch.empty(1, device=META) if how.group < 0 else None)
 
         for tokens in (32, 64, 1024):
             rounded_linear(tuning, kind, torch.empty(tokens, 12288, dtype=kind, device=META), matrix(4096, 12288))
