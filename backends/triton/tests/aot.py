@@ -111,7 +111,10 @@ def record(target: str) -> Recorder:
     served = [f for f in small if f.calls("attention_block") or f.calls("moe_block") or f.name in LATENT]
     stored = [
         replace(family, name=f"{family.name}, {storage}", storage=storage, hidden=256)
-        for family, storage in ((large, "e4m3 by row"), (many, "e4m3 by block"))
+        for family, storage in (
+            (large, "e4m3 by row"), (many, "e4m3 by block"), (large, "e4m3 by row, x by token"),
+            (many, "e4m3 by block, x by 128"),
+        )
     ]
     for family in (large, many, *stored, *_large_latent(states[1], device, dtype), *served):
         latent = isinstance(family.attention, LatentConfig)

@@ -21,7 +21,8 @@ from evener_conformance.kit.outcome import Check
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.experts import grouped, sort
 from evener_kernels_triton.plugin import evener_kernels
-from evener_kernels_triton.rounded import round_rows, rounded_linear
+from evener_kernels_triton.primitives import act_rows, norm_rows
+from evener_kernels_triton.rounded import act_round, norm_round, round_rows, rounded_linear
 from evener_kernels_triton.rounded_experts import rounded_grouped
 from evener_kernels_triton.stored import STORED, StoredMatrix
 from evener_kernels_triton.tuning import Tuning
@@ -124,6 +125,30 @@ def test_products_of_experts_are_those_of_rounded_activations(
     with every_access_checked():
         rounded_grouped(LARGE, x, weight, got, sort(LARGE, slots, experts, tokens), **more)  # type: ignore[arg-type]
     assert_rows_close(got, want)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("columns", [200, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_and_activations_are_rounded_in_the_same_launch(
+    form: tuple[str, int, int, int], columns: int, dtype: torch.dtype
+) -> None:
+    weight, x = packed([rounding_part(16, columns, form)]), activations(5, columns).to(dtype)
+    gain, residual = torch.linspace(0.5, 2, columns).to(dtype), activations(5, columns, 8)
+    rows, total = norm_rows(LARGE, x, residual.clone(), gain, 1e-5, 0.0, dtype)
+    with every_access_checked():
+        made, summed, kept = norm_round(LARGE, x, residual.clone(), gain, 1e-5, 0.0, dtype, weight, keep=True)
+        alone, none, _ = norm_round(LARGE, x, None, gain, 1e-5, 0.0, dtype, weight)
+        wide = torch.cat([x, x.flip(1)], 1)
+        acted = act_round(LARGE, wide, columns, "silu", weight)
+    assert torch.equal(kept, rows) and summed is not None and total is not None and torch.equal(summed, total)
+    first, _ = norm_rows(LARGE, x, None, gain, 1e-5, 0.0, dtype)
+    pairs = ((made, rows), (alone, first), (acted, act_rows(LARGE, wide, columns, "silu")))
+    for got, exact in pairs:
+        want = round_rows(LARGE, exact, weight)
+        assert torch.equal(got.elements.view(torch.uint8), want.elements.view(torch.uint8))
+        assert torch.equal(got.scales, want.scales) and got.group == want.group
+    assert none is None
 
 
 def test_a_row_of_rounded_activations_may_be_cut_from_a_wider_one() -> None:

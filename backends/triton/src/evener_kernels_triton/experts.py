@@ -39,11 +39,17 @@ from evener_kernels_triton.linear import (
 from evener_kernels_triton.packed import PACKED, PackedMatrix, segments_of
 from evener_kernels_triton.packed_experts import ExpertAssignment, packed_grouped
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
-from evener_kernels_triton.rounded import rounding_bytes, rounds
+from evener_kernels_triton.rounded import RoundedRows, norm_round, rounding_bytes, rounds
 from evener_kernels_triton.rounded_experts import rounded_grouped
 from evener_kernels_triton.stored import STORED, pieces
 from evener_kernels_triton.tuning import SingleToken, Tuning, power_of_two
-from evener_kernels_triton.variants import combined, gemv_variants, grouped_variants, persistent_gemv_variants
+from evener_kernels_triton.variants import (
+    combined,
+    gemv_variants,
+    grouped_variants,
+    persistent_gemv_variants,
+    rounded_grouped_variants,
+)
 
 #: Up to this many tokens, every program searches all choices for its own instead of reading a list; no tile is smaller.
 MAX_DIRECT_TOKENS = 16
@@ -343,9 +349,11 @@ class TritonMoeBlock(ProductKernel):
             return []
         if call.bucket.high == 1 and single_token is not None:
             return combined({"up": persistent_gemv_variants(single_token.up), "down": gemv_variants(single_token.down)})
-        sizes = (up.rows // 2, up.columns, 2), (down.rows, down.columns, 1)
-        each = (grouped_variants(tuning, call, up.experts, *of) for of in sizes)
-        return combined(dict(zip(("up", "down"), each, strict=True)))
+        tried = dict[str, Sequence[Variant]]()
+        for part, weight, halves in (("up", up, 2), ("down", down, 1)):
+            rule = rounded_grouped_variants if rounds(tuning, call.bucket.high, weight) else grouped_variants
+            tried[part] = rule(tuning, call, up.experts, weight.rows // halves, weight.columns, halves)
+        return combined(tried)
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s = self.tuning.with_changes(call.variant), cast(MoEStatic, call.static)
@@ -380,6 +388,7 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
 
     names = ("shared_gate_up", "shared_down", "shared_gate")
     declared = {name: s[name] for name in names if s["shared_inner"]}  # type: ignore[literal-required]
+    rounding = rounds(tuning, call.bucket.high, s["gate_up"])
     gate_up = project_pairs(tuning.part("up"), call, s["gate_up"])
     down = project_pairs(tuning.part("down"), call, s["down"])
     projects = {name: project_rows(tuning, call, dtype, w) for name, w in declared.items() if w is not None}
@@ -389,7 +398,14 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
         return projects[name](x, weight.data, None)
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        y, total = norm_rows(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype)
+        given: torch.Tensor | RoundedRows
+        if rounding:
+            given, total, y = norm_round(
+                tuning, x, residual, w.norm, s["eps"], s["offset"], dtype, w.gate_up.data, keep=True
+            )
+        else:
+            y, total = norm_rows(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype)
+            given = y
         assert total is not None, "there is a residual"
         tokens = y.shape[0]
         if not tokens:
@@ -414,7 +430,7 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
         )  # fmt: skip
         work = ExpertAssignment(slots, lists, counts)
         inside = torch.empty(tokens * top, inner, dtype=dtype, device=y.device)
-        gate_up(y, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
+        gate_up(given, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
         down_output = torch.empty(tokens * top, hidden, dtype=dtype, device=y.device)
         down(inside, w.down.data, down_output, work, share=False, bias=w.down_bias)
         return mix(tuning, down_output.view(tokens, top, hidden), weights, slots=slots, extra=extra, gate=gate), total

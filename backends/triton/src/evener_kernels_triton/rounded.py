@@ -7,13 +7,14 @@ Only for more tokens than a few: of those, reading the weights takes most of the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.quant import QuantFormat
 from evener_kernels_triton.jit.launch import PreparedLaunch
-from evener_kernels_triton.jit.rounded import round_rows_kernel, rounded_kernel
+from evener_kernels_triton.jit.rounded import act_round_kernel, norm_round_kernel, round_rows_kernel, rounded_kernel
 from evener_kernels_triton.stored import STORED, Form, StoredMatrix, pieces
 from evener_kernels_triton.tuning import Product, Tuning, memoized, power_of_two
 
@@ -62,40 +63,93 @@ def _fits(tuning: Tuning, weight: LinearWeight) -> bool:
 
 def round_rows(tuning: Tuning, x: torch.Tensor, weight: StoredMatrix) -> RoundedRows:
     """x [tokens, columns] rounded for products with ``weight``."""
-    assert weight.activation is not None, "asked of weights whose products are rounded"
     x_row, apart = x.stride()
     if apart != 1:
         x, x_row = x.contiguous(), x.shape[1]
-    (tokens, columns), where, how = x.shape, x.device, weight.activation
-    group = 0 if how.group >= columns else how.group
-    launch, programs, groups = _round_launch(tuning, columns, group, weight.form.kind)
-    dtype = torch.int8 if weight.form.kind == "int8" else torch.float8_e4m3fn
-    q = torch.empty(tokens, columns, dtype=dtype, device=where)
-    fixed = weight.fixed
-    scales = torch.empty(groups, tokens, dtype=torch.float32, device=where) if fixed is None else fixed
+    tokens, columns = x.shape
+    made = _room(weight, tokens, columns, x.device)
     if tokens:
-        launch((tokens, programs, 1), x, scales if fixed is None else fixed, q, scales, tokens, columns, x_row)
-    return RoundedRows(q, scales, group)
+        launch, programs = _launch_of(tuning, round_rows_kernel, columns, made.group, weight.form.kind)
+        launch((tokens, programs, 1), x, made.scales, made.elements, made.scales, tokens, columns, x_row)
+    return made
+
+
+def norm_round(
+    tuning: Tuning, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float, offset: float,
+    dtype: torch.dtype, weight: StoredMatrix, keep: bool = False,
+) -> tuple[RoundedRows, torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    """(what ``norm_rows`` gives of x [T, hidden] in ``dtype``, rounded; the sum with a residual, written over the
+    residual; the rows themselves, only if they are kept)."""
+    x_row, apart = x.stride()
+    if apart != 1:
+        x, x_row = x.contiguous(), x.shape[1]
+    tokens, size = x.shape
+    made = _room(weight, tokens, size, x.device)
+    y = torch.empty((tokens, size) if keep else (1,), dtype=dtype, device=x.device)
+    total = None if residual is None else residual.contiguous()
+    if tokens:
+        launch = _norm_launch(tuning, size, made.group, weight.form.kind, eps, offset, total is not None, keep)
+        old = total if total is not None else x
+        launch(
+            (tokens, 1, 1), x, old, norm, made.scales, total if total is not None else y, y, made.elements, made.scales,
+            tokens, x_row,
+        )  # fmt: skip
+    return made, total, y
+
+
+def act_round(tuning: Tuning, x: torch.Tensor, inner: int, activation: str, weight: StoredMatrix) -> RoundedRows:
+    """What ``act_rows`` gives of rows [T, 2 * inner], rounded."""
+    (tokens, wide), (x_row, apart) = x.shape, x.stride()
+    if apart != 1:
+        x, x_row = x.contiguous(), wide
+    made = _room(weight, tokens, inner, x.device)
+    if tokens:
+        launch, programs = _launch_of(tuning, act_round_kernel, inner, made.group, weight.form.kind, activation)
+        launch((tokens, programs, 1), x, made.scales, made.elements, made.scales, tokens, x_row, inner, x)
+    return made
+
+
+def _room(weight: StoredMatrix, tokens: int, columns: int, where: torch.device) -> RoundedRows:
+    """Memory for rows; a fixed scale is the weight's."""
+    assert weight.activation is not None, "asked of weights whose products are rounded"
+    group = 0 if weight.activation.group >= columns else weight.activation.group
+    dtype = torch.int8 if weight.form.kind == "int8" else torch.float8_e4m3fn
+    elements, scales = torch.empty(tokens, columns, dtype=dtype, device=where), weight.fixed
+    if scales is None:
+        groups = -(-columns // group) if group else 1
+        scales = torch.empty(groups, tokens, dtype=torch.float32, device=where)
+    return RoundedRows(elements, scales, group)
+
+
+def _kind(stored: str) -> str:
+    return "int8" if stored == "int8" else "e4m3"
 
 
 @memoized
-def _round_launch(tuning: Tuning, columns: int, group: int, kind: str) -> tuple[PreparedLaunch, int, int]:
-    """(launch, programs for a token, scales of a token)."""
-    if group > 0:
-        wide, groups = power_of_two(group), -(-columns // group)
-        each = max(1, min(_AT_A_TIME // wide, power_of_two(groups)))
-        real = group
-    elif group == 0:
-        wide, groups, each, real = power_of_two(columns), 1, 1, columns
-    else:
-        wide, groups, each = min(_AT_A_TIME, power_of_two(columns)), 0, 1
-        real = wide
-    programs = -(-columns // (real * each))
+def _launch_of(
+    tuning: Tuning, kernel: Any, columns: int, group: int, stored: str, activation: str = ""
+) -> tuple[PreparedLaunch, int]:
+    """(launch, programs for a token) of ``round_rows_kernel`` or ``act_round_kernel``."""
+    wide = power_of_two(columns) if group == 0 else group if group > 0 else min(_AT_A_TIME, power_of_two(columns))
+    each = max(1, min(_AT_A_TIME // wide, power_of_two(-(-columns // group)))) if group > 0 else 1
+    more: dict[str, Any] = {"ACT": activation} if activation else {"GROUP": columns if group == 0 else wide}
     launch = PreparedLaunch(
-        round_rows_kernel, KIND="int8" if kind == "int8" else "e4m3", FIXED=group < 0, EACH=each, GROUP=real, WIDE=wide,
-        OVERLAP=tuning.overlap, num_warps=max(1, min(16, each * wide // 512)), **tuning.launch,
+        kernel, KIND=_kind(stored), FIXED=group < 0, EACH=each, WIDE=wide, OVERLAP=tuning.overlap,
+        num_warps=max(1, min(16, each * wide // 512)), **more, **tuning.launch,
     )  # fmt: skip
-    return launch, programs, groups
+    return launch, -(-columns // (wide * each))
+
+
+@memoized
+def _norm_launch(
+    tuning: Tuning, size: int, group: int, stored: str, eps: float, offset: float, add: bool, keep: bool
+) -> PreparedLaunch:
+    block = power_of_two(size)
+    return PreparedLaunch(
+        norm_round_kernel, size=size, eps=eps, offset=offset, ADD=add, KEEP=keep, KIND=_kind(stored), FIXED=group < 0,
+        BLOCK=block, WIDE=group if group > 0 else block, OVERLAP=tuning.overlap,
+        num_warps=max(1, min(16, block // 512)), **tuning.launch,
+    )  # fmt: skip
 
 
 def rounded_linear(

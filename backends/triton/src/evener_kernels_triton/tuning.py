@@ -299,7 +299,8 @@ class Tuning:
         tiles, splits, programs = -(-rows // n) * -(-tokens // m), 1, 3 if wide == 64 else 2
         while splits < 8 and 2 * splits * tiles <= programs * self.units and 8 * splits * k <= columns:
             splits *= 2
-        return self._apply_changes(Product(m, n, k, 8 if m * n > 8192 else 4, stages, splits))
+        found = self._apply_changes(Product(m, n, k, 8 if m * n > 8192 else 4, stages, splits))
+        return replace(found, k=min(found.k, most))
 
     @memoized
     def rounded_grouped(self, pairs: int, matrices: int, rows: int, columns: int, halves: int, most: int) -> Product:
@@ -308,7 +309,8 @@ class Tuning:
         n = max(16, min(128 // halves, power_of_two(rows)))
         k = min(most, max(32, min(128, power_of_two(columns))))
         stages = max(2, min(4, (self.shared - 1024) // ((m + halves * n) * k)))
-        return self._apply_changes(Product(m, n, k, 8 if m * n * halves > 8192 else 4, stages))
+        found = self._apply_changes(Product(m, n, k, 8 if m * n * halves > 8192 else 4, stages))
+        return replace(found, k=min(found.k, most))
 
     @memoized
     def packed(self, tokens: int, rows: int, columns: int, wide: int, element: int) -> Product:

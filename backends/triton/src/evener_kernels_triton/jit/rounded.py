@@ -10,7 +10,20 @@ import triton.language as tl
 from evener_kernels_triton.jit.arrival import sum_of_spans
 from evener_kernels_triton.jit.elements import narrowed
 from evener_kernels_triton.jit.launch import fast_launch
+from evener_kernels_triton.jit.rows import activate
 from evener_kernels_triton.jit.stored import row_scales
+
+
+@triton.jit
+def _rounded(v, fixed, KIND: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr):
+    """(elements, scales [EACH]) of groups ``v`` [EACH, columns] in float32; FIXED: with the scale ``fixed``."""
+    if FIXED:
+        scale = tl.zeros([EACH], tl.float32) + tl.load(fixed)
+    else:
+        largest: tl.constexpr = 127.0 if KIND == "int8" else 448.0
+        most = tl.maximum(tl.max(tl.abs(v), 1), 1e-10)
+        scale = tl.div_rn(most, tl.full([EACH], largest, tl.float32))
+    return narrowed(tl.div_rn(v, tl.broadcast_to(scale[:, None], v.shape)), KIND), scale
 
 
 @fast_launch
@@ -31,15 +44,70 @@ def round_rows_kernel(
     c = g[:, None] * GROUP + j[None, :]
     inside = (j < GROUP)[None, :] & (c < columns)
     v = tl.load(x + token.to(tl.int64) * x_row + c, mask=inside, other=0.0).to(tl.float32)
-    if FIXED:
-        scale = tl.zeros([EACH], tl.float32) + tl.load(fixed)
-    else:
-        largest: tl.constexpr = 127.0 if KIND == "int8" else 448.0
-        most = tl.maximum(tl.max(tl.abs(v), 1), 1e-10)
-        scale = tl.div_rn(most, tl.full([EACH], largest, tl.float32))
-        tl.store(scales + g.to(tl.int64) * tokens + token, scale, mask=g * GROUP < columns)
-    y = narrowed(tl.div_rn(v, tl.broadcast_to(scale[:, None], v.shape)), KIND)
+    y, scale = _rounded(v, fixed, KIND, FIXED, EACH)
+    if not FIXED:
+        tl.store(scales + g * tokens + token, scale, mask=g * GROUP < columns)
     tl.store(q + token.to(tl.int64) * columns + c, y.to(q.dtype.element_ty, bitcast=True), mask=inside)
+
+
+@fast_launch
+@triton.jit
+def norm_round_kernel(
+    x, residual, weight, fixed, total, y, q, scales, tokens, x_row, size, eps, offset,
+    ADD: tl.constexpr, KEEP: tl.constexpr, KIND: tl.constexpr, FIXED: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """As ``rms_norm_kernel``, whose names these are; what it would store in y, which is stored only with KEEP, is
+    rounded in groups of WIDE columns, as ``round_rows_kernel`` does."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0)
+    row = token.to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(x + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        v += tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + row * size + at, v.to(total.dtype.element_ty), mask=inside)
+    normed = (v * tl.rsqrt(tl.sum(v * v, 0) / size + eps) * w).to(y.dtype.element_ty)
+    if KEEP:
+        tl.store(y + row * size + at, normed, mask=inside)
+    each: tl.constexpr = BLOCK // WIDE
+    made, scale = _rounded(tl.reshape(normed.to(tl.float32), [each, WIDE]), fixed, KIND, FIXED, each)
+    if not FIXED:
+        g = tl.arange(0, each)
+        tl.store(scales + g * tokens + token, scale, mask=g * WIDE < size)
+    made = tl.reshape(made, [BLOCK])
+    tl.store(q + row * size + at, made.to(q.dtype.element_ty, bitcast=True), mask=inside)
+
+
+@fast_launch
+@triton.jit
+def act_round_kernel(
+    x, fixed, q, scales, tokens, x_row, inner, y,
+    ACT: tl.constexpr, KIND: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """As ``act_and_mul_kernel``, in the dtype of y; what it would store is rounded. EACH and WIDE as in
+    ``round_rows_kernel``."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0)
+    row = token.to(tl.int64)
+    g = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    c = g[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    inside = c < inner
+    gate = tl.load(x + row * x_row + c, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_row + inner + c, mask=inside, other=0.0).to(tl.float32)
+    v = (activate(gate, ACT) * up).to(y.dtype.element_ty).to(tl.float32)
+    made, scale = _rounded(v, fixed, KIND, FIXED, EACH)
+    if not FIXED:
+        tl.store(scales + g * tokens + token, scale, mask=g * WIDE < inner)
+    tl.store(q + row * inner + c, made.to(q.dtype.element_ty, bitcast=True), mask=inside)
 
 
 @triton.jit
