@@ -65,7 +65,7 @@ class _PartlyPacked(ScaledScheme):
 
     def arrange(self, part: WeightPart) -> WeightPart:
         reader = self.reader(part)
-        return part if reader is None else reader.arrange(part)
+        return super().arrange(part) if reader is None else reader.arrange(part)
 
 
 #: How a layer is named, its settings if it is packed, and how its activations are rounded.

@@ -102,9 +102,18 @@ class ScaledScheme(QuantScheme):
         if fixed is not None and (fixed[0] not in _PLAIN or math.prod(fixed[1]) != 1):
             raise CheckpointError(
                 f"{roles['activation_scale']} is stored as {fixed[0]} {list(fixed[1])}; a scale of activations is one "
-                f"number in {', '.join(_PLAIN)}; fetch the files again, or type infer.quant_activations=keep"
+                f"number in {', '.join(_PLAIN)}; fetch the files again"
             )
         return replace(form, activation=how)
+
+    def arrange(self, part: WeightPart) -> WeightPart:
+        how = part.format.activation
+        if how is not None and how.group < 0 and not float(part.tensors["activation_scale"]) > 0:
+            raise CheckpointError(
+                f"the input_scale of {part.name} is {float(part.tensors['activation_scale']):g}, and a scale is more "
+                "than zero; fetch the files again"
+            )
+        return part
 
     def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
         import torch
