@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from evener_conformance.kit.cases import blocks
 from evener_conformance.kit.composites import check_composite
 from evener_conformance.kit.outcome import Check
 from evener_conformance.reference.device import HostDevice
+from evener_kernels_triton import composites
 from evener_kernels_triton.experts import grouped, sort
 from evener_kernels_triton.plugin import evener_kernels
 from evener_kernels_triton.primitives import act_rows, norm_rows
-from evener_kernels_triton.rounded import act_round, norm_round, round_rows, rounded_linear
+from evener_kernels_triton.rounded import RoundedRows, act_round, norm_round, round_rows, rounded_linear
 from evener_kernels_triton.rounded_experts import rounded_grouped
 from evener_kernels_triton.stored import STORED, StoredMatrix
 from evener_kernels_triton.tuning import Tuning
@@ -201,3 +203,32 @@ def test_the_kit_passes_blocks_that_round_activations(op: str, kind: str, monkey
     results = check_composite(kernel, list(BUILTIN), device, host_states(), linears, ("float32",), kinds=(kind,))
     assert not [str(r) for r in results if r.outcome == "failed"]
     assert "passed" in {r.outcome for r in results}
+
+
+def judged_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the kit says of a layer that rounds activations to float8 and computes in bfloat16."""
+    monkeypatch.setattr(family_list, "STEPS", ((17, 5),))
+    device = able_device()
+    (kernel,) = able_kernels(device, "mlp_block")
+    found = check_composite(
+        kernel, list(BUILTIN), device, host_states()[:1], able_kernels(device, "linear"), ("bfloat16",),
+        kinds=("float8 rounding quantized",), seed=5,
+    )  # fmt: skip
+    return [result.outcome for result in found]
+
+
+def test_the_kit_allows_the_jumps_of_rounding_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judged_in_bfloat16(monkeypatch) == ["passed"]
+
+
+@pytest.mark.parametrize("fault", ["groups", "scales"])
+def test_the_kit_finds_wrong_scales_of_activations_in_bfloat16(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = composites.act_round
+
+    def wrong(*args: Any) -> RoundedRows:
+        made = right(*args)
+        made.scales.copy_(made.scales.roll(1, 1) if fault == "groups" else made.scales * 1.5)
+        return made
+
+    monkeypatch.setattr(composites, "act_round", wrong)
+    assert judged_in_bfloat16(monkeypatch) == ["failed"]
