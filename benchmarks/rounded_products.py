@@ -3,17 +3,19 @@
     python benchmarks/rounded_products.py [FILE] [--seconds 300] [--sweep]
 
 Each row: microseconds of one product in a captured graph, rounding included; ``kept``: the same with activations as
-they are; ``library``: torch's product of float8 with scales of rows, of rounded activations. Weights alternate, so that
-none is in the cache. ``--sweep``: other sizes too, with the fastest for each case. Results are compared with the
-reference's rounding first.
+they are; ``library``: the same with torch's product of float8 with scales; ``rule``: which of the three a layer takes,
+and ``lost``: how much longer that takes than the fastest. Weights alternate, so that none is in the cache.
+``--sweep``: other sizes too, with the fastest for each case. Results are compared with the reference's rounding first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,15 @@ from typing import Any
 import torch
 from stored_products import CUDA, SHAPES, microseconds
 
+from evener.contracts.declared import LinearWeight
 from evener.contracts.quant import QuantFormat, Rounding, WeightPart
 from evener.ops.reference.rounding import rounded
+from evener_backend_cuda.scaled import scaled_features
 from evener_kernels_triton.experts import grouped, sort
 from evener_kernels_triton.linear import dequantized, dequantized_linear, few_tokens_linear
-from evener_kernels_triton.rounded import round_rows, rounded_linear, rounded_product
+from evener_kernels_triton.rounded import MAX_OWN_TOKENS, round_rows, rounded_linear, rounded_product, rounds
 from evener_kernels_triton.rounded_experts import rounded_grouped
+from evener_kernels_triton.scaled import scaled_product, scaled_refusal
 from evener_kernels_triton.stored import STORED, StoredMatrix
 from evener_kernels_triton.tuning import Tuning
 
@@ -51,9 +56,11 @@ def tuning() -> Tuning:
     """Launch sizes of this card."""
     found: Any = torch.cuda.get_device_properties(0)  # torch's types do not know all fields
     able = torch.cuda.get_device_capability() >= (8, 9)
+    more = scaled_features(CUDA) if able else set()
+    print(f"torch's products of float8: {sorted(more)}", flush=True)
     return Tuning(
         found.multi_processor_count, found.shared_memory_per_block_optin, True, warpgroups=True, ptx=True, float8=able,
-        integers=True,
+        integers=True, scaled_rows="scaled-rows" in more, scaled_blocks="scaled-blocks" in more,
     )  # fmt: skip
 
 
@@ -95,7 +102,8 @@ class Bench:
     """One run; rows are printed and written to ``out``."""
 
     def __init__(self, out: Path | None, seconds: float, sweep: bool) -> None:
-        self._out, self._until, self._sweep, self.sizes = out, time.perf_counter() + seconds, sweep, tuning()
+        self._out, self._until, self._sweep, self.able = out, time.perf_counter() + seconds, sweep, tuning()
+        self.sizes = replace(self.able, scaled_rows=False, scaled_blocks=False)
 
     def row(self, row: dict[str, Any]) -> None:
         """Report it."""
@@ -138,20 +146,26 @@ class Bench:
         row: dict[str, Any] = {"weight": name, "form": form, "tokens": tokens, "off": round(off, 5)}
         row["kept"] = round(microseconds([partial(kept, self.sizes, torch.bfloat16, x, w) for w in weights], 10), 2)
         row["rounding"] = round(microseconds([partial(round_rows, self.sizes, x, w) for w in weights], 10), 2)
-        if form == "fp8":
-            q = round_rows(self.sizes, x, weights[0])
-            calls: list[Callable[[], object]] = [
-                partial(_library, q.elements, q.scales.view(-1, 1), w) for w in weights
-            ]
-            row["library"] = round(microseconds(calls, 10), 2)
+        refused = scaled_refusal(self.able, rows, columns, weights[0].form, round_rows(self.sizes, x, weights[0]).group)
+        if refused is None:
+            near = _library(self.able, x, weights[0]).float()
+            row["library_off"] = round(float((near - want).norm() / want.norm()), 5)
+            row["library"] = round(microseconds([partial(_library, self.able, x, w) for w in weights], 10), 2)
+        elif form != "int8":
+            row["refused"] = refused
         row |= self.fastest(lambda t, w: rounded_linear(t, torch.bfloat16, x, w), weights, changes(tokens, rows))
         q = round_rows(self.sizes, x, weights[0])
         row["product"] = round(
             microseconds([partial(rounded_product, self.sizes, torch.bfloat16, q, w) for w in weights], 10), 2
         )
         row["tflops"] = round(2e-6 * tokens * rows * columns / row["product"], 1)
+        part = WeightPart("w", rows, columns, FORMS[form], {})
+        declared = LinearWeight("w", (part,), rows, columns, "bfloat16", layout=STORED.layout)
+        many = "library" if refused is None and tokens > MAX_OWN_TOKENS else "us"
+        row["rule"] = many if rounds(self.able, tokens, declared) else "kept"
+        row["lost"] = round(row[row["rule"]] - min(row[way] for way in ("us", "kept", "library") if way in row), 2)
         self.row(row)
-        assert off < 5e-3, f"{name} {form} {tokens}: {off}"
+        assert max(off, row.get("library_off", 0)) < 5e-3, f"{name} {form} {tokens}: {row}"
 
     def experts(self, name: str, form: str, tokens: int) -> None:
         """The experts of a layer, evenly chosen."""
@@ -183,15 +197,14 @@ class Bench:
         assert off < 2e-2, f"{name} {form} {tokens}: {off}"
 
 
-def _library(x: torch.Tensor, scales: torch.Tensor, w: StoredMatrix) -> torch.Tensor:
-    return torch._scaled_mm(
-        x, w.elements.view(torch.float8_e4m3fn).t(), scale_a=scales, scale_b=w.scales.view(1, -1),
-        out_dtype=torch.bfloat16,
-    )  # fmt: skip
+def _library(able: Tuning, x: torch.Tensor, w: StoredMatrix) -> torch.Tensor:
+    q = round_rows(able, x, w)
+    return scaled_product(q.elements, q.scales, w)[: q.tokens]
 
 
 def main(out: Path | None, seconds: float, sweep: bool) -> None:
     """Print a row for each case, the most frequent ones first; cases after ``seconds`` are left out."""
+    logging.basicConfig(level=logging.INFO)
     bench, until = Bench(out, seconds, sweep), time.perf_counter() + seconds
     cases: list[partial[None]] = []
     if sweep:

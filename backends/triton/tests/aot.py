@@ -229,7 +229,7 @@ def _rounded(tuning: Tuning, kind: torch.dtype) -> None:
             elements = torch.empty(shape, dtype=torch.int8 if form.kind == "int8" else torch.uint8, device=META)
             return StoredMatrix(elements, scales, form, how, torch.empty(1, device=META) if how.group < 0 else None)
 
-        for tokens in (32, 64, 1024):
+        for tokens in (32, 64, 128, 1024):
             rounded_linear(tuning, kind, torch.empty(tokens, 12288, dtype=kind, device=META), matrix(4096, 12288))
         for tokens in (32, 4096):
             slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)

@@ -243,7 +243,7 @@ def test_workspace_of_a_product_in_act_order_covers_the_copies_that_the_order_ta
     assert 0 < peak <= named
 
 
-ABLE = Tuning.of(replace(GPU, features=GPU.features | {"fp8"}))
+ABLE = Tuning.of(replace(GPU, features=GPU.features | {"fp8", "scaled-rows"}))
 
 
 def rounding(storage: str, rows: int, columns: int, experts: int = 0) -> tuple[PackedWeight, LinearWeight]:

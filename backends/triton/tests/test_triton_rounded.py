@@ -10,6 +10,7 @@ import torch
 from interpreted import every_access_checked, host_states
 from test_triton_stored import part, values
 
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Kernel
 from evener.contracts.quant import Rounding, WeightPart
 from evener.ops.reference.rounding import rounded
@@ -24,9 +25,10 @@ from evener_kernels_triton import composites
 from evener_kernels_triton.experts import grouped, sort
 from evener_kernels_triton.plugin import evener_kernels
 from evener_kernels_triton.primitives import act_rows, norm_rows
-from evener_kernels_triton.rounded import RoundedRows, act_round, norm_round, round_rows, rounded_linear
+from evener_kernels_triton.rounded import RoundedRows, act_round, norm_round, round_rows, rounded_linear, rounds
 from evener_kernels_triton.rounded_experts import rounded_grouped
-from evener_kernels_triton.stored import STORED, StoredMatrix
+from evener_kernels_triton.scaled import scaled_refusal
+from evener_kernels_triton.stored import STORED, Form, StoredMatrix
 from evener_kernels_triton.tuning import Tuning
 
 HOST = torch.device("cpu")
@@ -232,3 +234,89 @@ def test_the_kit_finds_wrong_scales_of_activations_in_bfloat16(fault: str, monke
 
     monkeypatch.setattr(composites, "act_round", wrong)
     assert judged_in_bfloat16(monkeypatch) == ["failed"]
+
+
+TORCH = replace(LARGE, float8=True, scaled_rows=True, scaled_blocks=True)
+
+
+def stand_in(
+    x: torch.Tensor, w: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """torch's product with scales of blocks, which it has for some GPUs only, with its rules for them."""
+    (tokens, columns), rows = x.shape, w.shape[1]
+    assert tokens % 4 == 0 and x.is_contiguous() and w.t().is_contiguous()
+    assert (scale_a.shape, scale_a.stride()) == ((tokens, columns // 128), (1, tokens))
+    assert (scale_b.shape, scale_b.stride()) == ((columns // 128, rows // 128), (1, columns // 128))
+    wide = x.float() * scale_a.repeat_interleave(128, 1)
+    return (wide @ (w.float() * scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1))).to(out_dtype)
+
+
+@pytest.mark.parametrize(
+    ("form", "columns", "tokens"), [(FORMS[0], 96, 65), (FORMS[2], 512, 66), (FORMS[2], 1024, 68)], ids=str
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_tokens_are_multiplied_by_the_library_where_the_device_has_the_product(
+    form: tuple[str, int, int, int], columns: int, tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, multiply = list[int](), torch._scaled_mm if form[1] == 0 else stand_in
+
+    def scaled_mm(x: torch.Tensor, w: torch.Tensor, **more: Any) -> torch.Tensor:
+        asked.append(len(x))
+        return multiply(x, w, **more)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    weight, x = packed([rounding_part(256, columns, form)]), activations(tokens, columns).to(torch.bfloat16)
+    added = torch.linspace(-1, 1, 256).to(torch.bfloat16) if bias else None
+    want = rounded_linear(LARGE, torch.bfloat16, x, weight, added)
+    assert not asked
+    got = rounded_linear(TORCH, torch.bfloat16, x, weight, added)
+    assert asked == [-(-tokens // 4) * 4 if form[1] else tokens]
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    few = rounded_linear(TORCH, torch.bfloat16, x[:63], weight, added)
+    torch.testing.assert_close(few, rounded_linear(LARGE, torch.bfloat16, x[:63], weight, added))
+    rounded_linear(TORCH, torch.float32, x[:, :], weight, None)
+    rounded_linear(TORCH.with_changes({"stages": 2}), torch.bfloat16, x, weight, added)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "columns", "word"),
+    [
+        (FORMS[1], 256, 512, "one scale for each row"), (FORMS[4], 256, 512, "one scale for each row"),
+        (FORMS[5], 256, 512, "float8"), (FORMS[2], 256, 640, "512 columns"), (FORMS[2], 192, 512, "128 rows"),
+        (FORMS[0], 24, 512, "multiples of 16"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_library_is_not_asked_for_products_that_it_does_not_have(
+    form: tuple[str, int, int, int], rows: int, columns: int, word: str
+) -> None:
+    weight = packed([rounding_part(rows, columns, form)])
+    assert word in str(scaled_refusal(TORCH, rows, columns, weight.form, form[3]))
+    assert "device" in str(scaled_refusal(LARGE, 256, 512, Form("e4m3"), 0))
+    assert "device" in str(scaled_refusal(LARGE, 256, 512, Form("e4m3", 128, 128), 128))
+
+
+def test_activations_are_rounded_only_where_that_is_faster() -> None:
+    def asked(tuning: Tuning, tokens: int, form: tuple[str, int, int, int], rows: int, columns: int) -> bool:
+        part = replace(rounding_part(rows, columns, form), tensors={})
+        return rounds(tuning, tokens, LinearWeight("w", (part,), rows, columns, "bfloat16", layout=STORED.layout))
+
+    own, block, row = replace(LARGE, float8=True), FORMS[2], FORMS[0]
+    assert [asked(own, tokens, block, 512, 512) for tokens in (16, 64, 128, 8192)] == [False, True, False, False]
+    assert [asked(own, tokens, block, 1024, 512) for tokens in (64, 1024, 8192)] == [True, True, False]
+    assert [asked(own, tokens, row, 512, 512) for tokens in (64, 128, 8192)] == [True, False, True]
+    assert all(asked(TORCH, tokens, form, 512, 512) for tokens in (64, 128, 8192) for form in (block, row))
+    assert not asked(TORCH, 16, row, 512, 512)
+
+
+@pytest.mark.parametrize("storage", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_rows_with_one_scale_are_rounded_in_chunks(storage: str, dtype: torch.dtype) -> None:
+    weight, x = packed([rounding_part(16, 5000, (storage, 0, 1, 0))]), activations(3, 5000).to(dtype)
+    x[1] = 0
+    with every_access_checked():
+        got = round_rows(LARGE, x, weight)
+    want = rounded(x, Rounding(storage))
+    assert torch.equal(got.elements.float() * got.scales.view(-1, 1), want)

@@ -163,9 +163,14 @@ def _shared_rows(parts: Sequence[WeightPart]) -> int:
     return high if all(part.rows % high == 0 for part in parts[:-1]) else 1
 
 
+def form_of(parts: Sequence[WeightPart]) -> Form:
+    """How a matrix of these parts is stored."""
+    return Form(KINDS[parts[0].format.storage], _shared_rows(parts), _wide(parts[0]))
+
+
 def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> StoredMatrix:
-    rows, columns, high = sum(part.rows for part in parts), parts[0].columns, _shared_rows(parts)
-    form = Form(KINDS[parts[0].format.storage], high, _wide(parts[0]))
+    rows, columns, form = sum(part.rows for part in parts), parts[0].columns, form_of(parts)
+    high = form.high
     dtype = torch.int8 if form.kind == "int8" else torch.uint8
     elements = torch.empty(count, rows, columns, dtype=dtype, device=device)
     scales = torch.empty(count, -(-rows // high), _blocks(parts[0]), dtype=torch.float32, device=device)

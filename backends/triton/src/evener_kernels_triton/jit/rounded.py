@@ -15,23 +15,31 @@ from evener_kernels_triton.jit.stored import row_scales
 
 
 @triton.jit
-def _rounded(v, fixed, KIND: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr):
+def _rounded(v, fixed, KIND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr):
     """(elements, scales [EACH]) of groups ``v`` [EACH, columns] in float32; FIXED: with the scale ``fixed``."""
-    if FIXED:
-        scale = tl.zeros([EACH], tl.float32) + tl.load(fixed)
-    else:
-        largest: tl.constexpr = 127.0 if KIND == "int8" else 448.0
-        most = tl.maximum(tl.max(tl.abs(v), 1), 1e-10)
-        scale = tl.div_rn(most, tl.full([EACH], largest, tl.float32))
-    return narrowed(tl.div_rn(v, tl.broadcast_to(scale[:, None], v.shape)), KIND), scale
+    scale = tl.zeros([EACH], tl.float32) + tl.load(fixed) if FIXED else _scale(tl.max(tl.abs(v), 1), KIND)
+    return _nearest(tl.div_rn(v, tl.broadcast_to(scale[:, None], v.shape)), KIND, CAST), scale
+
+
+@triton.jit
+def _nearest(x, KIND: tl.constexpr, CAST: tl.constexpr):
+    """``narrowed``. CAST: by the device's own instruction, which rounds and cuts off in the same way."""
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if CAST else narrowed(x, KIND)
+
+
+@triton.jit
+def _scale(most, KIND: tl.constexpr):
+    """The scale of groups with these largest magnitudes, [groups]."""
+    largest: tl.constexpr = 127.0 if KIND == "int8" else 448.0
+    return tl.div_rn(tl.maximum(most, 1e-10), tl.full(most.shape, largest, tl.float32))
 
 
 @fast_launch
 @triton.jit
 def round_rows_kernel(
     x, fixed, q, scales, tokens, columns, x_row,
-    KIND: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr,
+    WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """q [tokens, columns] = x divided by its scales, rounded. A program takes EACH groups of GROUP columns of one token
     (WIDE with padding); FIXED: the scale is ``fixed``, else what it finds is stored in ``scales``."""
@@ -44,7 +52,7 @@ def round_rows_kernel(
     c = g[:, None] * GROUP + j[None, :]
     inside = (j < GROUP)[None, :] & (c < columns)
     v = tl.load(x + token.to(tl.int64) * x_row + c, mask=inside, other=0.0).to(tl.float32)
-    y, scale = _rounded(v, fixed, KIND, FIXED, EACH)
+    y, scale = _rounded(v, fixed, KIND, CAST, FIXED, EACH)
     if not FIXED:
         tl.store(scales + g * tokens + token, scale, mask=g * GROUP < columns)
     tl.store(q + token.to(tl.int64) * columns + c, y.to(q.dtype.element_ty, bitcast=True), mask=inside)
@@ -52,10 +60,38 @@ def round_rows_kernel(
 
 @fast_launch
 @triton.jit
+def round_long_rows_kernel(
+    x, q, scales, columns, x_row,
+    KIND: tl.constexpr, CAST: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """As ``round_rows_kernel`` with one scale a row, of a row that a program reads twice, CHUNK columns at a time: the
+    second time it is in a cache. A tile of the whole row would be padded to a power of two."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0)
+    row = token.to(tl.int64)
+    at = tl.arange(0, CHUNK)
+    most = tl.zeros([CHUNK], tl.float32)
+    for first in range(0, columns, CHUNK):
+        c = first + at
+        most = tl.maximum(most, tl.abs(tl.load(x + row * x_row + c, mask=c < columns, other=0.0).to(tl.float32)))
+    scale = _scale(tl.max(tl.reshape(most, [1, CHUNK]), 1), KIND)
+    tl.store(scales + token + tl.arange(0, 1), scale)
+    wide = tl.broadcast_to(scale, [CHUNK])
+    for first in range(0, columns, CHUNK):
+        c = first + at
+        v = tl.load(x + row * x_row + c, mask=c < columns, other=0.0).to(tl.float32)
+        y = _nearest(tl.div_rn(v, wide), KIND, CAST)
+        tl.store(q + row * columns + c, y.to(q.dtype.element_ty, bitcast=True), mask=c < columns)
+
+
+@fast_launch
+@triton.jit
 def norm_round_kernel(
     x, residual, weight, fixed, total, y, q, scales, tokens, x_row, size, eps, offset,
-    ADD: tl.constexpr, KEEP: tl.constexpr, KIND: tl.constexpr, FIXED: tl.constexpr, BLOCK: tl.constexpr,
-    WIDE: tl.constexpr, OVERLAP: tl.constexpr,
+    ADD: tl.constexpr, KEEP: tl.constexpr, KIND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As ``rms_norm_kernel``, whose names these are; what it would store in y, which is stored only with KEEP, is
     rounded in groups of WIDE columns, as ``round_rows_kernel`` does."""
@@ -76,7 +112,7 @@ def norm_round_kernel(
     if KEEP:
         tl.store(y + row * size + at, normed, mask=inside)
     each: tl.constexpr = BLOCK // WIDE
-    made, scale = _rounded(tl.reshape(normed.to(tl.float32), [each, WIDE]), fixed, KIND, FIXED, each)
+    made, scale = _rounded(tl.reshape(normed.to(tl.float32), [each, WIDE]), fixed, KIND, CAST, FIXED, each)
     if not FIXED:
         g = tl.arange(0, each)
         tl.store(scales + g * tokens + token, scale, mask=g * WIDE < size)
@@ -88,8 +124,8 @@ def norm_round_kernel(
 @triton.jit
 def act_round_kernel(
     x, fixed, q, scales, tokens, x_row, inner, y,
-    ACT: tl.constexpr, KIND: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ACT: tl.constexpr, KIND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr,
+    WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As ``act_and_mul_kernel``, in the dtype of y; what it would store is rounded. EACH and WIDE as in
     ``round_rows_kernel``."""
@@ -104,7 +140,7 @@ def act_round_kernel(
     gate = tl.load(x + row * x_row + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + inner + c, mask=inside, other=0.0).to(tl.float32)
     v = (activate(gate, ACT) * up).to(y.dtype.element_ty).to(tl.float32)
-    made, scale = _rounded(v, fixed, KIND, FIXED, EACH)
+    made, scale = _rounded(v, fixed, KIND, CAST, FIXED, EACH)
     if not FIXED:
         tl.store(scales + g * tokens + token, scale, mask=g * WIDE < inner)
     tl.store(q + row * inner + c, made.to(q.dtype.element_ty, bitcast=True), mask=inside)
