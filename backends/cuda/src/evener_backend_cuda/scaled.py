@@ -8,8 +8,10 @@ import logging
 import torch
 
 log = logging.getLogger("evener.cuda")
-#: Tokens, rows and columns of the products that are tried.
-_TOKENS, _ROWS, _COLUMNS, _BLOCK = 128, 256, 512, 128
+#: Rows and columns of the products that are tried, and of a block.
+_ROWS, _COLUMNS, _BLOCK = 256, 512, 128
+#: Their tokens: with scales of rows kernels ask for any number, with scales of blocks for multiples of 16.
+_ROW_TOKENS, _BLOCK_TOKENS = (65, 128), (80, 128)
 #: The largest relative error of results in bfloat16.
 _CLOSE = 2.0**-7
 
@@ -20,7 +22,8 @@ def scaled_features(device: torch.device) -> set[str]:
     found = set[str]()
     for feature, blocks in (("scaled-rows", False), ("scaled-blocks", True)):
         try:
-            reason = _try(device, blocks)
+            tried = (_try(device, tokens, blocks) for tokens in (_BLOCK_TOKENS if blocks else _ROW_TOKENS))
+            reason = next(filter(None, tried), "")
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # torch refuses in several ways
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
         if reason:
@@ -30,12 +33,12 @@ def scaled_features(device: torch.device) -> set[str]:
     return found
 
 
-def _try(device: torch.device, blocks: bool) -> str:
+def _try(device: torch.device, tokens: int, blocks: bool) -> str:
     """Multiply numbers of which each row, column and block has others; what is wrong with the result, or ""."""
-    x = (torch.arange(_TOKENS * _COLUMNS, device=device) % 7 + 1.0).view(_TOKENS, _COLUMNS)
+    x = (torch.arange(tokens * _COLUMNS, device=device) % 7 + 1.0).view(tokens, _COLUMNS)
     w = (torch.arange(_ROWS * _COLUMNS, device=device) % 5 + 1.0).view(_ROWS, _COLUMNS)
     groups, high = (_COLUMNS // _BLOCK, _BLOCK) if blocks else (1, 1)
-    of_x = torch.arange(1.0, groups * _TOKENS + 1, device=device).view(groups, _TOKENS) / _TOKENS
+    of_x = torch.arange(1.0, groups * tokens + 1, device=device).view(groups, tokens) / tokens
     of_w = torch.arange(1.0, groups * _ROWS // high + 1, device=device).view(_ROWS // high, groups)
     got = torch._scaled_mm(
         x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).t(), scale_a=of_x.t() if blocks else of_x.view(-1, 1),

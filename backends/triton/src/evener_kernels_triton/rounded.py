@@ -231,7 +231,7 @@ def rounded_product(
     if not x.tokens:
         return torch.empty(0, rows, dtype=out, device=where)
     elements, scales, blocks, form = pieces(weight)
-    many = tokens > MAX_OWN_TOKENS and out == torch.bfloat16 and not tuning.changes
+    many = tokens > MAX_OWN_TOKENS and out == torch.bfloat16 and not tuning.resized
     if many and _has_library(tuning, rows, columns, form, x.group):
         return scaled_product(x.elements, x.scales, weight, bias)[: x.tokens]
     y = torch.empty(tokens, rows, dtype=out, device=where)
@@ -296,7 +296,7 @@ def rounded_bytes(tuning: Tuning, tokens: int, weight: LinearWeight) -> int:
     wide, group = (each if 0 < each < weight.columns else 0 for each in (form.group, form.activation.group))
     p = tuning.rounded(tokens, weight.rows, weight.columns, most_columns(Form(wide=wide), group))
     tiles, _, splits = _grid(p, tokens, weight.rows, weight.columns)
-    own = tuning.changes or not _by_library(tuning, tokens, weight)
+    own = tuning.resized or not _by_library(tuning, tokens, weight)
     sums = tiles * splits * p.n * p.m * 4 if splits > 1 and own else 0
     result = (HELD_TOKENS - 1) * weight.rows * 4  # rows of garbage
     return sums + result + rounding_bytes(tokens, weight.columns, form)

@@ -7,9 +7,9 @@ import torch
 from evener_kernels_triton.stored import Form, StoredMatrix
 from evener_kernels_triton.tuning import Tuning
 
-#: Scales of blocks of activations are column-major; columns start at multiples of 16 bytes if there are a multiple of
-#: so many tokens.
-HELD_TOKENS = 4
+#: Scales of blocks of activations are column-major, and the library wants columns to start at multiples of 16 bytes; it
+#: has the product for any multiple of so many tokens.
+HELD_TOKENS = 16
 #: The library takes rows and columns in multiples of this.
 _UNIT = 16
 _BLOCK = 128

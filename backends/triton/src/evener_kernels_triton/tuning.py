@@ -201,6 +201,11 @@ class Tuning:
         """Whether there is a change with this name."""
         return any(key == field for key, _ in self.changes)
 
+    @property
+    def resized(self) -> bool:
+        """Whether there are changes, other than those of a part."""
+        return any("." not in key for key, _ in self.changes)
+
     def _apply_changes(self, sizes: Sizes) -> Sizes:
         """The sizes of a rule, with the changes."""
         own: dict[str, Any] = {key: value for key, value in self.changes if hasattr(sizes, key)}
