@@ -26,8 +26,8 @@ from stored_steps import CASES
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.quant import WeightPart
-from evener.loading import dummy
 from evener.resolution.resolver import Resolver
+from evener_inspection import dummy_weights
 
 
 def quantize(form: str, kept: bool) -> None:
@@ -50,10 +50,10 @@ def quantize(form: str, kept: bool) -> None:
         return replace(part, tensors=part_of(form, part.rows, part.columns, seed, device).tensors)
 
     Resolver.packings = declared  # type: ignore[method-assign]
-    dummy._Noise.part = random  # type: ignore[method-assign]
+    dummy_weights._Noise.part = random  # type: ignore[method-assign]
 
 
-_ORIGINAL = Resolver.packings, dummy._Noise.part
+_ORIGINAL = Resolver.packings, dummy_weights._Noise.part
 
 
 def main(model: str, form: str, cases: Sequence[tuple[int, int]], ways: Sequence[str], out: Path) -> None:
