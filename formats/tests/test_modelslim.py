@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from slim_files import description, layer
 
 from evener.contracts.conversion.views import ViewRequest
-from evener.contracts.quant import QuantScheme, WeightPart
+from evener.contracts.quant import QuantScheme, Rounding, WeightPart
 from evener.errors import CheckpointError
 from evener.layers.causal_lm import CausalLM
 from evener.loading.checkpoint import open_checkpoint
@@ -62,6 +62,8 @@ def test_a_layer_has_the_numbers_that_were_written(
     tensors, values = layer(kind, NAME, 48, 128, **how)
     scheme, part = read(kind, tensors, how.get("packed", True))
     assert (part.format.storage, part.format.group, part.format.zero) == form
+    rounded = {"W8A8_DYNAMIC": Rounding("int8"), "WFP8AFP8_DYNAMIC": Rounding("float8_e4m3fn")}
+    assert part.format.activation == (None if part.format.zero else rounded.get(kind))
     held = scheme.dequantize(part, "float32")
     # With two scales, or one from a product, the order of the factors rounds differently.
     assert torch.allclose(held, values, rtol=1e-6, atol=0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from evener.contracts.quant import QuantFormat, WeightPart, plain
+from evener.contracts.quant import QuantFormat, Rounding, WeightPart, plain
 from evener.errors import CheckpointError
 from evener_formats.compressed import CompressedTensors
 from evener_formats.scaled import Fp8Scheme
@@ -149,5 +151,84 @@ def test_what_would_change_the_results_and_is_not_read_is_refused(settings: dict
 def test_scales_of_activations_belong_to_their_weight() -> None:
     headers = {"a.weight": (E4M3, (6, 10)), "a.weight_scale": ("float32", ()), "a.input_scale": ("float32", ())}
     assert SCHEME.tensors("a.weight", headers) == {
-        "weight": "a.weight", "scale": "a.weight_scale", "input_scale": "a.input_scale",
+        "weight": "a.weight", "scale": "a.weight_scale", "activation_scale": "a.input_scale",
     }  # fmt: skip
+
+
+FIXED_SCALE = {"a.input_scale": ("float32", ())}
+
+
+def rounding_of(scheme: Any, more: Mapping[str, Any]) -> Rounding | None:
+    """How activations may be rounded before products with a weight of 6 x 10, as a configured scheme says."""
+    headers = {"a.weight": (E4M3, (6, 10)), "a.weight_scale": ("float32", (6, 1)), **more}
+    found = scheme.part("a.weight", headers)
+    assert found is not None
+    return found.format.activation  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "want"),
+    [
+        ({"activation_scheme": "dynamic"}, {}, Rounding(E4M3)), ({}, {}, None),
+        ({"activation_scheme": "static"}, FIXED_SCALE, Rounding(E4M3, -1)), ({"activation_scheme": "static"}, {}, None),
+        ({"activation_scheme": "dynamic", "quant_method": "fbgemm_fp8"}, {}, None),
+    ],
+)  # fmt: skip
+def test_the_scheme_fp8_says_how_activations_are_rounded(
+    settings: dict[str, Any], more: dict[str, Any], want: Rounding | None
+) -> None:
+    scheme = SCHEME.configured({"quantization_config": {"quant_method": "fp8", **settings}})
+    assert rounding_of(scheme, more) == want
+
+
+def test_activations_have_scales_for_as_many_columns_as_blocks_of_the_weight() -> None:
+    scheme = SCHEME.configured({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}})
+    headers = {"a.weight": (E4M3, (256, 384)), "a.weight_scale_inv": ("float32", (2, 3))}
+    found = scheme.part("a.weight", headers)
+    assert found is not None and found.format.activation == Rounding(E4M3, 128)
+
+
+@pytest.mark.parametrize(
+    ("activations", "more", "want"),
+    [
+        ({"type": "float", "dynamic": True, "strategy": "token"}, {}, Rounding(E4M3)),
+        ({"type": "int", "dynamic": True, "strategy": "token"}, {}, Rounding("int8")),
+        ({"type": "float", "dynamic": True, "strategy": "tensor"}, {}, Rounding(E4M3)),
+        ({"type": "float", "dynamic": True, "strategy": "group", "group_size": 128}, {}, Rounding(E4M3, 128)),
+        ({"type": "float", "dynamic": True, "strategy": "group", "group_size": "x"}, {}, None),
+        ({"type": "float", "dynamic": False, "strategy": "tensor"}, FIXED_SCALE, Rounding(E4M3, -1)),
+        ({"type": "int", "dynamic": False, "strategy": "tensor"}, FIXED_SCALE, Rounding("int8", -1)),
+        ({"type": "int", "dynamic": False, "strategy": "tensor"},
+         {**FIXED_SCALE, "a.input_zero_point": ("int8", ())}, None),
+        ({"type": "int", "dynamic": True, "strategy": "token", "symmetric": False}, {}, None),
+        ({"type": "float", "dynamic": False, "strategy": "channel"}, FIXED_SCALE, None),
+        ({"type": "float", "dynamic": "local", "strategy": "token"}, {}, None),
+        ({"type": "float", "num_bits": 4, "dynamic": True}, {}, None), (None, FIXED_SCALE, None), ("x", {}, None),
+    ],
+)  # fmt: skip
+def test_compressed_tensors_say_how_activations_are_rounded(
+    activations: Any, more: dict[str, Any], want: Rounding | None
+) -> None:
+    how = {"num_bits": 8, "symmetric": True, **activations} if isinstance(activations, dict) else activations
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}, "input_activations": how}}
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    assert rounding_of(CompressedTensors().configured({"quantization_config": settings}), more) == want
+
+
+def test_a_scale_of_activations_that_is_no_single_number_is_refused_with_its_name() -> None:
+    scheme = SCHEME.configured({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}})
+    for wrong in (("float32", (2,)), ("int8", ())):
+        with pytest.raises(CheckpointError, match=r"a\.input_scale is stored as .*one number"):
+            rounding_of(scheme, {"a.input_scale": wrong})
+
+
+def test_a_scale_of_activations_is_more_than_zero() -> None:
+    scheme = SCHEME.configured({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}})
+    headers = {"a.weight": (E4M3, (6, 10)), "a.weight_scale": ("float32", ()), **FIXED_SCALE}
+    part = scheme.part("a.weight", headers)
+    assert part is not None
+    given = {"weight": torch.zeros(6, 10).to(torch.float8_e4m3fn), "scale": torch.ones(())}
+    assert scheme.arrange(replace(part, tensors={**given, "activation_scale": torch.tensor([0.5])})).tensors
+    for wrong in (0.0, -1.0):
+        with pytest.raises(CheckpointError, match=r"input_scale of a\.weight"):
+            scheme.arrange(replace(part, tensors={**given, "activation_scale": torch.tensor([wrong])}))

@@ -13,7 +13,7 @@ import torch
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import PackedWeight, QuantFormat, WeightPart, plain
+from evener.contracts.quant import PackedWeight, QuantFormat, Rounding, WeightPart, plain
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
 from evener.contracts.weights import LatentWeights
 from evener.errors import EngineError
@@ -165,16 +165,19 @@ def test_310p_multiplies_experts_in_float16_by_multiples_of_sixteen_rows_and_int
     check(NpuGroupedLinear(), linear.grouped_linear, {**static, "rows": 32}, x, weight, slots, None, atol=2e-2,
           device=OLD)  # fmt: skip
     linear_static = {"rows": 8, "columns": 64, "dtype": "float16", "out": "float16"}
-    for activation, reason in ((None, None), ("int8", "npu_quant_matmul for 910b and 910_93")):
+    for activation in (None, "int8"):
         part = SimpleNamespace(parts=[int8_part(8, 64, activation, rows)])
-        said = NpuInt8Linear().supports(OpCall("linear", {**linear_static, "weight": part}, Bucket(1, 9), OLD))
-        assert said is None if reason is None else reason in (said or "")
+        for device in (OLD, A2):
+            call = OpCall("linear", {**linear_static, "weight": part}, Bucket(1, 9), device)
+            assert NpuInt8Linear().supports(call) is None
+            assert NpuInt8Linear().rounds(call, "weight") == (activation is not None and device is A2)
 
 
 def int8_part(rows: int, columns: int, activation: str | None, noise: torch.Generator, name: str = "w") -> WeightPart:
     codes = torch.randint(-127, 128, (rows, columns), generator=noise, dtype=torch.int8)
     tensors = {"weight": codes, "scale": torch.rand(rows, 1, generator=noise) / 500 + 1e-4}
-    form = QuantFormat("int8", group=0, scale="float32", activation=activation, bits=8 + 32 / columns)
+    how = None if activation is None else Rounding(activation)
+    form = QuantFormat("int8", group=0, scale="float32", activation=how, bits=8 + 32 / columns)
     return WeightPart(name, rows, columns, form, tensors)
 
 
@@ -215,7 +218,7 @@ def test_products_with_int8_weights_equal_dequantized_ones_L1(
     ("change", "reason"),
     [
         ({"zero": "int8"}, "no zero points"), ({"group": 32}, "32 columns x 1 rows share one"),
-        ({"activation": "float8_e4m3fn"}, "not to float8_e4m3fn"), ({"storage": "int4"}, "stored as int4"),
+        ({"storage": "int4"}, "stored as int4"),
         ({"order": "act"}, "stored as int8"), ({"group_out": 128}, "128 rows share one"),
     ],
 )  # fmt: skip
@@ -223,7 +226,7 @@ def test_int8_weights_of_another_form_are_refused_with_the_reason_L1(change: dic
     (packing,) = NpuInt8Linear.packings
     part = int8_part(8, 64, None, torch.Generator())
     assert reason in (packing.supports([replace(part, format=replace(part.format, **change))], "float16") or "")
-    mixed = [part, replace(part, format=replace(part.format, activation="int8"))]
+    mixed = [part, replace(part, format=replace(part.format, activation=Rounding("int8")))]
     assert packing.supports(mixed, "float16") == "its parts are stored in different formats"
     assert packing.supports([part], "float32") == "computes in float16 or bfloat16, not in float32"
     assert "at most 65535 each" in (packing.supports([replace(part, rows=70000)], "float16") or "")

@@ -137,7 +137,7 @@ def test_packed_means_packed(device: CpuDevice) -> None:
     ("change", "says"),
     [
         ({"group": 48}, "a multiple of 32"), ({"scale": "float32"}, "float16 or bfloat16"), ({"group": -1}, "-1 x 1"),
-        ({"activation": "int8"}, "rounded activations"), ({"order": "spiral"}, "this order"),
+        ({"order": "spiral"}, "this order"),
         ({"zero": "float16"}, "these zero points"), ({"group": 0, "order": "act"}, "act-order in groups"),
         ({"group_out": 2}, "x 2 rows"),
     ],

@@ -191,7 +191,6 @@ def test_refusals_name_the_reason(device: CpuDevice) -> None:
         (plain("float32"), "float32", "every part is plain"), (form, "float16", "not float16"),
         (MXFP4, "float32", "not float4_e2m1"), (replace(form, scale="int32"), "float32", "not int32"),
         (replace(form, zero="int8"), "float32", "zero points"),
-        (replace(form, activation="int8"), "float32", "rounded activations"),
     )  # fmt: skip
     for each, dtype, reason in cases:
         refusal = device.stored.supports([WeightPart("w", 8, 64, each)], dtype)

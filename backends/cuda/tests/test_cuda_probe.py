@@ -102,10 +102,10 @@ def test_nvml_says_why_it_refuses(tmp_path: Path) -> None:
     ("capability", "dtypes", "features"),
     [
         ((7, 0), {"float32", "float16"}, set()),
-        ((8, 0), {"float32", "float16", "bfloat16"}, {"ptx"}),
-        ((8, 9), {"float32", "float16", "bfloat16"}, {"ptx", "fp8"}),
-        ((9, 0), {"float32", "float16", "bfloat16"}, {"ptx", "fp8", "overlap", "warpgroups"}),
-        ((10, 0), {"float32", "float16", "bfloat16"}, {"ptx", "fp8", "overlap"}),
+        ((8, 0), {"float32", "float16", "bfloat16"}, {"ptx", "int8"}),
+        ((8, 9), {"float32", "float16", "bfloat16"}, {"ptx", "int8", "fp8"}),
+        ((9, 0), {"float32", "float16", "bfloat16"}, {"ptx", "int8", "fp8", "overlap", "warpgroups"}),
+        ((10, 0), {"float32", "float16", "bfloat16"}, {"ptx", "int8", "fp8", "overlap"}),
     ],
 )
 def test_what_a_compute_capability_means(capability: tuple[int, int], dtypes: set[str], features: set[str]) -> None:

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
+from evener.contracts.quant import Rounding
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
 from evener.layers.decoder import AttentionConfig, MLPConfig
 from evener.layers.experts import MoEConfig
@@ -38,6 +39,8 @@ from evener_kernels_triton.packed import PackedMatrix, Segment
 from evener_kernels_triton.packed_experts import ExpertAssignment
 from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 from evener_kernels_triton.primitives import act_rows
+from evener_kernels_triton.rounded import rounded_linear
+from evener_kernels_triton.rounded_experts import rounded_grouped
 from evener_kernels_triton.sampling import choose, sample_filtered
 from evener_kernels_triton.stored import Form, StoredMatrix
 from evener_kernels_triton.tuning import MAX_OWN_TOKENS_STORED, Tuning
@@ -51,9 +54,9 @@ TYPES = {
 }  # fmt: skip
 #: What such a device says of itself: units, shared memory, bfloat16, and what else it can.
 FACTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
-    "cuda:75": (40, 64 << 10, False, ()), "cuda:80": (108, 163 << 10, True, ("ptx",)),
-    "cuda:90": (132, 227 << 10, True, ("overlap", "ptx", "fp8", "warpgroups")),
-    "cuda:100": (148, 227 << 10, True, ("overlap", "ptx", "fp8")), "hip": (104, 64 << 10, True, ()),
+    "cuda:75": (40, 64 << 10, False, ()), "cuda:80": (108, 163 << 10, True, ("ptx", "int8")),
+    "cuda:90": (132, 227 << 10, True, ("overlap", "ptx", "fp8", "int8", "warpgroups")),
+    "cuda:100": (148, 227 << 10, True, ("overlap", "ptx", "fp8", "int8")), "hip": (104, 64 << 10, True, ()),
     "npu": (24, 192 << 10, True, ()),
 }  # fmt: skip
 
@@ -108,7 +111,10 @@ def record(target: str) -> Recorder:
     served = [f for f in small if f.calls("attention_block") or f.calls("moe_block") or f.name in LATENT]
     stored = [
         replace(family, name=f"{family.name}, {storage}", storage=storage, hidden=256)
-        for family, storage in ((large, "e4m3 by row"), (many, "e4m3 by block"))
+        for family, storage in (
+            (large, "e4m3 by row"), (many, "e4m3 by block"), (large, "e4m3 by row, x by token"),
+            (many, "e4m3 by block, x by 128"),
+        )
     ]
     for family in (large, many, *stored, *_large_latent(states[1], device, dtype), *served):
         latent = isinstance(family.attention, LatentConfig)
@@ -126,6 +132,7 @@ def record(target: str) -> Recorder:
                 gemv(tuning, x, w, x.dtype, activation="silu")
     _experts(tuning, getattr(torch, dtype))
     _stored(tuning, getattr(torch, dtype))
+    _rounded(tuning, getattr(torch, dtype))
     _packed(tuning, getattr(torch, dtype))
     logits = torch.empty(4, 151936, device=META)
     ints = torch.empty(4, dtype=torch.int32, device=META)
@@ -207,6 +214,31 @@ def _stored(tuning: Tuning, kind: torch.dtype) -> None:
             grouped(tuning, x, matrix(128, 1536, 2048), inside, work, share=True, activation="silu")
             grouped(tuning, inside, matrix(128, 2048, 768), torch.empty(slots.numel(), 2048, device=META), work,
                     share=False)  # fmt: skip
+
+
+def _rounded(tuning: Tuning, kind: torch.dtype) -> None:
+    """Products of rounded activations, of large models, where the device has any."""
+    kinds = [*([("e4m3", 128, 128, 128), ("e4m3", 1, 0, 0)] if tuning.float8 else []),
+             *([("int8", 1, 0, -1)] if tuning.integers else [])]  # fmt: skip
+    for name, high, wide, group in kinds:
+        form, rounding = Form(name, high, wide), Rounding("int8" if name == "int8" else "float8_e4m3fn", group)
+
+        def matrix(*shape: int, form: Form = form, how: Rounding = rounding) -> StoredMatrix:
+            blocks = -(-shape[-1] // form.wide) if form.wide else 1
+            scales = torch.empty(*shape[:-2], -(-shape[-2] // form.high), blocks, device=META)
+            elements = torch.empty(shape, dtype=torch.int8 if form.kind == "int8" else torch.uint8, device=META)
+            return StoredMatrix(elements, scales, form, how, torch.empty(1, device=META) if how.group < 0 else None)
+
+        for tokens in (32, 64, 128, 1024):
+            rounded_linear(tuning, kind, torch.empty(tokens, 12288, dtype=kind, device=META), matrix(4096, 12288))
+        for tokens in (32, 4096):
+            slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
+            inside = torch.empty(slots.numel(), 768, dtype=kind, device=META)
+            work = sort(tuning, slots, 128, tokens)
+            x = torch.empty(tokens, 2048, dtype=kind, device=META)
+            rounded_grouped(tuning, x, matrix(128, 1536, 2048), inside, work, share=True, activation="silu")
+            y = torch.empty(slots.numel(), 2048, dtype=kind, device=META)
+            rounded_grouped(tuning, inside, matrix(128, 2048, 768), y, work, share=False)
 
 
 #: GGUF's legacy and k-quants, with scales of their own and inside of blocks; and MXFP4.

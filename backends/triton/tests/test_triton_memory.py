@@ -28,6 +28,7 @@ from evener_kernels_triton.linear import StoredLinear
 from evener_kernels_triton.logits import TritonPenalize
 from evener_kernels_triton.packed import PACKED
 from evener_kernels_triton.state import PagedState
+from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import Tuning
 
 GPU = DeviceCapabilities(
@@ -240,3 +241,56 @@ def test_workspace_of_a_product_in_act_order_covers_the_copies_that_the_order_ta
     x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16)
     peak, named = measured(StoredLinear(HostDevice(0), Tuning.of(GPU)), static, tokens, (x, matrix))
     assert 0 < peak <= named
+
+
+ABLE = Tuning.of(replace(GPU, features=GPU.features | {"fp8", "scaled-rows"}))
+
+
+def rounding(storage: str, rows: int, columns: int, experts: int = 0) -> tuple[PackedWeight, LinearWeight]:
+    """A weight whose activations are rounded, and its declaration."""
+    part = random_part(storage, rows, columns, torch.Generator().manual_seed(0))
+    packed = STORED.pack_stack(([part] for _ in range(experts)), experts, "bfloat16", torch.device("cpu")) if experts \
+        else STORED.pack([part], "bfloat16", torch.device("cpu"))  # fmt: skip
+    bare = (replace(part, tensors={}),)
+    return packed, LinearWeight("w", bare, rows, columns, "bfloat16", layout=STORED.layout, experts=experts)
+
+
+@pytest.mark.parametrize("tokens", [32, 64, 512])
+@pytest.mark.parametrize("storage", ["e4m3 by block, x by 128", "e4m3 by row, x by token", "e4m3 by tensor, x fixed"])
+@pytest.mark.parametrize("op", ["linear", "grouped_linear", "mlp_block", "moe_block"])
+def test_workspace_covers_rounded_activations(op: str, storage: str, tokens: int) -> None:
+    x, stream, gain = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16), torch.zeros(tokens, HIDDEN), torch.ones(HIDDEN)
+    experts = 8 if op in ("grouped_linear", "moe_block") else 0
+    up, of_up = rounding(storage, 2 * SHARED, HIDDEN, experts)
+    down, of_down = rounding(storage, HIDDEN, SHARED, experts)
+    static: dict[str, Any]
+    inputs: tuple[Any, ...]
+    kernel: Any
+    if op == "linear":
+        kernel, inputs = StoredLinear(HostDevice(0), ABLE), (x, up)
+        static = {"weight": of_up, "rows": 2 * SHARED, "columns": HIDDEN, "dtype": "bfloat16", "out": "bfloat16"}
+    elif op == "grouped_linear":
+        kernel = TritonGroupedLinear(HostDevice(0), ABLE)
+        inputs = (x, up, torch.zeros(tokens, TOP, dtype=torch.int32))
+        static = {"weight": of_up, "experts": experts, "rows": 2 * SHARED, "columns": HIDDEN, "dtype": "bfloat16"}
+    elif op == "mlp_block":
+        kernel, inputs = TritonMlpBlock(HostDevice(0), ABLE), (x, stream, MLPWeights(gain, up, down))
+        static = {**COMMON, "inner": SHARED, "activation": "silu", "post_norm": False, "gate_up": of_up,
+                  "down": of_down}  # fmt: skip
+    else:
+        kernel = TritonMoeBlock(HostDevice(0), ABLE)
+        moe = MoEWeights(
+            norm=gain, router=packed(experts, HIDDEN), gate_up=up, down=down, copies=torch.ones(experts).int(),
+            slots=torch.zeros(experts, 1, dtype=torch.int32),
+        )  # fmt: skip
+        inputs = (x, stream, moe)
+        static = {
+            **COMMON, "experts": experts, "top": TOP, "groups": 1, "top_groups": 1, "group_best": 1, "scale": 1.0,
+            "scoring": "softmax", "renormalize": True, "inner": SHARED, "activation": "silu", "alpha": 1.0,
+            "limit": 0.0, "router_weight_on_input": False, "post_norm": False, "shared_inner": 0,
+            "shared_gate": None, "gate_up": of_up, "down": of_down,
+        }  # fmt: skip
+    taken, named = measured(kernel, static, tokens, inputs)
+    assert taken <= named + (32 << 10), f"it takes {taken} bytes and names {named}"
+    if tokens == 512:
+        assert named <= 1.6 * taken + (1 << 20), f"it names {named} bytes and takes {taken}"

@@ -150,7 +150,7 @@ def test_formats_that_the_kernels_cannot_read_are_refused() -> None:
 
     for one, said in (
         (piece, "whole groups"), (changed(zero="int8"), "zero points"), (changed(scale="float32"), "scales"),
-        (changed(group=48), "groups"), (changed(activation="int8"), "activations"),
+        (changed(group=48), "groups"), (changed(group_out=2), "several rows"),
         (WeightPart("p", 16, 64, QuantFormat("bfloat16")), "bfloat16"),
         (random_part("e4m3 by row", 16, 256, draw), "float8_e4m3fn"),
     ):  # fmt: skip

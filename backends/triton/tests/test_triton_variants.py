@@ -16,7 +16,7 @@ from evener_conformance.distributions import write_distribution
 from evener_conformance.naive.model import find_architecture
 from evener_inspection.tuning.tuner import tune
 from evener_kernels_triton.tuning import Tuning
-from evener_kernels_triton.variants import combined, products
+from evener_kernels_triton.variants import combined, products, rounded_products
 
 LARGE = Tuning(132, 227 << 10, True)
 CHIP = DeviceCapabilities(dtypes=frozenset({"bfloat16"}))
@@ -38,6 +38,20 @@ def test_a_product_has_a_few_other_sizes_that_differ_from_its_rule_and_fit_into_
         p = LARGE.with_changes(variant).skinny(tokens, rows, columns, 2)
         if tokens > 1 and "library" not in variant:
             assert p != own and p.stages * (p.m + p.n) * p.k * 2 <= LARGE.shared
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(6144, 4096), (24576, 4096), (4096, 12288), (48, 64)])
+@pytest.mark.parametrize("tokens", [32, 64, 512])
+def test_products_of_rounded_activations_have_a_few_other_sizes(tokens: int, rows: int, columns: int) -> None:
+    call = OpCall("linear", {"dtype": "bfloat16"}, Bucket(tokens // 2 + 1, tokens), CHIP)
+    offered = rounded_products(LARGE, call, rows, columns)
+    assert 2 <= len(offered) <= 7
+    own = LARGE.rounded(tokens, rows, columns, 128)
+    for variant in offered:
+        p = LARGE.with_changes(variant).rounded(tokens, rows, columns, 128)
+        assert p != own and p.stages * (p.m + p.n) * p.k <= LARGE.shared
+    narrow = LARGE.with_changes({"k": 128}).rounded(tokens, rows, columns, 64)
+    assert narrow.k == 64, "no more columns than share a scale"
 
 
 def test_parts_of_a_composite_change_alone_and_together() -> None:

@@ -17,13 +17,17 @@ from evener.contracts.quant import (
     Packing,
     QuantFormat,
     QuantScheme,
+    Rounding,
     WeightPart,
 )
 from evener.errors import CheckpointError
 from evener.loading.scheme import Unquantized
 from evener.ops.parts import load_reference
 from evener.ops.reference.linear import PLAIN
+from evener.ops.reference.rounding import rounded
 from evener.ops.schemas import BUILTIN, PRIMITIVES
+from evener_conformance.kit import formats as kit_formats
+from evener_conformance.kit.cases import blocks as kit_blocks
 from evener_conformance.kit.cases.blocks import (
     GROUPED,
     SCALED,
@@ -465,3 +469,102 @@ def test_a_plain_packing_is_right() -> None:
     found = list(kernel_results(CHECK, reference, SCHEMAS["linear"], HostDevice(0), ["float32", "bfloat16"], 3))
     assert reference.packings == (PLAIN,) and failures(found) == ""
     assert any(r.outcome == "not applicable" for r in found) and any(r.outcome == "passed" for r in found)
+
+
+Round = Callable[[torch.Tensor, Rounding, "torch.Tensor | None"], torch.Tensor]
+
+
+class RoundsActivations(Widening):
+    """A kernel that rounds the activations of more than 16 tokens with ``how``; ``says``: what ``rounds`` answers."""
+
+    def __init__(self, op: str, how: Round, says: bool = True) -> None:
+        super().__init__(op, Stored())
+        self._how, self._says = how, says
+
+    def rounds(self, call: OpCall, weight: str) -> bool:
+        return self._says and call.bucket.high > 16
+
+    def build(self, call: OpCall) -> OpFunction:
+        exact, form = super().build(call), call.static["weight"].parts[0].format.activation
+
+        def run(x: torch.Tensor, weight: PackedWeight, *rest: Any) -> Any:
+            if form is None or call.bucket.high <= 16 or not len(x):
+                return exact(x, weight, *rest)
+            matrices = [weight.data] if self.op == "linear" else list(weight.data)
+            scales = [part.tensors["activation_scale"] for each in matrices for part in each.parts if form.group < 0]
+            near = self._how(x, form, torch.stack(scales).max() if scales else None)
+            return exact(near.to(x.dtype), weight, *rest)
+
+        return run
+
+
+def rounding_results(op: str, how: Round, says: bool, monkeypatch: pytest.MonkeyPatch) -> list[CaseResult]:
+    """Results of the kit's cases whose activations may be rounded."""
+    names = tuple(name for name, form in SCALED.items() if form.activation is not None)
+    monkeypatch.setattr(kit_formats, "STORAGES", names)
+    monkeypatch.setattr(kit_blocks, "STORAGES", names)
+    monkeypatch.setattr(kit_blocks, "MIXES", ((names[0],) * 2, (names[2],) * 2))
+    kernel = RoundsActivations(op, how, says)
+    return list(kernel_results(CHECK, kernel, SCHEMAS[op], HostDevice(0), ["float32", "bfloat16"], 3))
+
+
+def of_the_next_token(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+    """Elements divided by their token's scale, and multiplied with that of the next."""
+    factors = x.abs().amax(1, keepdim=True) / x.roll(-1, 0).abs().amax(1, keepdim=True)
+    return rounded(x, how, scale) / factors if how.group >= 0 else rounded(x, how, scale)
+
+
+def of_the_other_group(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+    """The scales of groups, in reverse."""
+    if how.group <= 0:
+        return rounded(x, how, scale)
+    most = x.float().unflatten(1, (-1, how.group)).abs().amax(-1)
+    return rounded(x, how, scale) * (most.flip(1) / most).repeat_interleave(how.group, 1)
+
+
+def without_the_fixed_scale(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+    return rounded(x, Rounding(how.storage) if how.group < 0 else how, scale)
+
+
+def of_the_first_part(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+    """A smaller fixed scale than the largest, as that of another part is."""
+    return rounded(x, how, None if scale is None else scale * 0.9)
+
+
+def towards_zero(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+    """Integers are cut off."""
+    most = x.float().abs().amax(1, keepdim=True) / 127
+    return (x.float() / most).trunc() * most if how == Rounding("int8") else rounded(x, how, scale)
+
+
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+def test_a_kernel_that_rounds_activations_as_the_reference_passes(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rounding_results(op, rounded, True, monkeypatch)
+    assert not failures(found)
+    assert sum(r.case.startswith("37 tokens") and r.outcome == "passed" for r in found) >= 8
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught"),
+    [
+        (of_the_next_token, ("x by 128", "x by token")), (of_the_other_group, ("x by 128",)),
+        (without_the_fixed_scale, ("x fixed",)), (of_the_first_part, ("x fixed",)), (towards_zero, ("int8",)),
+    ],
+)  # fmt: skip
+def test_wrongly_rounded_activations_are_found(
+    fault: Round, caught: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = failed_cases(rounding_results("linear", fault, True, monkeypatch))
+    assert found and all(any(word in case for word in caught) for case in found)
+    for word in caught:
+        assert any(word in case and case.startswith("37 tokens") for case in found)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_kernel_that_says_otherwise_than_it_rounds_is_found(says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+        return x
+
+    found = failed_cases(rounding_results("linear", kept if says else rounded, says, monkeypatch))
+    for word in ("x by 128", "x by token", "x fixed"):
+        assert any(word in case and case.startswith("37 tokens") for case in found)

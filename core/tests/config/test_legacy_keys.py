@@ -38,6 +38,7 @@ from evener.plugins.catalog import Catalog
         ("infer.step_limit", 0, "infer.step_timeout", 0.0),
         ("keep_dtype_in_checkpoint", "True", "dtype", "auto"),
         ("float_16bit_dtype", "bfloat16", "dtype", "bfloat16"),
+        ("infer.raise_lower_bit_float_to", "bfloat16", "infer.quant_activations", "keep"),
         ("infer.op_impl", "torch", "infer.op_impl", "auto"),
         ("setting.global.tensor_para_size", 1, "infer.tp_size", 1),
         ("setting.block_manager.block_token_num", 16, "infer.block_size", 16),
@@ -58,7 +59,7 @@ def test_an_old_key_with_an_equivalent_sets_it_and_names_it(
     ("old", "why"),
     [
         ("infer.soft_fp8=True", "the device decides in which dtype"),
-        ("infer.raise_lower_bit_float_to=bfloat16", "the device decides in which dtype"),
+        ("infer.raise_lower_bit_float_to=float32", "write infer.quant_activations=keep"),
         ("scheduler.prefill_first.num_tasks=100", "there is no prefill phase"),
         ("scheduler.type=fcfs", "there is no prefill phase"),
         ("scheduler.pp_config.enforce_decode_num_tasks_max=False", "set the number: .*decode_num_tasks"),

@@ -12,7 +12,7 @@ from re import Pattern
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.contracts.checkpoint import Checkpoint, Headers
-from evener.contracts.quant import QuantScheme, WeightPart
+from evener.contracts.quant import QuantFormat, QuantScheme, Rounding, WeightPart
 from evener.errors import CheckpointError
 from evener_formats.beside import BesideScheme
 from evener_formats.gptq import Layer
@@ -29,7 +29,7 @@ _SCALED = ("float-quantized", "int-quantized", "naive-quantized")
 _PACKED = ("pack-quantized", "nvfp4-pack-quantized")
 _BITS = (4, 8)
 #: What says how activations or the KV cache were rounded.
-_UNUSED = ("input_global_scale", "input_scale", "k_scale", "v_scale")
+_UNUSED = ("input_global_scale", "k_scale", "v_scale")
 
 
 class _PartlyPacked(ScaledScheme):
@@ -47,7 +47,8 @@ class _PartlyPacked(ScaledScheme):
         packed = self.packed(name, headers)
         found = super().tensors(name, headers) if packed is None else packed.tensors(name, headers)
         stem = name.removesuffix(".weight")
-        unused = {end: f"{stem}.{end}" for end in _UNUSED} if name.endswith(".weight") else {}
+        ends = _UNUSED if packed is None and "scale" in found else (*_UNUSED, "input_scale")
+        unused = {end: f"{stem}.{end}" for end in ends} if name.endswith(".weight") else {}
         return {**found, **{end: each for end, each in unused.items() if each in headers}}
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
@@ -64,20 +65,24 @@ class _PartlyPacked(ScaledScheme):
 
     def arrange(self, part: WeightPart) -> WeightPart:
         reader = self.reader(part)
-        return part if reader is None else reader.arrange(part)
+        return super().arrange(part) if reader is None else reader.arrange(part)
+
+
+#: How a layer is named, its settings if it is packed, and how its activations are rounded.
+_Rule = tuple[str | Pattern[str] | None, Layer | None, Rounding | None]
 
 
 class CompressedTensors(_PartlyPacked):
     """``"quant_method": "compressed-tensors"``.
 
     Args:
-        rules: (how a layer is named, its settings), in the order in which they are tried: exact names, expressions, and
-            None for all layers.
+        rules: (how a layer is named, its settings, how its activations are rounded), in the order in which they are
+            tried: exact names, expressions, and None for all layers.
     """
 
     name, methods = "compressed-tensors", ("compressed-tensors",)
 
-    def __init__(self, rules: tuple[tuple[str | Pattern[str] | None, Layer | None], ...] = ()) -> None:
+    def __init__(self, rules: tuple[_Rule, ...] = ()) -> None:
         self._rules, self._floats = rules, PackedFloats("_packed", "_global_scale", divides=True)
         self._integers = PackedIntegers(cache(self._layer))
 
@@ -86,21 +91,21 @@ class CompressedTensors(_PartlyPacked):
         groups = settings.get("config_groups") or {}
         if not isinstance(groups, Mapping) or len(groups) > 10_000:
             raise CheckpointError("config.json's quantization_config has config_groups that are no map; correct it")
-        rules: list[tuple[str | Pattern[str] | None, Layer | None]] = []
+        rules: list[_Rule] = []
         formats = {str(settings.get("format"))}
         for group in groups.values():
             if not isinstance(group, Mapping):
                 raise CheckpointError("config.json's quantization_config has a config_group that is no map; correct it")
             form = str(group.get("format") or settings.get("format"))
             formats.add(form)
-            layer = _layer_of(group) if form in _PACKED[:1] else None
+            layer, how = _layer_of(group) if form in _PACKED[:1] else None, _rounding_of(group)
             targets = group.get("targets")
             for target in targets if isinstance(targets, list) else ["Linear"]:
                 text = str(target)
                 if text.startswith("re:"):
-                    rules.append((expression(text[3:], "quantization_config.config_groups"), layer))
+                    rules.append((expression(text[3:], "quantization_config.config_groups"), layer, how))
                 else:
-                    rules.append((text if "." in text else None, layer))
+                    rules.append((text if "." in text else None, layer, how))
         sparsity = settings.get("sparsity_config")
         sparse = isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense")
         unread = [f"the format {each!r}" for each in sorted(formats - {*_SCALED, *_PACKED, "mixed-precision", "None"})]
@@ -125,12 +130,20 @@ class CompressedTensors(_PartlyPacked):
             return None
         return self._floats if "whole" in part.tensors else self._integers
 
-    def _layer(self, stem: str) -> Layer:
-        for rule, layer in self._rules:
+    def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
+        return self._settings(name.removesuffix(".weight"))[1]
+
+    def _settings(self, stem: str) -> tuple[Layer | None, Rounding | None]:
+        """Those of the first rule that names a layer."""
+        for rule, layer, how in self._rules:
             if rule is None or (rule == stem if isinstance(rule, str) else rule.match(stem)):
-                if layer is None:
-                    break
-                return layer
+                return layer, how
+        return None, None
+
+    def _layer(self, stem: str) -> Layer:
+        layer, _ = self._settings(stem)
+        if layer is not None:
+            return layer
         raise CheckpointError(
             f"{stem} is stored packed, and no config_group of config.json's quantization_config says its bits and "
             "groups; use the config.json that was published with these weights"
@@ -172,7 +185,7 @@ class CompressedTensors(_PartlyPacked):
 
 
 class ModelOptScheme(_PartlyPacked):
-    """``"quant_method": "modelopt"``: FP8 with a scale for the tensor, and NVFP4."""
+    """``"quant_method": "modelopt"``: FP8 with a scale for the tensor and one for activations, and NVFP4."""
 
     name, methods = "modelopt", ("modelopt", "modelopt_fp4")
 
@@ -192,6 +205,9 @@ class ModelOptScheme(_PartlyPacked):
 
     def packed(self, name: str, headers: Headers) -> BesideScheme | None:
         return self._floats if name in headers and f"{name}_scale_2" in headers else None
+
+    def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
+        return Rounding("float8_e4m3fn", -1)
 
     def reader(self, part: WeightPart) -> BesideScheme | None:
         return self._floats if "whole" in part.tensors else None
@@ -226,6 +242,23 @@ def _layer_of(group: Mapping[str, Any]) -> Layer:
             "use the config.json that was published with these weights"
         )
     return Layer(int(bits), 0 if whole or size is None else int(size), symmetric, order in (True, "group", "dynamic"))
+
+
+def _rounding_of(group: Mapping[str, Any]) -> Rounding | None:
+    """How a config_group says that activations are rounded; None: not, or in a way that no kernel knows."""
+    found = group.get("input_activations")
+    if not isinstance(found, Mapping) or found.get("num_bits") != 8 or found.get("symmetric", True) is not True:
+        return None
+    storage = {"float": "float8_e4m3fn", "int": "int8"}.get(str(found.get("type", "int")))
+    dynamic, strategy, size = found.get("dynamic", False), found.get("strategy"), found.get("group_size")
+    if storage is None or dynamic not in (True, False):
+        return None
+    if not dynamic:
+        return Rounding(storage, -1) if strategy in (None, "tensor") else None
+    if strategy == "group":
+        return Rounding(storage, int(size)) if size is not None and _positive(size) else None
+    # A scale for each token is finer than one for all tokens of a step, which would depend on the others.
+    return Rounding(storage) if strategy in (None, "tensor", "token") else None
 
 
 def _positive(size: Any) -> bool:

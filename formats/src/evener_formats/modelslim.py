@@ -8,8 +8,9 @@ weight's scale and ``input_scale`` [1], instead of ``weight_scale``; where activ
 the bits of the float32. ``W4A8_DYNAMIC`` of older versions has two scales: ``weight_scale`` [rows, 1] and
 ``weight_scale_second`` [rows, groups]; both multiply.
 
-``input_scale``, ``input_offset``, ``quant_bias`` and ``scale_bias`` serve products of rounded activations.
-Activations are not rounded here: the results are those of the weights as stored. Imports torch only to read weights.
+Activations may be rounded with a scale for each token where the kind ends in ``_DYNAMIC``. ``input_scale``,
+``input_offset``, ``quant_bias`` and ``scale_bias`` serve products of activations rounded with a fixed offset, which are
+not computed: the results are those of the weights as stored. Imports torch only to read weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.contracts.checkpoint import Checkpoint, Headers
-from evener.contracts.quant import QuantFormat, QuantScheme, WeightPart
+from evener.contracts.quant import QuantFormat, QuantScheme, Rounding, WeightPart
 from evener.errors import CheckpointError
 from evener_formats.beside import PLAIN, Along, Axes, BesideScheme
 from evener_formats.modelslim_description import BITS, FILE, FLOAT, FLOATS, Description
@@ -149,11 +150,12 @@ class ModelSlimScheme(BesideScheme):
                 raise CheckpointError(
                     f"{roles['zero']} is not zero, and {kind} has no offsets; quantize the original model again"
                 )
-            return QuantFormat(_FLOAT8, sizes.group, scale=scale)
+            return QuantFormat(_FLOAT8, sizes.group, scale=scale, activation=Rounding(_FLOAT8))
         even = sizes.columns % 2 == 0 == sizes.group % 2
         if BITS[kind] == 4 and even and (shifted or scale in _NARROW):
             return QuantFormat("uint4", sizes.group, scale=scale, zero="uint8" if shifted else None)
-        return QuantFormat("int8", sizes.group, scale=scale, zero="int8" if shifted else None)
+        how = Rounding("int8") if kind == "W8A8_DYNAMIC" and not shifted else None
+        return QuantFormat("int8", sizes.group, scale=scale, zero="int8" if shifted else None, activation=how)
 
     def _is_shifted(self, name: str, roles: Mapping[str, str]) -> bool:
         """Whether an offset of a weight is not zero. The tensors are small: one number for a row or a group."""

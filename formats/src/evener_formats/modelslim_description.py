@@ -14,7 +14,7 @@ FILE = "quant_model_description.json"
 #: Older versions add the kind of most weights to the name.
 _PATTERN = "quant_model_description*.json"
 FLOAT = "FLOAT"
-#: Kinds of weights that are read, and bits of a number. The A is about activations, which are not rounded here.
+#: Kinds of weights that are read, and bits of a number. The A is about activations.
 BITS: Mapping[str, int] = {
     "W8A8": 8, "W8A8_DYNAMIC": 8, "W8A8_MIX": 8, "W8A16": 8, "WFP8AFP8_DYNAMIC": 8, "W4A16": 4, "W4A8_DYNAMIC": 4,
 }  # fmt: skip

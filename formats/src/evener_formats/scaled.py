@@ -3,8 +3,9 @@
 
 They store a float8 or int8 matrix ``<name>``, and the scales as ``<name>_scale_inv`` (DeepSeek V3, Qwen 3 FP8, Kimi K2:
 one for each block of 128 × 128) or ``<name>_scale`` (one for the whole matrix, for each row, or for each block). Scales
-multiply. A checkpoint may also say how activations were rounded when it was made (``input_scale``, int8). They are not
-rounded here: the results are those of the weights as stored, with exact activations. Imports torch only to dequantize.
+multiply. The config may also say how activations are to be rounded, with scales of each token (dynamic) or with
+``input_scale`` (static), which becomes the ``activation`` of formats. With zero points of activations they are not
+rounded: the results are those of the weights as stored, with exact activations. Imports torch only to dequantize.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from evener.contracts.checkpoint import Headers
-from evener.contracts.quant import DTYPE_BYTES, QuantFormat, QuantScheme, WeightPart, plain
+from evener.contracts.checkpoint import Checkpoint, Headers
+from evener.contracts.quant import DTYPE_BYTES, QuantFormat, QuantScheme, Rounding, WeightPart, plain
 from evener.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ _SCALES: Mapping[str, float] = {**{dtype: DTYPE_BYTES[dtype] for dtype in _PLAIN
 #: Rows or columns of a block, the usual one first. All are powers of two, so that a shape fits one of them only.
 _BLOCKS = (128, 64, 32, 16, 256)
 _SUFFIXES = ("_scale_inv", "_scale")
-#: What says how activations were rounded, beside a weight.
-_UNUSED = ("input_scale", "input_scale_ub", "input_zero_point")
+#: What says how activations were rounded, beside a weight: a fixed scale, and what is not used.
+_FIXED, _UNUSED = "input_scale", ("input_scale_ub", "input_zero_point")
 #: Elements that are dequantized at a time, so that the float32 copy stays small.
 _SLICE = 1 << 22
 
@@ -47,9 +48,16 @@ class ScaledScheme(QuantScheme):
         scale = next((name + suffix for suffix in _SUFFIXES if name + suffix in headers), None)
         if scale is None:
             return {"weight": name}
-        # Read and not used; without a role they would be tensors that belong to no weight.
-        unused = {end: f"{name.removesuffix('.weight')}.{end}" for end in _UNUSED}
-        return {"weight": name, "scale": scale, **{end: each for end, each in unused.items() if each in headers}}
+        # Without a role they would be tensors that belong to no weight.
+        stem = name.removesuffix(".weight")
+        beside = {"activation_scale": f"{stem}.{_FIXED}", **{end: f"{stem}.{end}" for end in _UNUSED}}
+        return {"weight": name, "scale": scale, **{role: each for role, each in beside.items() if each in headers}}
+
+    def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
+        """How activations may be rounded before products with the weight ``name``, as the config says. A fixed scale
+        may be missing."""
+        del name, form
+        return None
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         if name not in headers:
@@ -82,7 +90,30 @@ class ScaledScheme(QuantScheme):
                 "with symmetric quantization"
             )
         rows, columns = shape[stack:]
-        return WeightPart(name, rows, columns, form)
+        return WeightPart(name, rows, columns, self._with_rounding(name, form, roles, headers, rows * columns))
+
+    def _with_rounding(
+        self, name: str, form: QuantFormat, roles: Mapping[str, str], headers: Headers, count: int
+    ) -> QuantFormat:
+        """The format with what ``rounding`` says, if all that it needs is there."""
+        how, fixed = self.rounding(name, form), headers.get(roles.get("activation_scale", ""))
+        if how is None or "input_zero_point" in roles or (how.group < 0 and fixed is None):
+            return form
+        if fixed is not None and (fixed[0] not in _PLAIN or math.prod(fixed[1]) != 1):
+            raise CheckpointError(
+                f"{roles['activation_scale']} is stored as {fixed[0]} {list(fixed[1])}; a scale of activations is one "
+                f"number in {', '.join(_PLAIN)}; fetch the files again"
+            )
+        return replace(form, activation=how)
+
+    def arrange(self, part: WeightPart) -> WeightPart:
+        how = part.format.activation
+        if how is not None and how.group < 0 and not float(part.tensors["activation_scale"]) > 0:
+            raise CheckpointError(
+                f"the input_scale of {part.name} is {float(part.tensors['activation_scale']):g}, and a scale is more "
+                "than zero; fetch the files again"
+            )
+        return part
 
     def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
         import torch
@@ -152,9 +183,25 @@ class ScaledScheme(QuantScheme):
 
 
 class Fp8Scheme(ScaledScheme):
-    """``"quant_method": "fp8"``, and Meta's ``"fbgemm_fp8"``."""
+    """``"quant_method": "fp8"``, and Meta's ``"fbgemm_fp8"``, whose upper bound of activations no kernel knows.
+
+    Args:
+        activations: "dynamic" or "static", as the config says; other words: they are not rounded.
+    """
 
     name, methods = "fp8", ("fp8", "fbgemm_fp8")
+
+    def __init__(self, activations: str = "") -> None:
+        self._activations = activations
+
+    def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
+        settings = config["quantization_config"]
+        return Fp8Scheme(str(settings.get("activation_scheme")) if settings["quant_method"] == "fp8" else "")
+
+    def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
+        if self._activations == "static":
+            return Rounding(_STORED[0], -1)
+        return Rounding(_STORED[0], max(0, form.group)) if self._activations == "dynamic" else None
 
 
 def _format(dtype: str, shape: tuple[int, ...], scale: str, scales: tuple[int, ...]) -> QuantFormat | None:

@@ -67,6 +67,7 @@ def explain(config: Config) -> dict[str, Any]:
         "attention": [row for row in manifest["ops"] if row["op"] == "attention"],
         "packings": manifest["packings"],
         "dequantized": manifest["dequantized"],
+        "activations": manifest["activations"],
         "communicator": _communicator(a),
         "graphs": {"package": None if offer is None else offer.package, "reason": graphs},
         "memory": {**plan.to_json(), "lines": [*plan.lines(), *_scratch(a, *largest)]},

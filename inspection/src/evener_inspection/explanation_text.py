@@ -48,7 +48,7 @@ def _header_lines(found: dict[str, Any]) -> Iterator[str]:
         )
         yield from (f"              not {each['provider']}: {each['reason']}" for each in group["refused"])
     yield "packings:     " + (", ".join(f"{n} x {layout}" for layout, n in found["packings"].items()) or "none")
-    yield from (f"              {line}" for line in found["dequantized"])
+    yield from (f"              {line}" for line in [*found["dequantized"], *found["activations"]])
     own = found["communicator"]
     who = own["package"] or "torch.distributed"
     yield f"communicator: {who}" if own["used"] else "communicator: none, there is one rank"

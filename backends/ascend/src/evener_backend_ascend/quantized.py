@@ -1,5 +1,6 @@
-"""Linear layers over int8 weights: ``npu_quant_matmul`` where the format quantizes activations too, otherwise
-``npu_weight_quant_batchmatmul``; and experts, by forms of ``npu_grouped_matmul``."""
+"""Linear layers over int8 weights: ``npu_quant_matmul`` where the format lets activations be rounded to int8 with a
+scale a token and the chip has it, otherwise ``npu_weight_quant_batchmatmul``; and experts, by forms of
+``npu_grouped_matmul``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from evener.contracts.ops import OpCall, OpFunction
-from evener.contracts.quant import PackedWeight, Packing, QuantFormat, WeightPart
+from evener.contracts.quant import PackedWeight, Packing, QuantFormat, Rounding, WeightPart
 from evener_backend_ascend import calls
 from evener_backend_ascend.chip import INT8_EXPERTS, refusal
 from evener_backend_ascend.kernels import NpuGroupedLinear, NpuKernel
@@ -46,8 +47,6 @@ class Int8Rows(Packing):
             return f"holds int8 codes with float scales and no zero points, and this is stored as {form.storage}"
         if (form.group, form.group_out) != (0, 1):
             return f"has one scale a row, and {form.group} columns x {form.group_out} rows share one here"
-        if form.activation not in (None, "int8"):
-            return f"quantizes activations to int8, not to {form.activation}"
         rows, columns = sum(part.rows for part in parts), parts[0].columns
         if max(rows, columns) > _LONGEST:
             return f"has no kernel for {rows} x {columns}: at most {_LONGEST} each"
@@ -87,10 +86,11 @@ class NpuInt8Linear(NpuKernel):
     packings = (Int8Rows(),)
 
     def _unsupported(self, call: OpCall) -> str | None:
-        if _quantizes(call) and (why := refusal(call.device.variant, "npu_quant_matmul")):
-            return f"{why} with a scale for each token"
         given, wanted = call.static["dtype"], call.static["out"]
         return None if given == wanted else f"gives {given}, not {wanted}"
+
+    def rounds(self, call: OpCall, weight: str) -> bool:
+        return _quantizes(call)
 
     def workspace(self, call: OpCall) -> int:
         # The activations in one piece and as codes, their scales, and the weight's scales in the activations' dtype.
@@ -117,6 +117,9 @@ class NpuInt8GroupedLinear(NpuGroupedLinear):
         dtype = call.static["dtype"]
         return super()._unsupported(call) if dtype in _HALVES else f"computes in {' or '.join(_HALVES)}, not in {dtype}"
 
+    def rounds(self, call: OpCall, weight: str) -> bool:
+        return _quantizes(call)
+
     def product(self, call: OpCall) -> Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]:
         function = calls.grouped_int8_matmul if _quantizes(call) else calls.grouped_int8_weight_matmul
 
@@ -128,4 +131,5 @@ class NpuInt8GroupedLinear(NpuGroupedLinear):
 
 def _quantizes(call: OpCall) -> bool:
     """Whether activations are rounded to int8."""
-    return call.static["weight"].parts[0].format.activation is not None
+    how = call.static["weight"].parts[0].format.activation
+    return how == Rounding("int8") and refusal(call.device.variant, "npu_quant_matmul") is None

@@ -45,8 +45,8 @@ def refusal(part: WeightPart) -> str | None:
         return "reads act-order in groups of columns, not in whole rows"
     if part.columns % UNIT:
         return f"{part.columns} columns are not a multiple of {UNIT}"
-    if form.activation is not None or form.order not in ("row", "act") or form.zero not in (None, _ZEROS[form.storage]):
-        return "does not know rounded activations, these zero points, or this order of columns"
+    if form.order not in ("row", "act") or form.zero not in (None, _ZEROS[form.storage]):
+        return "does not know these zero points, or this order of columns"
     return None
 
 

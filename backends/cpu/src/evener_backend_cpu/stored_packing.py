@@ -40,8 +40,8 @@ class StoredPacking(SegmentPacking):
             return f"reads {', '.join(KINDS)}, not {form.storage}"
         if form.scale not in _SCALES:
             return f"reads scales in {', '.join(_SCALES)}, not {form.scale}"
-        if form.zero is not None or form.order != "row" or form.activation is not None:
-            return "does not know zero points, orders of columns, or rounded activations"
+        if form.zero is not None or form.order != "row":
+            return "does not know zero points or orders of columns"
         return None
 
     def _quantized_bytes(self, part: WeightPart) -> int:

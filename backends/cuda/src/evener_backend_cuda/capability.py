@@ -21,7 +21,7 @@ def capabilities(capability: tuple[int, int], units: int, shared: int) -> Device
     native = {"float32", "float16"} | ({"bfloat16"} if capability >= _BF16 else set())
     features = {f"units:{units}", f"shared:{shared}"}
     if capability >= _BF16:
-        features.add("ptx")
+        features |= {"ptx", "int8"}
     if capability >= _FP8:
         features.add("fp8")
     if capability >= _OVERLAP:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -21,6 +22,7 @@ from evener_backend_cuda.deep_gemm import DeepGemmGroupedLinear, DeepGemmLinear
 from evener_backend_cuda.flash_attention import FlashAttentionState
 from evener_backend_cuda.flash_mla import FlashMLAState
 from evener_backend_cuda.flashinfer_attention import FlashInferState
+from evener_backend_cuda.scaled import scaled_features
 from evener_backend_parts.gpu import GpuDevice, gpu_graphs
 
 
@@ -37,6 +39,8 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
     """The visible GPU with this index."""
     p: Any = torch.cuda.get_device_properties(index)
     can = capabilities((p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin)
+    if "fp8" in can.features:
+        can = replace(can, features=can.features | scaled_features(torch.device("cuda", index)))
     return CudaDevice("cuda", index, can)
 
 

@@ -15,9 +15,10 @@ from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.heads import norm_rotary_write_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
-from evener_kernels_triton.kernel import ACTIVATIONS, TritonKernel, rotation_refusal
+from evener_kernels_triton.kernel import ACTIVATIONS, rotation_refusal
 from evener_kernels_triton.linear import (
     Matrix,
+    ProductKernel,
     gemv,
     is_stored,
     persistent_gemv,
@@ -27,8 +28,9 @@ from evener_kernels_triton.linear import (
 )
 from evener_kernels_triton.packed import PACKED
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
+from evener_kernels_triton.rounded import act_round, norm_round, rounded_product, rounds
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
-from evener_kernels_triton.stored import STORED
+from evener_kernels_triton.stored import STORED, StoredMatrix
 from evener_kernels_triton.tuning import Tuning, power_of_two
 from evener_kernels_triton.variants import combined
 
@@ -70,12 +72,22 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
         wide = project(y, w, bias)
         return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), after
 
+    def rounding(
+        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: StoredMatrix, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        rows, total, _ = norm_round(tuning, x, residual, norm, eps, offset, dtype, w)
+        wide = rounded_product(tuning, dtype, rows, w, bias)
+        made = act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide
+        return made, x.float() if total is None else total
+
+    if rounds(tuning, call.bucket.high, weight):
+        return rounding
     halves = 2 if activation else 1
     fits = tuning.persistent_gemv(weight.rows // halves, s["hidden"], halves) is not None and not is_stored(weight)
     return one if call.bucket.high == 1 and fits else some
 
 
-class _Composite(TritonKernel):
+class _Composite(ProductKernel):
     """Base of the kernels below."""
 
     packings = (PLAIN, STORED, PACKED)
@@ -230,12 +242,19 @@ class TritonMlpBlock(_Composite):
     def build(self, call: OpCall) -> OpFunction:
         tuning, s = self.tuning.with_changes(call.variant), cast(MLPStatic, call.static)
         dtype = getattr(torch, s["dtype"])
-        enter = enter_rows(tuning.part("enter"), call, s["gate_up"], s["activation"])
+        act, rounding = s["activation"], rounds(tuning, call.bucket.high, s["down"])
+        enter = enter_rows(tuning.part("enter"), call, s["gate_up"], "" if rounding else act)
         project = project_rows(tuning.part("project"), call, dtype, s["down"])
 
+        def leave(wide: torch.Tensor, w: MLPWeights) -> torch.Tensor:
+            if not rounding:
+                return project(wide, w.down.data, w.down_bias)
+            rows = act_round(tuning, wide, wide.shape[1] // 2, act, w.down.data)
+            return rounded_product(tuning.part("project"), dtype, rows, w.down.data, w.down_bias)
+
         def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
-            inner, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias)
-            x = project(inner, w.down.data, w.down_bias)
+            wide, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias)
+            x = leave(wide, w)
             if s["post_norm"]:
                 assert w.post_norm is not None, "declared with the flag"
                 x, _ = norm_rows(tuning, x, None, w.post_norm, s["eps"], s["offset"], dtype)

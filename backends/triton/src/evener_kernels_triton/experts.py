@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from evener_kernels_triton.jit.routing import list_kernel, route_kernel, score_k
 from evener_kernels_triton.kernel import ACTIVATIONS, PRECISION, TritonKernel
 from evener_kernels_triton.linear import (
     Matrix,
+    ProductKernel,
     few_tokens_linear,
     gemv,
     is_packed,
@@ -37,9 +39,17 @@ from evener_kernels_triton.linear import (
 from evener_kernels_triton.packed import PACKED, PackedMatrix, segments_of
 from evener_kernels_triton.packed_experts import ExpertAssignment, packed_grouped
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
+from evener_kernels_triton.rounded import RoundedRows, norm_round, rounding_bytes, rounds
+from evener_kernels_triton.rounded_experts import rounded_grouped
 from evener_kernels_triton.stored import STORED, pieces
 from evener_kernels_triton.tuning import SingleToken, Tuning, power_of_two
-from evener_kernels_triton.variants import combined, gemv_variants, grouped_variants, persistent_gemv_variants
+from evener_kernels_triton.variants import (
+    combined,
+    gemv_variants,
+    grouped_variants,
+    persistent_gemv_variants,
+    rounded_grouped_variants,
+)
 
 #: Up to this many tokens, every program searches all choices for its own instead of reading a list; no tile is smaller.
 MAX_DIRECT_TOKENS = 16
@@ -208,7 +218,15 @@ class TritonRoute(TritonKernel):
         return run
 
 
-class TritonGroupedLinear(TritonKernel):
+Stack = Callable[..., torch.Tensor]
+
+
+def project_pairs(tuning: Tuning, call: OpCall, weight: LinearWeight) -> Stack:
+    """``grouped`` or ``rounded_grouped`` for a token bucket and a stack, with these sizes."""
+    return partial(rounded_grouped if rounds(tuning, call.bucket.high, weight) else grouped, tuning)
+
+
+class TritonGroupedLinear(ProductKernel):
     """Pairs are sorted by matrix, then one launch covers all matrices with pairs; very many pairs go in parts."""
 
     op = "grouped_linear"
@@ -219,6 +237,7 @@ class TritonGroupedLinear(TritonKernel):
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, rows = self.tuning, call.static["rows"]
+        project = project_pairs(tuning, call, call.static["weight"])
 
         def run(
             x: torch.Tensor, weight: PackedWeight, slots: torch.Tensor, bias: torch.Tensor | None = None
@@ -230,7 +249,7 @@ class TritonGroupedLinear(TritonKernel):
                 for some, mine, out in zip(*parts, strict=True):
                     # Here a row may name the same matrix twice, so one list may get all pairs.
                     work = sort(tuning, mine, weight.data.shape[0], mine.numel())
-                    grouped(tuning, some, weight.data, out.view(-1, rows), work, share=True, bias=bias)
+                    project(some, weight.data, out.view(-1, rows), work, share=True, bias=bias)
                     del work  # before the next
             return y
 
@@ -240,7 +259,10 @@ class TritonGroupedLinear(TritonKernel):
         # The call does not say how many matrices a row names.
         matrices = call.static["experts"]
         pairs = min(call.bucket.high * max(matrices, MAX_MATRICES_PER_ROW), MAX_PAIRS)
-        return int(4 * matrices * (pairs + 1))
+        weight, rounded = call.static["weight"], 0
+        if self.rounds(call, "weight"):
+            rounded = rounding_bytes(call.bucket.high, weight.columns, weight.parts[0].format)
+        return int(4 * matrices * (pairs + 1)) + rounded
 
 
 class TritonMixExperts(TritonKernel):
@@ -262,6 +284,16 @@ def _act_order(weight: LinearWeight) -> str | None:
     return "gathers no columns in act-order for each matrix" if act else None
 
 
+def _rounding_bytes(tuning: Tuning, call: OpCall, s: MoEStatic) -> int:
+    """Bytes of rounded activations of the larger of the experts' products."""
+    tokens = call.bucket.high
+    found = [
+        rounding_bytes(pairs, weight.columns, weight.parts[0].format)
+        for weight, pairs in ((s["gate_up"], tokens), (s["down"], tokens * s["top"])) if rounds(tuning, tokens, weight)
+    ]  # fmt: skip
+    return max(found, default=0)
+
+
 def _too_many_experts(call: OpCall) -> str | None:
     places = Choice.of(cast(RouteStatic, call.static)).places
     return None if places <= MAX_EXPERTS else f"routes among at most {MAX_EXPERTS} experts"
@@ -277,7 +309,7 @@ def _shared_weights(s: MoEStatic) -> list[LinearWeight]:
 Experts = Callable[[torch.Tensor, MoEWeights], torch.Tensor]
 
 
-class TritonMoeBlock(TritonKernel):
+class TritonMoeBlock(ProductKernel):
     """One token: norm and router, then the rows of its experts in one pass. More tokens: sorted by expert."""
 
     op = "moe_block"
@@ -307,6 +339,7 @@ class TritonMoeBlock(TritonKernel):
         wide = 3 * s["shared_inner"], s["hidden"] * bool(s["shared_inner"]) + s["top"] * (s["inner"] + s["hidden"])
         tuning = self.tuning.with_changes(call.variant)
         sums = max((product_bytes(tuning, call, w) for w in _shared_weights(s)), default=0)
+        sums += _rounding_bytes(self.tuning, call, s)
         return int(tokens * ((s["hidden"] + max(wide)) * size + 4 * s["experts"])) + sums
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
@@ -316,9 +349,11 @@ class TritonMoeBlock(TritonKernel):
             return []
         if call.bucket.high == 1 and single_token is not None:
             return combined({"up": persistent_gemv_variants(single_token.up), "down": gemv_variants(single_token.down)})
-        sizes = (up.rows // 2, up.columns, 2), (down.rows, down.columns, 1)
-        each = (grouped_variants(tuning, call, up.experts, *of) for of in sizes)
-        return combined(dict(zip(("up", "down"), each, strict=True)))
+        tried = dict[str, Sequence[Variant]]()
+        for part, weight, halves in (("up", up, 2), ("down", down, 1)):
+            rule = rounded_grouped_variants if rounds(tuning, call.bucket.high, weight) else grouped_variants
+            tried[part] = rule(tuning, call, up.experts, weight.rows // halves, weight.columns, halves)
+        return combined(tried)
 
     def build(self, call: OpCall) -> OpFunction:
         tuning, s = self.tuning.with_changes(call.variant), cast(MoEStatic, call.static)
@@ -353,6 +388,9 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
 
     names = ("shared_gate_up", "shared_down", "shared_gate")
     declared = {name: s[name] for name in names if s["shared_inner"]}  # type: ignore[literal-required]
+    rounding = rounds(tuning, call.bucket.high, s["gate_up"])
+    gate_up = project_pairs(tuning.part("up"), call, s["gate_up"])
+    down = project_pairs(tuning.part("down"), call, s["down"])
     projects = {name: project_rows(tuning, call, dtype, w) for name, w in declared.items() if w is not None}
 
     def project(name: str, x: torch.Tensor, weight: PackedWeight | None) -> torch.Tensor:
@@ -360,7 +398,14 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
         return projects[name](x, weight.data, None)
 
     def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        y, total = norm_rows(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype)
+        given: torch.Tensor | RoundedRows
+        if rounding:
+            given, total, y = norm_round(
+                tuning, x, residual, w.norm, s["eps"], s["offset"], dtype, w.gate_up.data, keep=True
+            )
+        else:
+            y, total = norm_rows(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype)
+            given = y
         assert total is not None, "there is a residual"
         tokens = y.shape[0]
         if not tokens:
@@ -385,9 +430,9 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
         )  # fmt: skip
         work = ExpertAssignment(slots, lists, counts)
         inside = torch.empty(tokens * top, inner, dtype=dtype, device=y.device)
-        grouped(tuning.part("up"), y, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
+        gate_up(given, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
         down_output = torch.empty(tokens * top, hidden, dtype=dtype, device=y.device)
-        grouped(tuning.part("down"), inside, w.down.data, down_output, work, share=False, bias=w.down_bias)
+        down(inside, w.down.data, down_output, work, share=False, bias=w.down_bias)
         return mix(tuning, down_output.view(tokens, top, hidden), weights, slots=slots, extra=extra, gate=gate), total
 
     return run

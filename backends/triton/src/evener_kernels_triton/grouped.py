@@ -17,8 +17,8 @@ _MIDDLE = 8
 def group_form(part: WeightPart) -> PackedForm | str:
     """The form of a part, or why there is none."""
     form = part.format
-    if form.activation is not None or form.group_out != 1:
-        return "does not know rounded activations, or scales of several rows"
+    if form.group_out != 1:
+        return "does not know scales of several rows"
     if form.order not in ("row", "act") or (form.groups and form.groups != -(-part.columns // max(1, form.group))):
         return "reads columns in the order of their groups, or whole groups in act-order"
     if form.zero not in (None, "uint8"):

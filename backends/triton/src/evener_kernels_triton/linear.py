@@ -21,9 +21,10 @@ from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.packed import PACKED, PackedMatrix
 from evener_kernels_triton.packed_linear import packed_bytes, packed_linear, unpacked, unpacked_bytes
 from evener_kernels_triton.primitives import rows_of
+from evener_kernels_triton.rounded import rounded_bytes, rounded_linear, rounds
 from evener_kernels_triton.stored import STORED, Form, StoredMatrix, pieces
 from evener_kernels_triton.tuning import Product, Sizes, Tuning, memoized
-from evener_kernels_triton.variants import packed_products, products, stored_products
+from evener_kernels_triton.variants import packed_products, products, rounded_products, stored_products
 
 #: The data of a linear weight, in one of this package's layouts.
 Matrix = torch.Tensor | StoredMatrix | PackedMatrix
@@ -245,6 +246,8 @@ Project = Callable[[torch.Tensor, Matrix, "torch.Tensor | None"], torch.Tensor]
 def project_rows(tuning: Tuning, call: OpCall, out: torch.dtype, weight: LinearWeight) -> Project:
     """The linear function for a token bucket and a weight."""
     stored = is_stored(weight)
+    if rounds(tuning, call.bucket.high, weight):
+        return partial(rounded_linear, tuning, out)
     if tuning.uses_own_product(call.bucket.high, weight.rows, stored):
         return partial(few_tokens_linear, tuning, out)
     return partial(dequantized_linear, tuning, out) if stored else partial(library_linear, out)
@@ -263,6 +266,8 @@ def is_packed(weight: LinearWeight) -> bool:
 def product_bytes(tuning: Tuning, call: OpCall, weight: LinearWeight) -> int:
     """Bytes that the product with ``weight`` needs besides its result: partial sums, or a copy of stored elements."""
     stored, element = is_stored(weight), getattr(torch, call.static["dtype"]).itemsize
+    if rounds(tuning, call.bucket.high, weight):
+        return rounded_bytes(tuning, call.bucket.high, weight)
     if stored and not tuning.uses_own_product(call.bucket.high, weight.rows, stored):
         again = unpacked_bytes(weight.parts, element) if is_packed(weight) else 0
         return dequantized_bytes(call, weight.rows, weight.columns) + again
@@ -275,6 +280,8 @@ def product_variants(tuning: Tuning, call: OpCall, weight: LinearWeight, halves:
     """Variants of the product with ``weight``; ``halves`` as in ``products``."""
     if is_packed(weight):
         return packed_products(tuning, call, weight.parts)
+    if rounds(tuning, call.bucket.high, weight):
+        return rounded_products(tuning, call, weight.rows, weight.columns)
     if is_stored(weight):
         return stored_products(tuning, call, weight.rows, weight.columns)
     return products(tuning, call, weight.rows, weight.columns, halves)
@@ -333,7 +340,14 @@ class LibraryLinear(TritonKernel):
         return run
 
 
-class StoredLinear(TritonKernel):
+class ProductKernel(TritonKernel):
+    """A kernel whose products with stored weights are those of ``project_rows``."""
+
+    def rounds(self, call: OpCall, weight: str) -> bool:
+        return rounds(self.tuning, call.bucket.high, call.static[weight])
+
+
+class StoredLinear(ProductKernel):
     """Weights that are no plain numbers: read as they are stored, or for many tokens from a copy in the compute
     dtype."""
 
@@ -346,7 +360,8 @@ class StoredLinear(TritonKernel):
         self.name = "triton.stored_linear"
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
-        return None if self._few(call) else library_refusal(call)
+        few = self._few(call) or self.rounds(call, "weight")
+        return None if few else library_refusal(call)
 
     def _few(self, call: OpCall) -> bool:
         tuning = self.tuning.with_changes(call.variant)
@@ -354,7 +369,7 @@ class StoredLinear(TritonKernel):
 
     def workspace(self, call: OpCall) -> int:
         own = product_bytes(self.tuning.with_changes(call.variant), call, call.static["weight"])
-        return own if self._few(call) else own + library_workspace(call)
+        return own if self._few(call) or self.rounds(call, "weight") else own + library_workspace(call)
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         return product_variants(self.tuning, call, call.static["weight"])
@@ -362,10 +377,10 @@ class StoredLinear(TritonKernel):
     def build(self, call: OpCall) -> OpFunction:
         tuning = self.tuning.with_changes(call.variant)
         out = getattr(torch, call.static.get("out", call.static["dtype"]))
-        product = few_tokens_linear if self._few(call) else dequantized_linear
+        product = project_rows(tuning, call, out, call.static["weight"])
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return product(tuning, out, x, weight.data, bias)
+            return product(x, weight.data, bias)
 
         return run
 

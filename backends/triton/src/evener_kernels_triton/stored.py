@@ -1,18 +1,19 @@
 """Weights of one byte an element (float8, int8) with scales, as they are stored.
 
 The kernels convert an element to the compute dtype, which holds it exactly, sum the products of a block in float32, and
-multiply the sum by the block's scale. Activations are not rounded.
+multiply the sum by the block's scale. Where the format allows it and the device multiplies such elements, products of
+many tokens are those of rounded activations (``rounded``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from evener.contracts.quant import PackedWeight, Packing, QuantFormat, WeightPart
+from evener.contracts.quant import PackedWeight, Packing, QuantFormat, Rounding, WeightPart
 from evener_kernels_triton.kernel import DTYPES
 
 #: Kinds of elements, by ``QuantFormat.storage``.
@@ -52,11 +53,16 @@ class StoredMatrix:
         elements: uint8 (float8) or int8 [rows, columns], or [matrices, rows, columns].
         scales: float32 [rows / form.high, blocks] on the same device, rounded up; a stack's has one more axis before.
         form: how it is stored.
+        activation: how activations may be rounded.
+        fixed: the scale that they then have, float32 [1], or the same one for each matrix; None: they have scales of
+            their own.
     """
 
     elements: torch.Tensor
     scales: torch.Tensor
     form: Form
+    activation: Rounding | None = None
+    fixed: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -64,7 +70,8 @@ class StoredMatrix:
         return self.elements.shape
 
     def __getitem__(self, index: int) -> StoredMatrix:
-        return StoredMatrix(self.elements[index], self.scales[index], self.form)
+        fixed = None if self.fixed is None else self.fixed[index : index + 1]
+        return replace(self, elements=self.elements[index], scales=self.scales[index], fixed=fixed)
 
 
 def pieces(weight: torch.Tensor | StoredMatrix) -> tuple[torch.Tensor, torch.Tensor, int, Form]:
@@ -83,16 +90,17 @@ class StoredPacking(Packing):
         if dtype not in DTYPES:
             return f"computes in {', '.join(DTYPES)}, not {dtype}"
         storages, widths = {part.format.storage for part in parts}, {_wide(part) for part in parts}
+        rounded = {part.format.activation for part in parts}
         odd = storages - KINDS.keys()
         if odd:
             return f"reads {', '.join(KINDS)}, not {min(odd)}"
-        if len(storages) > 1 or len(widths) > 1:
+        if len(storages) > 1 or len(widths) > 1 or len(rounded) > 1:
             return "the parts are stored differently"
         for part in parts:
             if part.format.scale not in _SCALES:
                 return f"reads scales in {', '.join(_SCALES)}, not {part.format.scale}"
-            if part.format.zero is not None or part.format.order != "row" or part.format.activation is not None:
-                return "does not know zero points, orders of columns, or rounded activations"
+            if part.format.zero is not None or part.format.order != "row":
+                return "does not know zero points or orders of columns"
         (wide,) = widths
         if wide and (wide & (wide - 1) or wide < _LEAST_WIDE):
             return f"reads blocks of a power of two of columns, from {_LEAST_WIDE}, not {wide}"
@@ -100,7 +108,8 @@ class StoredPacking(Packing):
 
     def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
         rows, columns, high = sum(part.rows for part in parts), parts[0].columns, _shared_rows(parts)
-        return rows * columns + -(-rows // high) * _blocks(parts[0]) * _SCALE_BYTES
+        fixed = _has_fixed_scale(parts[0].format)
+        return rows * columns + (-(-rows // high) * _blocks(parts[0]) + fixed) * _SCALE_BYTES
 
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
         return self._stacked([parts], None, device)
@@ -121,8 +130,11 @@ class StoredPacking(Packing):
                 made, formats = _room(parts, count or 1, device), tuple(part.format for part in parts)
             _write(made[index], parts)
         assert made is not None, "there is at least one matrix"
+        if made.fixed is not None:  # parts and matrices share the largest
+            made.fixed.copy_(made.fixed.amax().expand_as(made.fixed))
         made = made if count is not None else made[0]
-        held = made.elements.nbytes + made.scales.nbytes
+        fixed = 0 if made.fixed is None else made.fixed.nbytes
+        held = made.elements.nbytes + made.scales.nbytes + fixed
         return PackedWeight(self.layout, tuple(made.shape), made, held, formats)
 
 
@@ -133,6 +145,10 @@ def _wide(part: WeightPart) -> int:
     """Columns that share a scale; 0: all of a row."""
     group = max(0, part.format.group)
     return 0 if group >= part.columns else group
+
+
+def _has_fixed_scale(form: QuantFormat) -> bool:
+    return form.activation is not None and form.activation.group < 0
 
 
 def _blocks(part: WeightPart) -> int:
@@ -147,13 +163,20 @@ def _shared_rows(parts: Sequence[WeightPart]) -> int:
     return high if all(part.rows % high == 0 for part in parts[:-1]) else 1
 
 
+def form_of(parts: Sequence[WeightPart]) -> Form:
+    """How a matrix of these parts is stored."""
+    return Form(KINDS[parts[0].format.storage], _shared_rows(parts), _wide(parts[0]))
+
+
 def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> StoredMatrix:
-    rows, columns, high = sum(part.rows for part in parts), parts[0].columns, _shared_rows(parts)
-    form = Form(KINDS[parts[0].format.storage], high, _wide(parts[0]))
+    rows, columns, form = sum(part.rows for part in parts), parts[0].columns, form_of(parts)
+    high = form.high
     dtype = torch.int8 if form.kind == "int8" else torch.uint8
     elements = torch.empty(count, rows, columns, dtype=dtype, device=device)
     scales = torch.empty(count, -(-rows // high), _blocks(parts[0]), dtype=torch.float32, device=device)
-    return StoredMatrix(elements, scales, form)
+    activation = parts[0].format.activation
+    fixed = torch.zeros(count, dtype=torch.float32, device=device) if _has_fixed_scale(parts[0].format) else None
+    return StoredMatrix(elements, scales, form, activation, fixed)
 
 
 def _write(to: StoredMatrix, parts: Sequence[WeightPart]) -> None:
@@ -169,4 +192,6 @@ def _write(to: StoredMatrix, parts: Sequence[WeightPart]) -> None:
         if own != high:
             scale = scale.repeat_interleave(own, 0)[: part.rows]
         to.scales[at // high : at // high + scale.shape[0]].copy_(scale)
+        if to.fixed is not None:
+            torch.maximum(to.fixed, part.tensors["activation_scale"].float().reshape(1).to(to.fixed), out=to.fixed)
         at += part.rows

@@ -2,8 +2,10 @@
 
 A backend sets words in ``DeviceCapabilities.features``: ``units:<multiprocessors>``, ``shared:<bytes per program>``,
 ``overlap`` (a kernel may start while the previous one finishes), ``warpgroups`` (products of groups of four warps, and
-copies of boxes of a tensor), ``ptx`` (instructions of compute capability 8.0). A device without these words gets sizes
-that fit everywhere. Vendor names are not used here.
+copies of boxes of a tensor), ``ptx`` (instructions of compute capability 8.0), ``fp8`` and ``int8`` (products of
+float8_e4m3fn, of int8), ``scaled-rows`` and ``scaled-blocks`` (torch's products of float8_e4m3fn with a scale for each
+row, with scales of 128 columns of a token and of 128 x 128 blocks of the weight). A device without these words gets
+sizes that fit everywhere. Vendor names are not used here.
 """
 
 from __future__ import annotations
@@ -150,6 +152,8 @@ class Tuning:
         overlap: kernels themselves wait for the previous kernel.
         warpgroups: the device has products of warp groups.
         ptx: the device takes PTX of compute capability 8.0.
+        float8, integers: its matrix unit multiplies float8_e4m3fn, int8.
+        scaled_rows, scaled_blocks: so does torch's library, with scales of rows, of blocks.
         changes: measured sizes that are better than those of the rules below, by field; for the products of a composite
             by "part.field".
         arrivals: counters of programs that share a sum.
@@ -164,6 +168,10 @@ class Tuning:
     answers: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     warpgroups: bool = False
     ptx: bool = False
+    float8: bool = False
+    integers: bool = False
+    scaled_rows: bool = False
+    scaled_blocks: bool = False
 
     @classmethod
     def of(cls, device: DeviceCapabilities, overlap: bool = True) -> Tuning:
@@ -174,6 +182,10 @@ class Tuning:
             overlap and "overlap" in device.features,
             warpgroups="warpgroups" in device.features,
             ptx="ptx" in device.features,
+            float8="fp8" in device.features,
+            integers="int8" in device.features,
+            scaled_rows="scaled-rows" in device.features,
+            scaled_blocks="scaled-blocks" in device.features,
         )
 
     def with_changes(self, variant: Variant) -> Tuning:
@@ -188,6 +200,11 @@ class Tuning:
     def changed(self, field: str) -> bool:
         """Whether there is a change with this name."""
         return any(key == field for key, _ in self.changes)
+
+    @property
+    def resized(self) -> bool:
+        """Whether there are changes, other than those of a part."""
+        return any("." not in key for key, _ in self.changes)
 
     def _apply_changes(self, sizes: Sizes) -> Sizes:
         """The sizes of a rule, with the changes."""
@@ -279,6 +296,35 @@ class Tuning:
         while splits < 8 and 2 * splits * tiles <= programs * self.units and 8 * splits * k <= columns:
             splits *= 2
         return self._apply_changes(Product(m, n, k, 4, stages, splits))
+
+    @memoized
+    def rounded(self, tokens: int, rows: int, columns: int, most: int) -> Product:
+        """Weights and activations of one byte an element, ``most`` columns at a time at most.
+
+        With up to 64 tokens a product takes as long as reading the weight: small tiles, several programs for each unit,
+        and splits as in ``stored``. Up to 256, tiles have half the rows if whole ones gave each unit less than two
+        programs: 48 tiles in four spans took 33 µs on 132 units, 6,144 x 4,096 at 128 tokens, twice as long as reading.
+        """
+        wide = 64 if tokens <= 64 else 128
+        few = tokens <= 256 and -(-rows // 128) * -(-tokens // 128) < 2 * self.units
+        m, n = max(16, min(wide, power_of_two(tokens))), max(16, min(64 if few else wide, power_of_two(rows)))
+        k = min(most, max(32, min(128, power_of_two(columns))))
+        stages = max(2, min(4, (self.shared - 1024) // ((m + n) * k)))
+        tiles, splits, programs = -(-rows // n) * -(-tokens // m), 1, 3 if wide == 64 else 2
+        while splits < 8 and 2 * splits * tiles <= programs * self.units and 8 * splits * k <= columns:
+            splits *= 2
+        found = self._apply_changes(Product(m, n, k, 8 if m * n > 8192 else 4, stages, splits))
+        return replace(found, k=min(found.k, most))
+
+    @memoized
+    def rounded_grouped(self, pairs: int, matrices: int, rows: int, columns: int, halves: int, most: int) -> Product:
+        """The same with matrices of a stack; tiles of pairs as in ``grouped``."""
+        m = max(16, min(128, power_of_two(-(-2 * pairs // matrices))))
+        n = max(16, min(128 // halves, power_of_two(rows)))
+        k = min(most, max(32, min(128, power_of_two(columns))))
+        stages = max(2, min(4, (self.shared - 1024) // ((m + halves * n) * k)))
+        found = self._apply_changes(Product(m, n, k, 8 if m * n * halves > 8192 else 4, stages))
+        return replace(found, k=min(found.k, most))
 
     @memoized
     def packed(self, tokens: int, rows: int, columns: int, wide: int, element: int) -> Product:

@@ -67,6 +67,20 @@ def stored_products(tuning: Tuning, call: OpCall, rows: int, columns: int) -> Se
     return [*tried, {"splits": own.splits // 2}] if own.splits > 1 else tried
 
 
+def rounded_products(tuning: Tuning, call: OpCall, rows: int, columns: int) -> Sequence[Variant]:
+    """As ``products``, for weights and activations of one byte an element."""
+    tokens = call.bucket.high
+    own, tried = tuning.rounded(tokens, rows, columns, 128), list[Variant]()
+    for m, n, warps in ((own.m, 64, 4), (own.m, 128, 4), (own.m, 128, 8), (2 * own.m, own.n, 8), (own.m // 2, 128, 4)):
+        stages = _stages(tuning, (m + n) * own.k, 4)
+        same = (m, n, warps) == (own.m, own.n, own.warps)
+        if stages is not None and not same and 16 <= m <= min(256, max(16, 2 * tokens)):
+            tried.append({"m": m, "n": n, "warps": warps, "stages": stages})
+    if 2 * own.splits * own.k <= columns:
+        tried.append({"splits": 2 * own.splits})
+    return [*tried, {"splits": own.splits // 2}] if own.splits > 1 else tried
+
+
 def packed_products(tuning: Tuning, call: OpCall, parts: Sequence[WeightPart]) -> Sequence[Variant]:
     """As ``products``, for packed weights of these parts; the same changes for each segment."""
     tokens, columns = call.bucket.high, parts[0].columns
@@ -114,6 +128,20 @@ def grouped_variants(
         if 16 <= n <= 256 // halves and 32 <= k <= 128 and stages is not None:
             tried.append(replace(own, n=n, k=k, warps=warps, stages=stages))
     return [{"n": p.n, "k": p.k, "warps": p.warps, "stages": p.stages} for p in tried]
+
+
+def rounded_grouped_variants(
+    tuning: Tuning, call: OpCall, matrices: int, rows: int, columns: int, halves: int
+) -> Sequence[Variant]:
+    """The same of rounded activations."""
+    own = tuning.rounded_grouped(call.bucket.high * call.static["top"], matrices, rows, columns, halves, 128)
+    tried: list[Variant] = []
+    for m, n, warps in ((own.m, own.n // 2, 4), (own.m, own.n * 2, own.warps), (own.m, own.n, 12 - own.warps),
+                        (own.m // 2, own.n, 4), (own.m * 2, own.n, own.warps)):  # fmt: skip
+        stages = _stages(tuning, (m + halves * n) * own.k, 4)
+        if 16 <= m <= 128 and 32 <= n <= 128 and stages is not None:
+            tried.append({"m": m, "n": n, "warps": warps, "stages": stages})
+    return tried
 
 
 def _stages(tuning: Tuning, tile: int, most: int) -> int | None:

@@ -273,7 +273,10 @@ def _quantized() -> tuple[Family, ...]:
     attention = AttentionConfig(heads=4, kv_heads=2, head_dim=32, rotary=RotaryConfig(32))
     experts = MoEConfig(experts=4, top=2, inner=64, shared_inner=32, shared_gate="gate")
     kinds = (("quantized", MLPConfig(inner=160)), ("quantized expert", experts))
-    stored = (("", 128, "q8_0"), ("float8 ", 256, "e4m3 by block"), ("int8 ", 128, "int8 by row"))
+    stored = (
+        ("", 128, "q8_0"), ("float8 ", 256, "e4m3 by block"), ("int8 ", 128, "int8 by row"),
+        ("float8 rounding ", 256, "e4m3 by block, x by 128"), ("int8 rounding ", 128, "int8 by row, x by token"),
+    )  # fmt: skip
     whole = Family("wholly quantized expert", attention, experts, hidden=128, vocab=80, storage="q8_0", routers=True)
     return whole, *(
         Family(before + name, attention, mlp, hidden=hidden, vocab=80, storage=storage)

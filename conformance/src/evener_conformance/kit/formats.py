@@ -56,8 +56,9 @@ class _Size:
 #: Few sizes and many.
 _FEW = (_Size(1, 1), _Size(37, 3), _Size(5, 2, unbiased=True))
 _MANY = (*_FEW, _Size(2, 5), _Size(9, 2), _Size(130, 4), _Size(33, 1, unbiased=True))
-#: Columns of a deep matrix, rows of a wide one, and the tokens of their step.
-_DEEP, _WIDE, _LARGE_TOKENS = 4352, 8209, 2
+#: Columns of a deep matrix, rows of a wide one, and the tokens of their step; more where activations may be rounded,
+#: which kernels do for many tokens.
+_DEEP, _WIDE, _LARGE_TOKENS, _ROUNDED_TOKENS = 4352, 8209, 2, 33
 _NAME = "layers.0.example.weight"
 _DTYPES = ("float32", "bfloat16", "float16")
 Matrices = Sequence[tuple[WeightPart, ...]]
@@ -154,8 +155,9 @@ def kernel_results(
             for storage in STORAGES:
                 if storage in large and not thorough:
                     continue
+                tokens = _LARGE_TOKENS if format_of(storage).activation is None else _ROUNDED_TOKENS
                 for matrices in _large_weights(storage, seed):
-                    made = list(ready.results(storage, _LARGE_TOKENS, matrices))
+                    made = list(ready.results(storage, tokens, matrices))
                     large |= {storage for result in made if result.outcome != "not applicable"}
                     found += made
         yield from found

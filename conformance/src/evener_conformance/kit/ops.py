@@ -24,6 +24,7 @@ from evener.contracts.quant import PackedWeight, Packing, WeightPart, plain
 from evener.errors import DescriptorError
 from evener.ops.parts import load_reference
 from evener.ops.reference.linear import PLAIN
+from evener.ops.reference.rounding import rounded
 from evener.plugins.hook_check import check_supports
 from evener.resolution.buckets import bucket_index
 from evener_conformance.kit.cases import load_cases
@@ -82,9 +83,11 @@ def _in_float32(name: str, value: Any) -> Any:
 
 
 def expected(
-    schema: OpSchema, case: OpCase, held: Dequantize = reference_dequantize, use: Use = forbid_nested_ops
+    schema: OpSchema, case: OpCase, held: Dequantize = reference_dequantize, use: Use = forbid_nested_ops,
+    rounds: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The reference's outputs for a case, computed in float32 on the CPU; ``use``: for a composite."""
+    """The reference's outputs for a case, computed in float32 on the CPU; ``use``: for a composite; ``rounds``: of
+    activations rounded as the weight allows."""
 
     def widened(part: WeightPart) -> WeightPart:
         return replace(part, format=plain("float32"), tensors={"weight": held(part)})
@@ -97,7 +100,17 @@ def expected(
         elif isinstance(value, torch.Tensor):
             value = value.to(torch.float32, copy=True) if value.is_floating_point() else value.clone()
         inputs.append(value)
+    if rounds:  # x and the weight come first
+        inputs[0] = round_as_allowed(inputs[0], case.inputs[1])
     return outputs_of(load_reference(schema)(static, use)(*inputs))
+
+
+def round_as_allowed(x: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
+    """Activations [tokens, columns] rounded, in float32, as the parts of a weight, or of each matrix of a stack,
+    allow."""
+    every = parts if isinstance(parts[0], WeightPart) else [part for matrix in parts for part in matrix]
+    how, scales = every[0].format.activation, [p.tensors["activation_scale"] for p in every if len(p.tensors) > 2]
+    return rounded(x, how, torch.stack(scales).max() if scales and how.group < 0 else None)
 
 
 def outputs_of(result: Any) -> tuple[Any, ...]:
@@ -258,8 +271,12 @@ class _KernelCheck:
         return check_supports(self._kernel, self._kernel.supports(self._call(self._rows)))
 
     def _problems(self) -> list[str]:
-        run = self._kernel.build(self._call(self._rows))
-        want = expected(self._schema, self._case, self._held, self._use)
+        call = self._call(self._rows)
+        run = self._kernel.build(call)
+        weight = call.static.get("weight")
+        may = isinstance(weight, LinearWeight) and weight.parts[0].format.activation is not None
+        self._rounds = may and self._kernel.rounds(call, "weight")
+        want = expected(self._schema, self._case, self._held, self._use, self._rounds)
         poison_free_memory(self._device, want)
         inputs = self._inputs(self._case)
         before = [_snapshot(v) for v in inputs]
@@ -286,7 +303,7 @@ class _KernelCheck:
     def _second_call(self, run: OpFunction) -> list[str]:
         """Call again with the rows in another order, and cut from wider ones."""
         other = _with_rows(self._schema, self._case, lambda value: value.roll(1, 0))
-        want = expected(self._schema, other, self._held, self._use)
+        want = expected(self._schema, other, self._held, self._use, self._rounds)
         if not (problems := self._compare(self._outputs(run, self._inputs(other, sliced=True)), want)):
             return []
         whole = self._compare(self._outputs(run, self._inputs(other)), want)

@@ -24,6 +24,9 @@ class WrappedKernel(Kernel):
     def supports(self, call: OpCall) -> str | None:
         return check_supports(self._kernel, self._kernel.supports(call))
 
+    def rounds(self, call: OpCall, weight: str) -> bool:
+        return self._kernel.rounds(call, weight)
+
     def workspace(self, call: OpCall) -> int:
         return self._kernel.workspace(call)
 

@@ -121,6 +121,10 @@ class InferConfig(Section):
     )  # fmt: skip
     kv_scales: str | None = option(None, "path", "File with scales of keys and values, by `evener calibrate`; none: "
                                    "those of the model's folder or checkpoint.", none=True)  # fmt: skip
+    quant_activations: str = option(
+        "as_checkpoint", "str", "Activations before products with quantized weights: as_checkpoint: rounded to 8 bits "
+        "where the checkpoint says so and a kernel does it; keep: never.", choices=("as_checkpoint", "keep")
+    )  # fmt: skip
     snapshot_every: int = option(
         512, "int", "Tokens between snapshots of recurrent state in the prefix cache.", minimum=1
     )  # fmt: skip

@@ -225,6 +225,12 @@ class Kernel(ABC):
     def build(self, call: OpCall) -> OpFunction:
         """The callable for this call site and bucket. Called once, after ``supports`` returned None."""
 
+    def rounds(self, call: OpCall, weight: str) -> bool:
+        """(optional) Whether activations are rounded before they are multiplied with ``call.static[weight]``, as the
+        ``activation`` of its parts' formats allows. Called after ``supports`` returned None. Default: no."""
+        del call, weight
+        return False
+
     def variants(self, call: OpCall) -> Sequence[Variant]:
         """(optional) Other launch settings for ``call`` than the kernel's own choice. ``evener tune`` measures them,
         and a tuning file may pass one of them back in ``call.variant``. Called after ``supports`` returned None; all of

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from evener.contracts.storage import BLOCKS, DTYPE_BYTES, MXFP4, NVFP4, QuantFormat, block_format, plain
+from evener.contracts.storage import BLOCKS, DTYPE_BYTES, MXFP4, NVFP4, QuantFormat, Rounding, block_format, plain
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from evener.contracts.checkpoint import Checkpoint, Headers
 
 __all__ = [
-    "BLOCKS", "DTYPE_BYTES", "MXFP4", "NVFP4", "PackedWeight", "Packing", "QuantFormat", "QuantScheme", "WeightPart",
-    "block_format", "plain",
+    "BLOCKS", "DTYPE_BYTES", "MXFP4", "NVFP4", "PackedWeight", "Packing", "QuantFormat", "QuantScheme", "Rounding",
+    "WeightPart", "block_format", "plain",
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ Packings get parts with the tensors that are described here, whatever the checkp
 - int8: "weight" int8 [rows, columns]; "scale" as for float8; if ``zero`` is "int8", "zero" int8 in the shape of
   "scale". Element = (q - zero) x scale, in float32; without zero points nothing is subtracted.
 - float4_e2m1: see ``MXFP4`` and ``NVFP4``.
+- with an ``activation`` whose scale is fixed, also "activation_scale": float32, one number.
 - nf4, fp4: "weight" as for uint4; "scale" float32 [rows, groups]; "table" float32 [16]. Element = table[q] x scale.
 
 Group g of a row has columns g x ``group`` to (g + 1) x ``group``; the last group may have fewer. With the order "act"
@@ -49,6 +50,27 @@ _MORE_BYTES: Mapping[str, int] = {"float4_e2m1": 4, "nf4": 64, "fp4": 64}
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """How a kernel may round the activations that it multiplies with a weight: each is divided by a scale, rounded to
+    the nearest element (to even if two are equally near) and multiplied by the scale again
+    (``evener.ops.reference.rounding``). A kernel may also use them as they are; ``Kernel.rounds`` says what it does.
+
+    Attributes:
+        storage: element type, "float8_e4m3fn" or "int8".
+        group: how many columns of a token share a scale, which is their largest magnitude divided by that of an
+            element; 0: all columns, -1: the scale is fixed, the tensor "activation_scale" of the part. Parts of one
+            weight, and matrices of a stack, share the largest of theirs.
+    """
+
+    storage: str
+    group: int = 0
+
+    def __str__(self) -> str:
+        shared = {0: "a scale a token", -1: "a fixed scale"}
+        return f"{self.storage}, {shared.get(self.group, f'a scale a token and {self.group} columns')}"
+
+
+@dataclass(frozen=True)
 class QuantFormat:
     """How the elements of one tensor part are stored.
 
@@ -60,7 +82,7 @@ class QuantFormat:
         zero: element type of zero points that are stored as a tensor; None: there are none, or they are inside the
             blocks. A packing that does not read zero points must refuse a format that has them.
         order: "row": groups are neighbouring columns; "act": the part says each column's group (act-order).
-        activation: element type to which activations are quantized; None: they keep their own type.
+        activation: how activations may be rounded; None: products are those of activations as they are.
         bits: stored bits per element, with scales and zero points; 0: as many as the tensors above have.
         groups: number of scales of a row, if it is not ``columns / group`` rounded up: see act-order above.
         cut: rows and columns at whose multiples a checkpoint's tensors can be cut; 0: at those of ``group_out`` and
@@ -73,10 +95,16 @@ class QuantFormat:
     scale: str | None = None
     zero: str | None = None
     order: str = "row"
-    activation: str | None = None
+    activation: Rounding | None = None
     bits: float = 0.0
     groups: int = 0
     cut: tuple[int, int] = field(default=(0, 0), compare=False)
+
+    @property
+    def elements(self) -> str:
+        """Element type and how many share a scale, as "float8_e4m3fn 128 × 128"."""
+        shared = {0: "by row", -1: "by tensor"}
+        return self.storage + (f" {shared.get(self.group, f'{self.group_out} × {self.group}')}" if self.scale else "")
 
     @property
     def plain(self) -> bool:
@@ -93,12 +121,13 @@ class QuantFormat:
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Stored bytes of a part of ``rows`` x ``columns``."""
+        fixed = 4 if self.activation is not None and self.activation.group < 0 else 0
         if self.bits or self.scale is None:
-            return int(rows * columns * (self.bits or DTYPE_BYTES[self.storage] * 8)) // 8
+            return int(rows * columns * (self.bits or DTYPE_BYTES[self.storage] * 8)) // 8 + fixed
         scales = 1 if self.group < 0 else -(-rows // self.group_out) * self.row_scales(columns)
         each = DTYPE_BYTES[self.scale] + (DTYPE_BYTES[self.zero] if self.zero else 0)
         more = _MORE_BYTES.get(self.storage, 0) + (DTYPE_BYTES["int32"] * columns if self.order == "act" else 0)
-        return int(rows * columns * DTYPE_BYTES[self.storage] + scales * each + more)
+        return int(rows * columns * DTYPE_BYTES[self.storage] + scales * each + more) + fixed
 
 
 def plain(dtype: str) -> QuantFormat:

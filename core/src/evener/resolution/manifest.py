@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, Variant
-from evener.contracts.quant import WeightPart, plain
+from evener.contracts.quant import QuantFormat, WeightPart, plain
 from evener.resolution.buckets import merge_buckets
 from evener.resolution.tuning import label
 
@@ -52,12 +53,26 @@ class Dequantized:
 
 @dataclass
 class Manifest:
-    """Everything that resolution decided. ``dequantized``: by storage format and compute dtype."""
+    """Everything that resolution decided. ``dequantized``: by storage format and compute dtype. ``rounded``: of
+    weights whose activations may be rounded, by name, the format and at which tokens they are."""
 
     choices: list[Choice] = field(default_factory=list)
     packings: dict[str, str] = field(default_factory=dict)
     dequantized: dict[tuple[str, str], Dequantized] = field(default_factory=dict)
+    rounded: dict[str, tuple[QuantFormat, list[Bucket]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def note_rounding(self, weight: LinearWeight, bucket: Bucket, rounds: bool) -> None:
+        """Note whether activations are rounded before products with a weight, which may be."""
+        self.rounded.setdefault(weight.name, (weight.parts[0].format, []))[1].extend([bucket] if rounds else [])
+
+    def rounding_lines(self) -> list[str]:
+        """One line for each format of weights with which activations may be rounded."""
+        return sorted({
+            f"weights {form.elements}, activations "
+            + (f"{form.activation} at {' and '.join(map(str, merge_buckets(at)))} tokens" if at else "as they are")
+            for form, at in self.rounded.values()
+        })  # fmt: skip
 
     def note_dequantized(self, parts: Sequence[WeightPart], dtype: str, reason: str, matrices: int = 1) -> None:
         """Count the quantized parts of a weight, or of each matrix of a stack, as dequantized to ``dtype``."""
@@ -114,5 +129,6 @@ class Manifest:
         layouts = Counter(self.packings.values())
         return {
             "ops": list(self.rows()), "packings": dict(layouts), "dequantized": self.dequantized_lines(),
+            "activations": self.rounding_lines(),
             "fallbacks": sorted({c.op for c in self.fallbacks()}), "notes": list(self.notes),
         }  # fmt: skip

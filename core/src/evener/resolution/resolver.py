@@ -171,6 +171,9 @@ class Resolver:
         with attributed_errors(candidate):
             self.footprint.add_workspace(candidate.value.workspace(call), f"{candidate.label} at {call.bucket} tokens")
             built: OpFunction = candidate.value.build(call)
+            for name, weight in call.static.items():
+                if isinstance(weight, LinearWeight) and any(part.format.activation for part in weight.parts):
+                    self.manifest.note_rounding(weight, call.bucket, candidate.value.rounds(call, name))
         self.attribution.register(candidate, built)
         return built
 

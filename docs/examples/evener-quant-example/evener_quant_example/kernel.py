@@ -14,7 +14,7 @@ class Codes(Packing):
 
     def supports(self, parts, dtype):
         form = parts[0].format
-        if form.storage != "int8" or form.scale != "float32" or form.zero or form.activation or form.order != "row":
+        if form.storage != "int8" or form.scale != "float32" or form.zero or form.order != "row":
             return f"reads int8 codes with float32 scales, and this weight is stored as {form.storage}"
         if form.group < 1 or form.group_out != 1:
             return "reads one scale for each group of a row"

@@ -12,12 +12,14 @@ import torch
 
 from evener.contracts.declared import LinearWeight, StackedWeight
 from evener.contracts.ops import OpCase
-from evener.contracts.quant import BLOCKS, MXFP4, QuantFormat, WeightPart, block_format, plain
+from evener.contracts.quant import BLOCKS, MXFP4, QuantFormat, Rounding, WeightPart, block_format, plain
+from evener.ops.reference.rounding import LARGEST
 
 #: A kernel may round activations to 16-bit integers with a shared scale: an error of at most 9e-5 of the two rows'
 #: norms. In a narrow compute dtype it may round each scale and each weight, as matrix units take both operands in it:
 #: of rows of about unit norm, bfloat16 weights alone leave errors up to 1.1e-2 of a sum of 768.
 TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (1.6e-2, 1.6e-2), "float16": (4e-3, 4e-3)}
+_E4M3 = "float8_e4m3fn"
 #: One byte an element with a scale for the whole tensor, for each row, or for blocks of rows and columns.
 SCALED = {
     "e4m3 by tensor": QuantFormat("float8_e4m3fn", -1, scale="float32"),
@@ -26,6 +28,11 @@ SCALED = {
     "e5m2 by row": QuantFormat("float8_e5m2", scale="bfloat16"),
     "int8 by row": QuantFormat("int8", scale="float32"),
     "int8 by group": QuantFormat("int8", 32, scale="float16"),
+    # The same, with activations that a kernel may round.
+    "e4m3 by block, x by 128": QuantFormat(_E4M3, 128, 128, scale="float32", activation=Rounding(_E4M3, 128)),
+    "e4m3 by row, x by token": QuantFormat(_E4M3, scale="float32", activation=Rounding(_E4M3)),
+    "e4m3 by tensor, x fixed": QuantFormat(_E4M3, -1, scale="float32", activation=Rounding(_E4M3, -1)),
+    "int8 by row, x by token": QuantFormat("int8", scale="float32", activation=Rounding("int8")),
 }
 #: Integers of four or eight bits in groups: with and without zero points, in act-order, and a piece of a weight in
 #: act-order that was cut along the in-features, which has more scales than its columns need.
@@ -110,6 +117,8 @@ def _random_scaled(form: QuantFormat, rows: int, columns: int, generator: torch.
     shape = () if form.group == -1 else (-(-rows // form.group_out), -(-columns // (form.group or columns)))
     scale = (0.5 * 4 ** torch.rand(shape, generator=generator)) * columns**-0.5 / size
     tensors = {"weight": weight, "scale": scale.to(getattr(torch, str(form.scale)))}
+    if form.activation is not None and form.activation.group < 0:  # some activations about normal are cut off
+        tensors["activation_scale"] = (2 + torch.rand((), generator=generator)) / LARGEST[form.activation.storage]
     return WeightPart("part", rows, columns, form, tensors)
 
 
@@ -151,7 +160,7 @@ def _grouped_values(part: WeightPart) -> torch.Tensor:
 
 def _is_grouped(form: QuantFormat) -> bool:
     zeros = {"uint4": (None, "uint8"), "int8": (None, "int8")}.get(form.storage, ())
-    fits = form.scale in ("float32", "float16", "bfloat16") and form.activation is None
+    fits = form.scale in ("float32", "float16", "bfloat16")
     return form.zero in zeros and fits and form.group_out == 1 and form.group >= 0
 
 

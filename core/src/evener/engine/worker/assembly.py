@@ -144,12 +144,15 @@ def assemble(
     encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]
     media_rows = max([resolved.step_tokens, *(encoder.rows for encoder in encoders)])
     resolver = _resolver(resolved, loaded, device, max([0, *(encoder.tokens for encoder in encoders)]))
+    linear = [w for w in build.weights if isinstance(w, LinearWeight)]
+    for weight in linear if infer.quant_activations == "keep" else ():
+        weight.parts = tuple(replace(part, format=replace(part.format, activation=None)) for part in weight.parts)
     placer = host_placement(resolved, device)
     auto = "auto" in (infer.cpu_layer_num, infer.resident_experts)
     placement = placer(resolved, device, resolver, build, [b for b, _ in declared]) if placer and not auto else None
     resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
     resolver.states([slot for each in (build, *other_stages) for slot in each.slots])
-    resolver.packings([w for w in build.weights if isinstance(w, LinearWeight) and w.placement is None])
+    resolver.packings([w for w in linear if w.placement is None])
     adapters = AdapterStacks(build, infer, [b for b, _ in declared])
     resolver.sites(build.sites)
     size = None if resolved.block_size == "auto" else resolved.block_size

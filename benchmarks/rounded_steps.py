@@ -1,0 +1,88 @@
+"""Time decode steps and prompts of a model of 8-bit weights on a GPU, with activations rounded and as they are, in one
+run. Its weights are random numbers, made on the device.
+
+    python benchmarks/rounded_steps.py MODEL FORM [--cases 1x128,64x512] [--only rounded|kept]
+
+Forms: those of ``rounded_products.py``, for all linear layers but the head and routers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_check import measure, say, start
+from model_configs import write as write_config
+from rounded_products import FORMS, part_of
+from stored_steps import CASES
+
+from evener.contracts.declared import LinearWeight
+from evener.contracts.quant import WeightPart
+from evener.resolution.resolver import Resolver
+from evener_inspection import dummy_weights
+
+
+def quantize(form: str, kept: bool) -> None:
+    """From here on weights are declared in ``form``, and random weights have random elements."""
+    packings, plain = _ORIGINAL
+    how = replace(FORMS[form], activation=None) if kept else FORMS[form]
+
+    def declared(self: Resolver, weights: Sequence[LinearWeight]) -> None:
+        for weight in weights:
+            weight.parts = tuple(
+                replace(part, format=how) if "proj" in part.name or weight.experts else part for part in weight.parts
+            )
+        packings(self, weights)
+
+    def random(self: Any, part: WeightPart, cut: Any, dtype: str, device: torch.device) -> WeightPart:
+        if part.format.plain:
+            return plain(self, part, cut, dtype, device)
+        assert cut is None, "on one device"
+        seed = zlib.crc32(part.name.encode()) % 997
+        return replace(part, tensors=part_of(form, part.rows, part.columns, seed, device).tensors)
+
+    Resolver.packings = declared  # type: ignore[method-assign]
+    dummy_weights._Noise.part = random  # type: ignore[method-assign]
+
+
+_ORIGINAL = Resolver.packings, dummy_weights._Noise.part
+
+
+def main(model: str, form: str, cases: Sequence[tuple[int, int]], ways: Sequence[str], out: Path) -> None:
+    """Print a row for each case, first with activations rounded."""
+    say(torch.cuda.get_device_name())
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(model, Path(folder) / model)
+        for way in ways:
+            quantize(form, way == "kept")
+            llm = start(path, True, ["infer.max_seq_len=2048"])
+            say(f"{model} {form} {way}: {llm.info.manifest.get('activations')}, ready after {llm.info.start_seconds} s")
+            for batch, prompt in cases:
+                try:
+                    measure(llm, f"{model} {form} {way}", "graphs", batch, prompt, out)
+                except Exception as error:  # the other rows are still useful
+                    say(f"{model} {form} {way} {batch}x{prompt}: FAILED: {type(error).__name__}: {str(error)[:400]}")
+            llm.close()
+            del llm
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("form", choices=FORMS)
+    parser.add_argument("--cases", default=",".join(f"{batch}x{prompt}" for batch, prompt in CASES))
+    parser.add_argument("--only", choices=("rounded", "kept"))
+    given = parser.parse_args()
+    pairs = [(int(batch), int(prompt)) for batch, prompt in (case.split("x") for case in given.cases.split(","))]
+    ways = (given.only,) if given.only else ("rounded", "kept")
+    main(given.model, given.form, pairs, ways, Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="rounded-")))
