@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from evener.contracts.checkpoint import Headers
 from evener.contracts.descriptor import Descriptor
 from evener.contracts.hooks import hookimpl
-from evener.contracts.quant import QuantFormat, QuantScheme, WeightPart, plain
+from evener.contracts.quant import QuantFormat, QuantScheme, Rounding, WeightPart, plain
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ descriptor = Descriptor(
 class Int8Rows(QuantScheme):
     """One of two: with the activations' own type, or with int8."""
 
-    def __init__(self, name: str, activation: str | None) -> None:
+    def __init__(self, name: str, activation: Rounding | None) -> None:
         self.name, self._activation = name, activation
 
     def detect(self, config: Mapping[str, Any]) -> bool:
@@ -66,7 +66,7 @@ class Int8Rows(QuantScheme):
 @hookimpl
 def evener_quant_schemes() -> list[QuantScheme]:
     """Both."""
-    return [Int8Rows("int8-rows", None), Int8Rows("int8-rows-w8a8", "int8")]
+    return [Int8Rows("int8-rows", None), Int8Rows("int8-rows-w8a8", Rounding("int8"))]
 
 
 def write_llama(folder: Path) -> None:
