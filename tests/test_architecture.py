@@ -235,13 +235,13 @@ CAPS: Mapping[str, int] = {
     "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 124,
     "evener.contracts.grammar": 24, "evener.engine.sampling": 207,
     "evener.exits": 51, "evener.contracts.conversion": 83, "evener.contracts.quantized": 40,
-    "evener.contracts.storage": 58, "evener.contracts.writing": 23, "evener.engine.quantized": 41,
+    "evener.contracts.storage": 61, "evener.contracts.writing": 23, "evener.engine.quantized": 41,
     "evener.state_pages": 28, "evener.pooling": 104, "evener.contracts.pooling": 28,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 971
 #: The whole core.
-TOTAL_CAP = 14_564
+TOTAL_CAP = 14_567
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -232,3 +232,9 @@ def test_a_scale_of_activations_is_more_than_zero() -> None:
     for wrong in (0.0, -1.0):
         with pytest.raises(CheckpointError, match=r"input_scale of a\.weight"):
             scheme.arrange(replace(part, tensors={**given, "activation_scale": torch.tensor([wrong])}))
+
+
+def test_a_scheme_of_before_that_names_only_the_element_type_means_a_scale_for_each_token() -> None:
+    form = QuantFormat("int8", scale="float32", activation="int8")  # type: ignore[arg-type]
+    assert form == QuantFormat("int8", scale="float32", activation=Rounding("int8"))
+    assert form.nbytes(4, 8) == 4 * 8 + 4 * 4

@@ -100,6 +100,11 @@ class QuantFormat:
     groups: int = 0
     cut: tuple[int, int] = field(default=(0, 0), compare=False)
 
+    def __post_init__(self) -> None:
+        # Schemes that were written before ``Rounding`` name the element type alone.
+        if isinstance(self.activation, str):
+            object.__setattr__(self, "activation", Rounding(self.activation))
+
     @property
     def elements(self) -> str:
         """Element type and how many share a scale, as "float8_e4m3fn 128 × 128"."""
