@@ -171,6 +171,9 @@ def test_an_interrupted_run_leaves_no_process(jobs: str, site: Path, tmp_path: P
         finally:
             run.kill()
     assert not (tmp_path / "e.json").exists()
+    code, evidence, _ = contact(site, tmp_path / "e.json", "", "--part", "primitives", "--jobs", jobs, "--resume")
+    assert part(evidence, "primitives")[0] == "passed"
+    assert [path.name for path in tmp_path.glob("*.journal")] == []
 
 
 T = TypeVar("T")

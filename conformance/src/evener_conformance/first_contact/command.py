@@ -13,6 +13,7 @@ from evener.errors import ConfigError
 from evener_conformance.command import package_options
 from evener_conformance.core_version import check_core_version
 from evener_conformance.first_contact.evidence_file import write
+from evener_conformance.first_contact.journal import journal_seed
 from evener_conformance.first_contact.parts import PARTS
 from evener_conformance.first_contact.run import ContactRequest, first_contact
 
@@ -30,6 +31,8 @@ def command() -> Command:
                  help="end a part's process when one check takes longer (default: 600)")  # fmt: skip
     found.option("--jobs", type=int, default=1, metavar="N",
                  help="check kernels in N processes at a time, all on the same device (default: 1)")  # fmt: skip
+    found.option("--resume", action="store_true",
+                 help="go on with an interrupted run of the same --out: keep what ended")  # fmt: skip
     found.option("--seed", type=int, help="seed of the random inputs; default: a new one")
     return found
 
@@ -46,10 +49,12 @@ def main(argv: list[str]) -> int:
     out = Path(arguments.out or f"evidence-{arguments.backend}-{date}.json")
     if not out.resolve().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
-    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    seed = arguments.seed
+    if seed is None:
+        seed = journal_seed(out) if arguments.resume else secrets.randbelow(2**31)
     request = ContactRequest(
         arguments.backend, arguments.pretend, package_options(words), frozenset(arguments.part), arguments.limit, seed,
-        arguments.jobs, shlex.join(["evener", "first-contact", *argv]),
+        arguments.jobs, out, arguments.resume, shlex.join(["evener", "first-contact", *argv]),
     )  # fmt: skip
     evidence = first_contact(request, lambda text: print(text, end="", file=sys.stderr, flush=True))
     write(out, evidence)

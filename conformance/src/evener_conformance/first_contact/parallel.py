@@ -5,21 +5,28 @@ A GPU's kernels are compiled one by one by a processor's core, so most of a run'
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 
 from evener_conformance.first_contact.child import Task
 from evener_conformance.first_contact.evidence_file import MOST_CASES, Outcome, Part
+from evener_conformance.first_contact.journal import Journal
 from evener_conformance.first_contact.private_data import Redactor
 from evener_conformance.first_contact.supervisor import Findings, run_part
 
 #: From the worst: a part has the outcome of its worst check.
 _WORST: Sequence[Outcome] = ("failed", "passed", "not applicable")
+
+
+#: Areas whose checks take longest. They start first, so that none of them runs alone at the end.
+_LONGEST = ("formats", "composites", "memory")
 
 
 class ParallelParts:
@@ -41,8 +48,9 @@ class ParallelParts:
 
 @contextmanager
 def start_checks(
-    task: Task, areas: Sequence[str], listed: Mapping[str, Sequence[str]], jobs: int, silence: float, redact: Redactor
-) -> Iterator[ParallelParts]:
+    task: Task, areas: Sequence[str], listed: Mapping[str, Sequence[str]], jobs: int, silence: float,
+    redact: Redactor, journal: Journal | None,
+) -> Iterator[ParallelParts]:  # fmt: skip
     """Start a process for each check of some areas.
 
     Args:
@@ -52,14 +60,30 @@ def start_checks(
     """
     stop = threading.Event()
     tasks = {area: [msgspec.structs.replace(task, part=area, area=area, only=name) for name in listed[area]]
-             for area in areas if listed.get(area)}  # fmt: skip
+             for area in sorted(areas, key=lambda area: area not in _LONGEST) if listed.get(area)}  # fmt: skip
+    # References are computed on the host, in as many threads as there are cores if nobody says otherwise.
+    threads = max(1, (os.cpu_count() or 1) // jobs)
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            yield ParallelParts(tasks, lambda each: run_part(each, silence, redact, stop), pool)
+            run = partial(run_or_recall, silence=silence, redact=redact, journal=journal, stop=stop, threads=threads)
+            yield ParallelParts(tasks, run, pool)
         except BaseException:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def run_or_recall(
+    task: Task, silence: float, redact: Redactor, journal: Journal | None, stop: threading.Event | None = None,
+    threads: int = 0,
+) -> tuple[Part, Findings]:  # fmt: skip
+    """What the journal has of a part or check; otherwise run it, and add it to the journal."""
+    if journal is not None and (before := journal.find(task)) is not None:
+        return before
+    part, found = run_part(task, silence, redact, stop, threads)
+    if journal is not None and not (stop is not None and stop.is_set()):
+        journal.add(task, part, found)
+    return part, found
 
 
 def _merge(name: str, ended: Sequence[tuple[Part, Findings]]) -> tuple[Part, Findings]:

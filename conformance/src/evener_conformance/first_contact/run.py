@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 
 import importlib_metadata
 
 from evener.errors import ConfigError
 from evener_conformance.first_contact.child import Task
 from evener_conformance.first_contact.evidence_file import FORMAT, Evidence, Level, Part, Timing, Wheel
-from evener_conformance.first_contact.parallel import ParallelParts, start_checks
+from evener_conformance.first_contact.journal import Journal, RunIdentity, open_journal
+from evener_conformance.first_contact.parallel import ParallelParts, run_or_recall, start_checks
 from evener_conformance.first_contact.parts import NEEDED_FOR_A_LEVEL, PARTS, PlannedPart
 from evener_conformance.first_contact.private_data import Redactor
-from evener_conformance.first_contact.supervisor import Findings, run_part
+from evener_conformance.first_contact.supervisor import Findings
 from evener_conformance.first_contact.wheel import installed_wheel
 
 
@@ -31,6 +33,8 @@ class ContactRequest:
         parts: names of parts; all if empty.
         silence: seconds that one check may take.
         jobs: processes at a time that check kernels; with 1, a part's checks share a process.
+        out: the evidence file; the journal is written beside it.
+        resume: keep what an interrupted run found.
         command: what was typed.
     """
 
@@ -41,6 +45,8 @@ class ContactRequest:
     silence: float
     seed: int
     jobs: int
+    out: Path
+    resume: bool
     command: str
 
 
@@ -48,7 +54,7 @@ def first_contact(request: ContactRequest, say: Callable[[str], None]) -> Eviden
     """Run the parts, each in a process of its own or in several.
 
     Raises:
-        ConfigError: the backend is not installed, or a part has another name.
+        ConfigError: the backend is not installed, a part has another name, or the journal cannot be used.
     """
     names = [each.name for each in PARTS]
     if unknown := sorted(request.parts - set(names)):
@@ -60,9 +66,10 @@ def first_contact(request: ContactRequest, say: Callable[[str], None]) -> Eviden
     parts = [each for each in PARTS if not request.parts or each.name in request.parts | needed]
     with ExitStack() as stack:
         running: ParallelParts | None = None
+        journal: Journal | None = None
         for planned in parts:
             say(f"{planned.name}: {planned.summary} … ")
-            part, findings = _one(request, planned, done, redact, running)
+            part, findings = _one(request, planned, done, redact, running, journal)
             done[planned.name] = part
             if findings is not None:
                 found[planned.name] = findings
@@ -73,11 +80,15 @@ def first_contact(request: ContactRequest, say: Callable[[str], None]) -> Eviden
                 if name is None:
                     raise ConfigError(part.detail or f"no backend {request.backend!r} is installed")
                 wheel = installed_wheel(name)
+                journal = stack.enter_context(open_journal(request.out, _identity(request, wheel), request.resume))
             if planned.name == "device" and findings is not None and part.counts.get("passed") and request.jobs > 1:
-                areas = [each.area for each in parts if each.area and each.name not in done]
+                assert journal is not None, "the first part opens it"
+                # A run of one process at a time may have ended the part.
+                left = [each for each in parts if each.area and each.name not in done]
+                areas = [each.area for each in left if journal.find(_task(request, each)) is None]
                 common, listed = _task(request, planned), findings.listed
                 running = stack.enter_context(
-                    start_checks(common, areas, listed, request.jobs, request.silence, redact)
+                    start_checks(common, areas, listed, request.jobs, request.silence, redact, journal)
                 )
     assert wheel is not None
     return _evidence(request, wheel, done, found, redact)
@@ -90,7 +101,7 @@ def _task(request: ContactRequest, planned: PlannedPart) -> Task:
 
 def _one(
     request: ContactRequest, planned: PlannedPart, done: Mapping[str, Part], redact: Redactor,
-    running: ParallelParts | None,
+    running: ParallelParts | None, journal: Journal | None,
 ) -> tuple[Part, Findings | None]:  # fmt: skip
     for name in planned.needs:
         before = done.get(name)
@@ -99,14 +110,23 @@ def _one(
             return Part(planned.name, "not run", 0.0, f"it needs the part {name!r}"), None
     if running is not None and planned.name in running:
         return running.wait(planned.name)
-    return run_part(_task(request, planned), request.silence, redact)
+    return run_or_recall(_task(request, planned), request.silence, redact, journal)
+
+
+def _versions() -> dict[str, str]:
+    versions = {name: importlib_metadata.version(name) for name in ("evener", "evener-conformance")}
+    return versions | {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+
+
+def _identity(request: ContactRequest, wheel: Wheel) -> RunIdentity:
+    options = {name: dict(values) for name, values in request.options.items()}
+    return RunIdentity(request.backend, request.pretend, options, request.seed, wheel.sha256, _versions())
 
 
 def _evidence(
     request: ContactRequest, wheel: Wheel, parts: Mapping[str, Part], found: Mapping[str, Findings], redact: Redactor
 ) -> Evidence:
-    versions = {name: importlib_metadata.version(name) for name in ("evener", "evener-conformance")}
-    versions |= {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    versions = _versions()
     device, timings, claimed, simulated = dict[str, str](), tuple[Timing, ...](), "", False
     for findings in found.values():
         versions |= findings.facts["version"]

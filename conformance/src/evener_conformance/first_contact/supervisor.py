@@ -89,19 +89,20 @@ class Findings:
 
 
 def run_part(
-    task: Task, silence: float, redact: Redactor, stop: threading.Event | None = None
+    task: Task, silence: float, redact: Redactor, stop: threading.Event | None = None, threads: int = 0
 ) -> tuple[Part, Findings]:
     """Run one part.
 
     Args:
         silence: seconds that a process may take for one check, and for opening the device.
         stop: once it is set, the processes end.
+        threads: of each process for computing on the host; 0: as many as its libraries choose.
     """
     start, found, printed = time.monotonic(), Findings(), ""
     for _ in range(_PROCESSES):
         found.ended, before = False, len(found.done)
         again = msgspec.structs.replace(task, done=tuple(found.done))
-        how, printed = _run_process(again, silence, found, redact, stop or threading.Event())
+        how, printed = _run_process(again, silence, found, redact, stop or threading.Event(), threads)
         if found.ended:
             printed = ""
             break
@@ -132,20 +133,21 @@ def _outcome(task: Task, found: Findings) -> Outcome:
 
 
 def _run_process(
-    task: Task, silence: float, found: Findings, redact: Redactor, stop: threading.Event
+    task: Task, silence: float, found: Findings, redact: Redactor, stop: threading.Event, threads: int
 ) -> tuple[str, str]:
     """Run one process to its end. Returns how it ended and the end of what it printed, both without private data."""
     reader, writer = os.pipe()
     # The whole path, so that the child finds every package that this process finds.
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     quiet = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "KINETO_LOG_LEVEL": "99", "PYTHONUNBUFFERED": "1"}
+    limits = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         stack.callback(os.close, reader)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "evener_conformance.first_contact.child", str(writer)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder,
-                env={**os.environ, **quiet, "PYTHONPATH": path}, pass_fds=(writer,), start_new_session=True,
+                env={**limits, **os.environ, **quiet, "PYTHONPATH": path}, pass_fds=(writer,), start_new_session=True,
             )  # fmt: skip
         finally:
             os.close(writer)
