@@ -184,7 +184,8 @@ def test_the_kit_passes_products_of_rounded_activations(op: str, monkeypatch: py
     schema = next(s for s in BUILTIN if s.name == op)
     monkeypatch.setattr(kernel, "packings", (STORED,))
     check = Check("formats", op, kernel.name, lambda: ())
-    found = list(formats.kernel_results(check, kernel, schema, device, ["float32"], 3))
+    found = [result for packing in kernel.packings
+             for result in formats.packing_results(check, kernel, packing, schema, device, ["float32"], 3)]  # fmt: skip
     assert not [str(r) for r in found if r.outcome == "failed"]
     rounding = [r for r in found if r.outcome == "passed" and r.case.startswith("37 tokens")]
     assert len(rounding) == len(names) + 1

@@ -61,10 +61,13 @@ def part(evidence: Evidence | None, name: str) -> tuple[str, str]:
 
 
 def test_a_kernel_that_crashes_fails_alone_and_the_other_kernel_is_still_checked(site: Path, tmp_path: Path) -> None:
-    code, evidence, _ = contact(site, tmp_path / "e.json", "a kernel crashes", "--part", "primitives", "--seed", "3")
+    code, evidence, progress = contact(
+        site, tmp_path / "e.json", "a kernel crashes", "--part", "primitives", "--seed", "3"
+    )
     outcome, said = part(evidence, "primitives")
     assert (code, outcome) == (1, "failed")
     assert "killed by SIGSEGV" in said
+    assert "it was killed by SIGSEGV" in progress  # whoever watches sees the first failure
     assert evidence is not None and evidence.level == ""
     (found,) = (each for each in evidence.parts if each.name == "primitives")
     assert [case.subject for case in found.cases] == ["primitives/act_and_mul[failing/failing_activation]"]
@@ -171,7 +174,7 @@ def test_an_interrupted_run_leaves_no_process(jobs: str, site: Path, tmp_path: P
         finally:
             run.kill()
     assert not (tmp_path / "e.json").exists()
-    code, evidence, _ = contact(site, tmp_path / "e.json", "", "--part", "primitives", "--jobs", jobs, "--resume")
+    _, evidence, _ = contact(site, tmp_path / "e.json", "", "--part", "primitives", "--jobs", jobs, "--resume")
     assert part(evidence, "primitives")[0] == "passed"
     assert [path.name for path in tmp_path.glob("*.journal")] == []
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from evener.contracts.ops import STATIC_DEFAULTS, Kernel, OpCall, OpFunction
+from evener.contracts.ops import STATIC_DEFAULTS, Kernel, OpCall, OpFunction, OpSchema
 from evener.contracts.quant import (
     BLOCKS,
     MXFP4,
@@ -39,7 +39,7 @@ from evener_conformance.kit.cases.blocks import (
 )
 from evener_conformance.kit.checklist import ReferenceKernel
 from evener_conformance.kit.composites import check_composite
-from evener_conformance.kit.formats import kernel_results, scheme_results
+from evener_conformance.kit.formats import packing_results, scheme_results
 from evener_conformance.kit.ops import expansion
 from evener_conformance.kit.outcome import CaseResult, Check
 from evener_conformance.reference.device import HostDevice
@@ -48,6 +48,17 @@ SCHEMAS = {schema.name: schema for schema in PRIMITIVES}
 #: Formats that the kit combines in one merged weight.
 FEW = ("float32", "q8_0", "q4_1")
 CHECK = Check("formats", "linear", "mine", lambda: ())
+
+
+def kernel_results(
+    check: Check, kernel: Kernel, schema: OpSchema, device: HostDevice, dtypes: Sequence[str], seed: int,
+    schemes: Sequence[QuantScheme] = (),
+) -> list[CaseResult]:  # fmt: skip
+    """The results of all packings of a kernel."""
+    return [
+        result for packing in kernel.packings
+        for result in packing_results(check, kernel, packing, schema, device, dtypes, seed, schemes)
+    ]  # fmt: skip
 
 
 def stored_bytes(part: WeightPart) -> int:

@@ -73,7 +73,7 @@ def first_contact(request: ContactRequest, say: Callable[[str], None]) -> Eviden
             done[planned.name] = part
             if findings is not None:
                 found[planned.name] = findings
-            why = f": {part.detail}" if part.outcome == "failed" and part.detail else ""
+            why = _describe_failure(part)
             say(f"{part.outcome}, {part.seconds:.0f} s{why}\n")
             if planned.name == "packages" and findings is not None:
                 name = findings.facts["fact"].get("distribution")
@@ -111,6 +111,15 @@ def _one(
     if running is not None and planned.name in running:
         return running.wait(planned.name)
     return run_or_recall(_task(request, planned), request.silence, redact, journal)
+
+
+def _describe_failure(part: Part) -> str:
+    """Why a part failed; of wrong cases the first."""
+    if part.outcome != "failed":
+        return ""
+    wrong = next((each for each in part.cases if each.outcome == "failed"), None)
+    case = wrong and f"{wrong.provider} {wrong.subject}[{wrong.dtype}] {wrong.case}: {wrong.detail[:300]}"
+    return "".join(f": {text}" for text in (part.detail, case) if text)
 
 
 def _versions() -> dict[str, str]:

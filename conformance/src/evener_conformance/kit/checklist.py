@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from evener.contracts.ops import Kernel, OpCall, OpFunction, OpSchema
+from evener.contracts.quant import Packing
 from evener.contracts.state import StateProvider
 from evener.errors import ConfigError
 from evener.ops.parts import load_reference
@@ -22,7 +23,7 @@ from evener_conformance.kit.compare import join_problems
 from evener_conformance.kit.composites import check_composite
 from evener_conformance.kit.device import device_results
 from evener_conformance.kit.fallback_monitor import FallbackMonitor
-from evener_conformance.kit.formats import OPS, kernel_results, scheme_results
+from evener_conformance.kit.formats import OPS, packing_results, scheme_results
 from evener_conformance.kit.graphs import graph_results
 from evener_conformance.kit.memory import composite_memory, kernel_memory, memory_not_measurable, provider_memory
 from evener_conformance.kit.model import model_results
@@ -139,8 +140,9 @@ class Checklist:
         return f"no area, op, kernel or provider of {backend} has this name{meant}"
 
     def _add(
-        self, area: str, subject: str, provider: str, run: Callable[[Check], Iterable[CaseResult]], of: object = None
-    ) -> Check:
+        self, area: str, subject: str, provider: str, run: Callable[[Check], Iterable[CaseResult]], of: object = None,
+        variant: str = "",
+    ) -> Check:  # fmt: skip
         """A check whose exceptions become failures; ``of`` is the backend's object, whose place the failures name."""
 
         def go() -> Iterator[CaseResult]:
@@ -151,7 +153,7 @@ class Checklist:
             except Exception as error:  # the backend's exception is the failure
                 yield replace(check.result("all", "failed", format_backend_exception(error)), place=source_location(of))
 
-        check = Check(area, subject, provider, go)
+        check = Check(area, subject, provider, go, variant)
         return check
 
     def _device(self) -> Iterator[Check]:
@@ -295,8 +297,10 @@ class Checklist:
         for provided in subject.kernels:
             if provided.value.op in OPS and provided.value.packings:
                 label = f"{provided.package}/{provided.value.name}"
-                run = partial(self._packings, provided.value)
-                yield self._add("formats", provided.value.op, label, run, provided.value)
+                # One by one: a packing of many formats takes minutes where kernels are compiled.
+                for packing in provided.value.packings:
+                    run = partial(self._packing, provided.value, packing)
+                    yield self._add("formats", provided.value.op, label, run, provided.value, f"in {packing.layout}")
         for scheme in subject.schemes:
             yield self._add("formats", scheme.value.name, scheme.package, partial(
                 scheme_results, scheme=scheme.value, seed=self.request.seed), scheme.value)  # fmt: skip
@@ -304,10 +308,10 @@ class Checklist:
             run = partial(view_results, load=view.load, seed=self.request.seed)
             yield self._add("formats", name, view.package, run)
 
-    def _packings(self, kernel: Kernel, check: Check) -> Iterator[CaseResult]:
+    def _packing(self, kernel: Kernel, packing: Packing, check: Check) -> Iterator[CaseResult]:
         subject, request, watch = self.subject, self.request, FallbackMonitor(self.subject.device)
-        yield from kernel_results(
-            check, kernel, subject.schemas[kernel.op], subject.device, self.dtypes, request.seed,
+        yield from packing_results(
+            check, kernel, packing, subject.schemas[kernel.op], subject.device, self.dtypes, request.seed,
             [p.value for p in subject.schemes], request.thorough, watch,
         )  # fmt: skip
         yield self._fallback(check, watch)

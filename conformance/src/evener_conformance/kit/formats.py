@@ -122,14 +122,15 @@ def examples_of(scheme: QuantScheme, seed: int) -> list[Example]:
     return found
 
 
-def kernel_results(
-    check: Check, kernel: Kernel, schema: OpSchema, device: Device, dtypes: Sequence[str], seed: int,
+def packing_results(
+    check: Check, kernel: Kernel, packing: Packing, schema: OpSchema, device: Device, dtypes: Sequence[str], seed: int,
     schemes: Iterable[QuantScheme] = (), thorough: bool = False, watch: FallbackMonitor | None = None,
 ) -> Iterator[CaseResult]:  # fmt: skip
-    """Check every packing of a kernel for ``linear`` or ``grouped_linear`` with every format that it accepts, in each
+    """Check a packing of a kernel for ``linear`` or ``grouped_linear`` with every format that it accepts, in each
     compute dtype.
 
     Args:
+        packing: one of ``kernel.packings``.
         schemes: their examples add further formats.
         thorough: many sizes instead of a few.
     """
@@ -145,27 +146,26 @@ def kernel_results(
             return reference_dequantize(part)
         return _dequantize_by_scheme(foreign, part)
 
-    for packing in kernel.packings:
-        found: list[CaseResult] = []
-        large: set[str] = set()  # storages whose deep and wide weights the kernel has taken
-        for dtype in dtypes:
-            ready = _PackingCheck(check, kernel, schema, device, dtype, packing, held, watch or FallbackMonitor(device))
-            for name, size, matrices in _weights(schema.name, dtype, seed, foreign, _MANY if thorough else _FEW):
-                found += ready.results(name, size.tokens, matrices, size.unbiased)
-            for storage in STORAGES:
-                if storage in large and not thorough:
-                    continue
-                tokens = _LARGE_TOKENS if format_of(storage).activation is None else _ROUNDED_TOKENS
-                for matrices in _large_weights(storage, seed):
-                    made = list(ready.results(storage, tokens, matrices))
-                    large |= {storage for result in made if result.outcome != "not applicable"}
-                    found += made
-        yield from found
-        if all(r.outcome == "not applicable" for r in found):
-            detail = f"{packing.layout} accepts no format that the kit has, so it could not be checked"
-            absent = all("not installed" in r.detail for r in found)
-            reason = most_common(r.detail for r in found)
-            yield check.result("all", "not applicable" if absent else "failed", f"{detail}: {reason}")
+    found: list[CaseResult] = []
+    large: set[str] = set()  # storages whose deep and wide weights the kernel has taken
+    for dtype in dtypes:
+        ready = _PackingCheck(check, kernel, schema, device, dtype, packing, held, watch or FallbackMonitor(device))
+        for name, size, matrices in _weights(schema.name, dtype, seed, foreign, _MANY if thorough else _FEW):
+            found += ready.results(name, size.tokens, matrices, size.unbiased)
+        for storage in STORAGES:
+            if storage in large and not thorough:
+                continue
+            tokens = _LARGE_TOKENS if format_of(storage).activation is None else _ROUNDED_TOKENS
+            for matrices in _large_weights(storage, seed):
+                made = list(ready.results(storage, tokens, matrices))
+                large |= {storage for result in made if result.outcome != "not applicable"}
+                found += made
+    yield from found
+    if all(r.outcome == "not applicable" for r in found):
+        detail = f"{packing.layout} accepts no format that the kit has, so it could not be checked"
+        absent = all("not installed" in r.detail for r in found)
+        reason = most_common(r.detail for r in found)
+        yield check.result("all", "not applicable" if absent else "failed", f"{detail}: {reason}")
 
 
 def _readable(scheme: QuantScheme, seed: int) -> list[Example]:

@@ -56,17 +56,19 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Check:
-    """All cases of one provider of one subject; ``run`` computes them."""
+    """All cases of one provider of one subject, or of one ``variant`` of it; ``run`` computes them."""
 
     area: str
     subject: str
     provider: str
     run: Callable[[], Iterable[CaseResult]]
+    variant: str = ""
 
     @property
     def name(self) -> str:
-        """``area/subject[provider]``."""
-        return f"{self.area}/{self.subject}" + (f"[{self.provider}]" if self.provider else "")
+        """``area/subject[provider]``, and the variant."""
+        provider = f"[{self.provider}]" if self.provider else ""
+        return f"{self.area}/{self.subject}{provider}" + (f" {self.variant}" if self.variant else "")
 
     @property
     def names(self) -> frozenset[str]:
