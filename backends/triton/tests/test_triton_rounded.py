@@ -299,11 +299,24 @@ def test_the_library_is_not_asked_for_products_that_it_does_not_have(
     assert "device" in str(scaled_refusal(LARGE, 256, 512, Form("e4m3", 128, 128), 128))
 
 
-def test_activations_are_rounded_only_where_that_is_faster() -> None:
-    def asked(tuning: Tuning, tokens: int, form: tuple[str, int, int, int], rows: int, columns: int) -> bool:
-        part = replace(rounding_part(rows, columns, form), tensors={})
-        return rounds(tuning, tokens, LinearWeight("w", (part,), rows, columns, "bfloat16", layout=STORED.layout))
+def rounds_weight(
+    tuning: Tuning, tokens: int, form: tuple[str, int, int, int], rows: int, columns: int, dtype: str = "bfloat16"
+) -> bool:
+    """Whether products with a weight of this form are of rounded activations."""
+    part = replace(rounding_part(rows, columns, form), tensors={})
+    return rounds(tuning, tokens, LinearWeight("w", (part,), rows, columns, dtype, layout=STORED.layout))
 
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2], FORMS[5]], ids=str)
+def test_a_gpu_that_adds_with_few_bits_rounds_no_activations_in_float32(form: tuple[str, int, int, int]) -> None:
+    able = replace(LARGE, float8=True, integers=True)
+    asked = [rounds_weight(replace(able, ptx=ptx), 64, form, 1024, 512, dtype)
+             for ptx, dtype in ((True, "float32"), (True, "bfloat16"), (False, "float32"))]  # fmt: skip
+    assert asked == [False, True, True]
+
+
+def test_activations_are_rounded_only_where_that_is_faster() -> None:
+    asked = rounds_weight
     own, block, row = replace(LARGE, float8=True), FORMS[2], FORMS[0]
     assert [asked(own, tokens, block, 512, 512) for tokens in (16, 64, 128, 8192)] == [False, True, False, False]
     assert [asked(own, tokens, block, 1024, 512) for tokens in (64, 1024, 8192)] == [True, True, False]

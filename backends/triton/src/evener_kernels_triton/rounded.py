@@ -104,6 +104,10 @@ def _fits(tuning: Tuning, weight: LinearWeight) -> bool:
     how = form.activation
     if how is None or how.storage != form.storage or form.storage not in ("int8", "float8_e4m3fn"):
         return False
+    if tuning.ptx and weight.dtype == "float32":
+        # NVIDIA's matrix units add products of FP8 elements with about 14 bits. Also, where float32 differs in its last
+        # bit, an element is rounded to the next one. Whoever computes in float32 would see both.
+        return False
     able = tuning.integers if form.storage == "int8" else tuning.float8
     wide = [each for each in (how.group, form.group) if 0 < each < weight.columns]
     whole = all(each >= _LEAST_COLUMNS and each == power_of_two(each) for each in wide)
