@@ -77,6 +77,14 @@ def test_records_of_other_checks_stay(file: Path, tmp_path: Path) -> None:
     add(file, results)
     found = reached(read_records([results / "support-chip.jsonl"]), "evener-backend-chip")
     assert found.levels == ("L1", "L5")
+    assert (results / "support-chip.jsonl").read_text().splitlines()[0] == json.dumps(other)
+
+
+def test_a_record_of_a_run_without_the_hardware_says_what_was_there_in_its_place(tmp_path: Path) -> None:
+    there = {"name": "a host", "variant": "chip 2"}
+    write(tmp_path / "e.json", evidence(pretended=True, level="L3", device=there))
+    add(tmp_path / "e.json", tmp_path / "results")
+    assert read_records([tmp_path / "results/support-chip.jsonl"])[0]["device"] == "a host in place of chip 2"
 
 
 def test_a_run_that_did_not_pass_is_kept_and_gives_no_level(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import importlib_metadata
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -101,14 +101,13 @@ def add(evidence: Evidence, data: bytes, folder: Path) -> Path:
     Raises:
         ConfigError: the folder cannot be written, or holds a file that is no list of records.
     """
-    device = evidence.device.get("name", "")
     name = f"evidence/{evidence.backend}-{evidence.date}-{evidence.seal[:8]}.json"
     lines = folder / f"support-{evidence.backend}.jsonl"
     old = read_records([lines]) if lines.is_file() else []
     new = {
         "subject": evidence.wheel.distribution, "check": "first contact", "outcome": _outcome(evidence),
         **({"level": evidence.level} if evidence.level else {}),
-        "device": f"{device} {evidence.device.get('variant', '')}".strip(),
+        "device": _describe_device(evidence),
         "software": ", ".join(f"{name} {evidence.versions[name]}" for name in sorted(evidence.versions)),
         "date": evidence.date, "command": evidence.command,
         "wheel": evidence.wheel.sha256 + (" (changed after it was installed)" if evidence.wheel.changed else ""),
@@ -120,11 +119,16 @@ def add(evidence: Evidence, data: bytes, folder: Path) -> Path:
         (folder / "evidence").mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
         part = lines.with_suffix(".part")
-        part.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in (*kept, new)))
+        part.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in (*kept, new)))
         part.replace(lines)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
     return folder / name
+
+
+def _describe_device(evidence: Evidence) -> str:
+    name, variant = evidence.device.get("name", ""), evidence.device.get("variant", "")
+    return f"{name}{' in place of ' if evidence.pretended and variant else ' '}{variant}".strip()
 
 
 def _outcome(evidence: Evidence) -> str:
