@@ -579,3 +579,18 @@ def test_a_kernel_that_says_otherwise_than_it_rounds_is_found(says: bool, monkey
     found = failed_cases(rounding_results("linear", kept if says else rounded, says, monkeypatch))
     for word in ("x by 128", "x by token", "x fixed"):
         assert any(word in case and case.startswith("37 tokens") for case in found)
+
+
+@pytest.mark.parametrize("stored", ["q8_0", "nothing"])
+def test_the_parts_of_the_dtypes_are_the_results_of_all_and_say_once_that_nothing_is_accepted(stored: str) -> None:
+    dtypes, packing = ("float32", "bfloat16"), Stored(of=(stored,))
+    kernel = Widening("linear", packing)
+
+    def part_of(only: str | None) -> list[str]:
+        schema, device = SCHEMAS["linear"], HostDevice(0)
+        return [str(each) for each in packing_results(CHECK, kernel, packing, schema, device, dtypes, 3, only=only)]
+
+    parts = [part_of(dtype) for dtype in dtypes]
+    assert sorted(parts[0] + parts[1]) == sorted(part_of(None))
+    said = [sum("accepts no format" in result for result in part) for part in parts]
+    assert said == [int(stored == "nothing"), 0]

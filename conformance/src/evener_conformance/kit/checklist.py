@@ -299,8 +299,11 @@ class Checklist:
                 label = f"{provided.package}/{provided.value.name}"
                 # One by one: a packing of many formats takes minutes where kernels are compiled.
                 for packing in provided.value.packings:
-                    run = partial(self._packing, provided.value, packing)
-                    yield self._add("formats", provided.value.op, label, run, provided.value, f"in {packing.layout}")
+                    for dtype in self.dtypes:
+                        run, variant = partial(self._packing, provided.value, packing, dtype), f"in {packing.layout}"
+                        yield self._add(
+                            "formats", provided.value.op, label, run, provided.value, f"{variant} for {dtype}"
+                        )
         for scheme in subject.schemes:
             yield self._add("formats", scheme.value.name, scheme.package, partial(
                 scheme_results, scheme=scheme.value, seed=self.request.seed), scheme.value)  # fmt: skip
@@ -308,11 +311,11 @@ class Checklist:
             run = partial(view_results, load=view.load, seed=self.request.seed)
             yield self._add("formats", name, view.package, run)
 
-    def _packing(self, kernel: Kernel, packing: Packing, check: Check) -> Iterator[CaseResult]:
+    def _packing(self, kernel: Kernel, packing: Packing, dtype: str, check: Check) -> Iterator[CaseResult]:
         subject, request, watch = self.subject, self.request, FallbackMonitor(self.subject.device)
         yield from packing_results(
             check, kernel, packing, subject.schemas[kernel.op], subject.device, self.dtypes, request.seed,
-            [p.value for p in subject.schemes], request.thorough, watch,
+            [p.value for p in subject.schemes], request.thorough, watch, only=dtype,
         )  # fmt: skip
         yield self._fallback(check, watch)
 

@@ -125,6 +125,7 @@ def examples_of(scheme: QuantScheme, seed: int) -> list[Example]:
 def packing_results(
     check: Check, kernel: Kernel, packing: Packing, schema: OpSchema, device: Device, dtypes: Sequence[str], seed: int,
     schemes: Iterable[QuantScheme] = (), thorough: bool = False, watch: FallbackMonitor | None = None,
+    only: str | None = None,
 ) -> Iterator[CaseResult]:  # fmt: skip
     """Check a packing of a kernel for ``linear`` or ``grouped_linear`` with every format that it accepts, in each
     compute dtype.
@@ -133,6 +134,7 @@ def packing_results(
         packing: one of ``kernel.packings``.
         schemes: their examples add further formats.
         thorough: many sizes instead of a few.
+        only: one of ``dtypes``, for its part of the results; all if None.
     """
     # Those that no weight of the kit's own has, also if it could read them.
     own = {format_of(storage) for storage in STORAGES}
@@ -146,26 +148,49 @@ def packing_results(
             return reference_dequantize(part)
         return _dequantize_by_scheme(foreign, part)
 
-    found: list[CaseResult] = []
-    large: set[str] = set()  # storages whose deep and wide weights the kernel has taken
+    refused: list[str] = []
     for dtype in dtypes:
+        # The first dtype's part says whether the packing accepts anything at all.
+        if only not in (None, dtype) and (only != dtypes[0] or not all(refused)):
+            continue
         ready = _PackingCheck(check, kernel, schema, device, dtype, packing, held, watch or FallbackMonitor(device))
-        for name, size, matrices in _weights(schema.name, dtype, seed, foreign, _MANY if thorough else _FEW):
-            found += ready.results(name, size.tokens, matrices, size.unbiased)
-        for storage in STORAGES:
-            if storage in large and not thorough:
-                continue
-            tokens = _LARGE_TOKENS if format_of(storage).activation is None else _ROUNDED_TOKENS
-            for matrices in _large_weights(storage, seed):
-                made = list(ready.results(storage, tokens, matrices))
-                large |= {storage for result in made if result.outcome != "not applicable"}
-                found += made
-    yield from found
-    if all(r.outcome == "not applicable" for r in found):
+        before = dtypes[: dtypes.index(dtype)]
+        for name, tokens, matrices, unbiased in _asked(schema.name, dtype, before, packing, seed, foreign, thorough):
+            if only in (None, dtype):
+                yield from ready.results(name, tokens, matrices, unbiased)
+            refused.append(_refusal(packing, matrices[0], dtype) or "")
+    if all(refused) and only in (None, dtypes[0]):
         detail = f"{packing.layout} accepts no format that the kit has, so it could not be checked"
-        absent = all("not installed" in r.detail for r in found)
-        reason = most_common(r.detail for r in found)
-        yield check.result("all", "not applicable" if absent else "failed", f"{detail}: {reason}")
+        absent = all("not installed" in reason for reason in refused)
+        yield check.result("all", "not applicable" if absent else "failed", f"{detail}: {most_common(refused)}")
+
+
+def _asked(
+    op: str, dtype: str, before: Sequence[str], packing: Packing, seed: int, foreign: Sequence[Example], thorough: bool
+) -> Iterator[tuple[str, int, Matrices, bool]]:
+    """(case name, tokens, matrices, unbiased) of a compute dtype. A deep and a wide weight of each storage come in the
+    first dtype that the packing takes it in; ``before``: dtypes that come earlier."""
+    for name, size, matrices in _weights(op, dtype, seed, foreign, _MANY if thorough else _FEW):
+        yield name, size.tokens, matrices, size.unbiased
+    for storage in STORAGES:
+        if not thorough and any(_takes(packing, storage, each, seed) for each in before):
+            continue
+        tokens = _LARGE_TOKENS if format_of(storage).activation is None else _ROUNDED_TOKENS
+        for matrices in _large_weights(storage, seed):
+            yield storage, tokens, matrices, False
+
+
+def _takes(packing: Packing, storage: str, dtype: str, seed: int) -> bool:
+    """Whether a packing takes a large weight."""
+    return any(_refusal(packing, (part,), dtype) is None for part in _large_parts(storage, seed))
+
+
+def _refusal(packing: Packing, parts: Sequence[WeightPart], dtype: str) -> str | None:
+    """Why a packing refuses a weight. Its exception is no refusal: the case reports it."""
+    try:
+        return check_supports(packing, packing.supports([replace(part, tensors={}) for part in parts], dtype))
+    except Exception:
+        return None
 
 
 def _readable(scheme: QuantScheme, seed: int) -> list[Example]:
