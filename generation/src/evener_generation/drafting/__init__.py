@@ -13,5 +13,6 @@ module             what it holds
 ``speculation``    which requests get drafts, and how many tokens
 ``payoff``         whether drafts make more tokens a second at the present load
 ``ngram_drafter``  drafts from earlier in the text
+``model_drafter``  drafts by the worker's draft model
 =================  ================================================================
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from evener.contracts.generation.drafter import Drafter
+from evener.contracts.generation.drafter import BY_WORKER, Drafter
 from evener.contracts.generation.drafts import DecodingRequest, DraftedRow, Drafts
 from evener_generation.drafting.payoff import Payoff
 
@@ -103,7 +103,8 @@ class Speculation(Drafts):
         text.seen = len(request.tokens)
         count = min(text.length, most)
         found = list(text.drafter.propose(count))[:count] if count > 0 else []
-        if not all(type(id) is int and 0 <= id < self._vocabulary for id in found):
+        by_worker = text.drafter.by_worker and found == [BY_WORKER] * len(found)
+        if not by_worker and not all(type(id) is int and 0 <= id < self._vocabulary for id in found):
             raise ValueError(f"it proposed {found}, but ids are integers from 0 to {self._vocabulary - 1}")
         return found
 

@@ -9,10 +9,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
+
+#: What a drafter ``by_worker`` proposes in place of an id.
+BY_WORKER = -1
 
 
 class Drafter(ABC):
-    """Knows the tokens of one text."""
+    """Knows the tokens of one text.
+
+    Attributes:
+        by_worker: (optional) whether the worker's draft model (``infer.draft_model``) finds the ids: then each proposed
+            id is ``BY_WORKER``, and only the number of them counts.
+    """
+
+    by_worker: ClassVar[bool] = False
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:

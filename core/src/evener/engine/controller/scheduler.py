@@ -398,7 +398,10 @@ class Scheduler:
         scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
         events: list[FromController] = []
         first = made = 0
+        proposed = iter(result.drafts)
         for index, row in enumerate(submitted.rows):
+            if row.drafts and result.drafts:
+                row = msgspec.structs.replace(row, drafts=next(proposed))
             request, ids = row.request, row.accepted(result.ids[first : first + row.samples])
             vector = next(pooled, b"") if row.samples else b""
             vector += b"".join(part for wanted, part in outputs if wanted.row == index)

@@ -21,11 +21,14 @@ class PendingStep:
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
         outputs: for each of ``plan.outputs``: its rows float32, in parts.
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
+        drafts: the ids that a draft model proposed for each of ``plan.drafts``, once its own steps are done; None: the
+            plan has those that were proposed.
         counters: for ``StepResult``.
     """
 
     logprobs: Sequence[Readback] = ()
     pooled: Sequence[Readback] = ()
+    drafts: Callable[[], list[list[int]]] | None = None
     counters: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
@@ -55,7 +58,7 @@ class PendingStep:
         pooled = [row.numpy().tobytes() for rows in self.pooled for row in rows.wait()]
         outputs = [b"".join(part.wait().numpy().tobytes() for part in parts) for parts in self.outputs]
         return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled, outputs=outputs,
-                          counters=dict(self.counters))  # fmt: skip
+                          drafts=self.drafts() if self.drafts else [], counters=dict(self.counters))  # fmt: skip
 
 
 #: Samples the tokens of a step with its masks; None: it has none.

@@ -68,7 +68,8 @@ class WantedOutputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """The last tokens of a plan's row are ``ids``, which were proposed and may be wrong."""
+    """The last tokens of a plan's row are ``ids``, which were proposed and may be wrong. ``BY_WORKER`` in their place:
+    the worker's draft model proposes them, and ``StepResult.drafts`` says which it were."""
 
     row: int
     ids: list[int]
@@ -139,8 +140,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """The result of one step: one id for each of ``Plan.samples``, and log-probabilities for each of ``Plan.logprobs``
     and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
     ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
-    ``Plan.outputs``, in the same form. ``plan`` is the plan's id;
-    ``counters`` are those of this worker's ``Placement``."""
+    ``Plan.outputs``, in the same form. ``plan`` is the plan's id; ``drafts`` are the ids of each of ``Plan.drafts``, if
+    the worker proposed them; ``counters`` are those of this worker's ``Placement``."""
 
     plan: int
     ids: list[int] = []
@@ -148,4 +149,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     scores: list[TokenLogprobs] = []
     pooled: list[bytes] = []
     outputs: list[bytes] = []
+    drafts: list[list[int]] = []
     counters: dict[str, int] = {}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from evener.backend_search import BackendSearch
 from evener.config.checkpoint import facts_of
@@ -58,6 +58,7 @@ class Assembly:
         pooling: what the model makes of a text, if it generates none.
         adapters: the places for adapters.
         placement: of the experts that are not on the device.
+        draft: the draft model; its resolver, geometry and device are this one's.
     """
 
     config: ResolvedConfig
@@ -79,6 +80,16 @@ class Assembly:
     other_stages: Sequence[Builder] = ()
     pooling: PoolingSettings | None = None
     placement: Placement | None = None
+    draft: Assembly | None = None
+
+
+class _Stored(NamedTuple):
+    """A model as an open checkpoint stores it, and the class that runs it."""
+
+    checkpoint: Checkpoint
+    headers: Headers
+    scheme: QuantScheme
+    family: type[Architecture]
 
 
 def assemble(
@@ -109,33 +120,11 @@ def assemble(
     agreement = Agreement(ranks.pp if unlike else None)
     resolved = _agree(resolved, of_device, agreement) if unlike else resolved
     infer, world = resolved.config.infer, ranks.world
-    headers: Headers = {}
-    scheme: QuantScheme = Unquantized()
-    if config.load != "dummy":
-        checkpoint, scheme = view_checkpoint(ViewRequest(
-            checkpoint, family, [p.value for p in loaded.quant_schemes()], resolved.max_seq_len, config.quant,
-            config.weight_map, config.options, (world.tp_rank, world.tp_size), (world.pp_rank, world.pp_size),
-            layer_partition(infer),
-        ))  # fmt: skip
-        headers = checkpoint.headers
-
-    def declare(stage: int) -> tuple[Builder, Architecture]:
-        build = Builder(
-            resolved.dtype, resolved.max_seq_len, (lambda name: scheme.part(name, headers)) if headers else None,
-            ranks.tp, absorb=infer.mla_absorb,
-            index_top=None if infer.index_topk == "auto" else infer.index_topk,
-            snapshot_every=infer.snapshot_every,
-            state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
-            stage=(stage, world.pp_size), partition=layer_partition(infer),
-        )  # fmt: skip
-        build.head = None if pooling is None else pooling.head
-        model = family(checkpoint.config, build)
-        if world.pp_size > 1 and not build.staged:
-            raise ArchitectureError(f"{family.__name__} does not support pipeline stages; set infer.pp_size=1")
-        return build, model
-
+    stored = _view(resolved, loaded, ranks, checkpoint, family)
+    checkpoint, headers, scheme, _ = stored
     # Other stages are declared too: their state, so that block ids mean the same on all, and their weights' names.
-    declared = [declare(stage) for stage in range(world.pp_size)]
+    head = None if pooling is None else pooling.head
+    declared = [_declare(resolved, ranks, stored, stage, head) for stage in range(world.pp_size)]
     build, model = declared[world.pp_rank]
     if headers and isinstance(checkpoint, CheckpointView):
         checkpoint.reslice(build.weights)
@@ -151,25 +140,104 @@ def assemble(
     auto = "auto" in (infer.cpu_layer_num, infer.resident_experts)
     placement = placer(resolved, device, resolver, build, [b for b, _ in declared]) if placer and not auto else None
     resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
-    resolver.states([slot for each in (build, *other_stages) for slot in each.slots])
+    draft = _declare_draft(resolved, loaded, device, ranks, model, [build]) if infer.draft_model else {}
+    drafting: list[Builder] = [draft["build"]] if draft else []
+    linear += [weight for each in drafting for weight in each.weights if isinstance(weight, LinearWeight)]
+    resolver.states([slot for each in (build, *other_stages, *drafting) for slot in each.slots])
     resolver.packings([w for w in linear if w.placement is None])
     adapters = AdapterStacks(build, infer, [b for b, _ in declared])
-    resolver.sites(build.sites)
+    resolver.sites([site for each in (build, *drafting) for site in each.sites])
     size = None if resolved.block_size == "auto" else resolved.block_size
-    slots = [b.slots for b, _ in declared]
-    geometry = plan_geometry(build.slots, device.capabilities.alignment, size, slots, agreement)
+    more = [slot for each in drafting for slot in each.slots]
+    slots = [[*b.slots, *more] for b, _ in declared]
+    geometry = plan_geometry([*build.slots, *more], device.capabilities.alignment, size, slots, agreement)
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     a = Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
         ranks, media_rows, agreement, adapters, other_stages, None if pooling is None else pooling.settings, placement,
     )  # fmt: skip
+    if draft:
+        a = replace(a, draft=replace(a, **draft, other_stages=(), placement=None))
     if placer is None or not auto:
         return a
     asked, key = placer.settled(a)
     a = assemble(replace(config, infer=asked), search, serving, ranks)
     reasons = {**a.config.reasons, f"infer.{key}": "what fits into the device's memory"}
     return replace(a, config=replace(a.config, reasons=reasons))
+
+
+def _view(
+    config: ResolvedConfig, loaded: LoadedPackages, ranks: RankGroups, checkpoint: Checkpoint,
+    family: type[Architecture], draft: bool = False,
+) -> _Stored:  # fmt: skip
+    """How the weights of an open checkpoint are read; the keys about that say nothing of a draft model."""
+    asked, world = config.config, ranks.world
+    if asked.load == "dummy":
+        return _Stored(checkpoint, {}, Unquantized(), family)
+    quant, weight_map = ("auto", None) if draft else (asked.quant, asked.weight_map)
+    checkpoint, scheme = view_checkpoint(ViewRequest(
+        checkpoint, family, [p.value for p in loaded.quant_schemes()], config.max_seq_len, quant,
+        weight_map, asked.options, (world.tp_rank, world.tp_size), (world.pp_rank, world.pp_size),
+        layer_partition(asked.infer),
+    ))  # fmt: skip
+    return _Stored(checkpoint, checkpoint.headers, scheme, family)
+
+
+def _declare(
+    config: ResolvedConfig, ranks: RankGroups, stored: _Stored, stage: int = 0, head: Callable[..., Any] | None = None
+) -> tuple[Builder, Architecture]:  # fmt: skip
+    """A pipeline stage's part of a model, declared; ``head``: as in ``Builder``."""
+    infer, world = config.config.infer, ranks.world
+    checkpoint, headers, scheme, family = stored
+    build = Builder(
+        config.dtype, config.max_seq_len, (lambda name: scheme.part(name, headers)) if headers else None,
+        ranks.tp, absorb=infer.mla_absorb,
+        index_top=None if infer.index_topk == "auto" else infer.index_topk,
+        snapshot_every=infer.snapshot_every,
+        state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
+        stage=(stage, world.pp_size), partition=layer_partition(infer),
+    )  # fmt: skip
+    build.head = head
+    model = family(checkpoint.config, build)
+    if world.pp_size > 1 and not build.staged:
+        raise ArchitectureError(f"{family.__name__} does not support pipeline stages; set infer.pp_size=1")
+    return build, model
+
+
+def _declare_draft(
+    config: ResolvedConfig, loaded: LoadedPackages, device: Device, ranks: RankGroups, model: Architecture,
+    builds: Sequence[Builder],
+) -> dict[str, Any]:  # fmt: skip
+    """The draft model, declared: the fields of its ``Assembly`` that are its own.
+
+    Raises:
+        EvenerError: it cannot be opened, or cannot propose tokens for ``model``, which declared ``builds``.
+    """
+    folder = config.config.infer.draft_model
+    assert folder is not None, "there is a draft model"
+    checkpoint = open_checkpoint(folder)
+    stored = _view(config, loaded, ranks, checkpoint, find_architecture(loaded, checkpoint), draft=True)
+    build, draft = _declare(config, ranks, stored)
+    said = f"infer.draft_model={folder}"
+    if draft.vocab_size > model.vocab_size:
+        raise ConfigError(f"{said} has {draft.vocab_size} token ids, and the model {model.vocab_size}; take a draft "
+                          "model with the model's own tokenizer, or leave it out")  # fmt: skip
+    if draft.max_positions < config.max_seq_len:
+        raise ConfigError(f"{said} has {draft.max_positions} positions, and infer.max_seq_len is {config.max_seq_len}; "
+                          f"set infer.max_seq_len={draft.max_positions}, or leave the draft model out")  # fmt: skip
+    kinds = {slot.spec.kind for each in (build, *builds) for slot in each.slots}
+    if odd := kinds & {"recurrent", "chunk"}:
+        raise ConfigError(f"{said} needs state of every token, for both models, but one of them has layers of kind "
+                          f"{min(odd)!r}; leave it out")  # fmt: skip
+    if stored.headers and isinstance(stored.checkpoint, CheckpointView):
+        stored.checkpoint.reslice(build.weights)
+    sampler, unscaled = Sampler(build, draft.vocab_size), replace(config.config.infer, kv_scales=None)
+    choose_state([build], unscaled, stored.checkpoint, stored.headers, device, loaded)
+    for site in build.sites:
+        site.path = f"draft model: {site.path}"  # in the manifest
+    fields = {name: getattr(stored, name) for name in ("checkpoint", "headers", "scheme")}
+    return {**fields, "build": build, "model": draft, "sampler": sampler}
 
 
 def _divided_as_stored(config: Config, checkpoint: Checkpoint) -> tuple[Config, Mapping[str, str]]:

@@ -216,6 +216,9 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
     packings, copied = a.resolver.packings_by_layout, a.checkpoint.copied if a.headers else frozenset()
     estimate = partial(estimate_weights, headers=a.headers or None, scheme=a.scheme, copied=copied)
     weights, place = estimate(here, packings, mappable=a.device.capabilities.host_memory), a.placement
+    if (d := a.draft) is not None:
+        weights += estimate_weights(d.build.weights, packings, d.headers or None, d.scheme,
+                                    a.device.capabilities.host_memory, d.checkpoint.copied if d.headers else frozenset())  # fmt: skip
     there = estimate(placed, place.packings) if place else WeightEstimate(0, 0)
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
     pooled = a.model.hidden_size if a.pooling is not None and a.pooling.whole_prompt else 0
