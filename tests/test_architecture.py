@@ -152,6 +152,12 @@ def test_masks_of_grammars_import_only_what_the_controller_knows_and_no_other_di
     assert masks and violations(masks, allow_of_evener(*own), typing=True) == []
 
 
+def test_drafters_in_the_worker_import_only_the_core_below_its_controller() -> None:
+    above = ("evener.engine.controller", "evener.engine.processes", "evener.frontend", "evener.cli", "evener.llm")
+    own, drafts = allow_of_evener("evener_drafts", "evener"), inside("evener_drafts", GENERATION)
+    assert drafts and violations(drafts, lambda t: own(t) and not belongs(t, *above), typing=True) == []
+
+
 def test_models_import_only_layers_contracts_errors_and_readers_of_tokenizer_files() -> None:
     own = ("evener_models", "evener_formats.tokenizers")
     allowed = allow_of_evener(*own, "evener.layers", "evener.contracts", "evener.errors")

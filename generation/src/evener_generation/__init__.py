@@ -29,6 +29,7 @@ descriptor = Descriptor(
         "ngram": "evener_generation.drafting.ngram_drafter:NgramDrafter",
         "model": "evener_generation.drafting.model_drafter:ModelDrafter",
     },
+    worker_drafters={"model": "evener_drafts.model:DraftModel"},
     draft_policies={"measured": "evener_generation.drafting.speculation:measured"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",

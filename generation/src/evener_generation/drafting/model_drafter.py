@@ -1,4 +1,4 @@
-"""Drafts by a draft model: the worker finds the tokens in the step that checks them, so nothing is known of them here."""
+"""Drafts by a draft model: the worker finds the tokens in the step that checks them, so none are known here."""
 
 from __future__ import annotations
 

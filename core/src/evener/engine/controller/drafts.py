@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from evener.config.schema import Config, InferConfig
+from evener.config.schema import InferConfig
 from evener.contracts.generation.drafter import Drafter
 from evener.contracts.generation.drafts import DraftPolicy, Drafts
-from evener.contracts.tokenizer import ReadTokenizer
 from evener.engine.wire.worker_facts import WorkerFacts
 from evener.errors import ConfigError, DescriptorError
-from evener.loading.checkpoint import open_files
 from evener.plugins.discover import installed_catalog
 
 
@@ -31,35 +29,6 @@ def open_drafts(infer: InferConfig, facts: WorkerFacts) -> Drafts:
     if facts.info.pooling:
         raise ConfigError(f"{_key(infer)} is for models that generate; leave it out")
     return policy(drafter, infer.draft_tokens, facts.max_reqs + infer.draft_tokens, facts.info.vocab_size)
-
-
-def check_drafts(config: Config) -> None:
-    """Before weights are read: the drafter is installed, and a draft model has the model's tokens.
-
-    Raises:
-        ConfigError, DescriptorError: as ``find_drafter``; or a token of both models differs.
-    """
-    infer = config.infer
-    if infer.proposes == "none":
-        return
-    find_drafter(infer)
-    if infer.draft_model is None:
-        return
-    own, drafts = (_tokenizer(path) for path in (config.tokenizer or config.model, infer.draft_model))
-    if own is None or drafts is None:
-        return  # models that are only given token ids
-    ours, theirs = own.vocabulary, drafts.vocabulary
-    for token in range(min(ours.size(), theirs.size())):
-        if ours.token(token) != theirs.token(token):
-            raise ConfigError(
-                f"{_key(infer)} has another tokenizer than the model: token {token} is {theirs.token(token)!r}, and "
-                f"{ours.token(token)!r} in {config.tokenizer or config.model}; take a smaller model of the same family, "
-                "or leave it out"
-            )
-
-
-def _tokenizer(path: str) -> ReadTokenizer | None:
-    return next(installed_catalog().answers("tokenizer reader", open_files(path)), None)
 
 
 def _key(infer: InferConfig) -> str:
@@ -85,8 +54,6 @@ def find_drafter(infer: InferConfig) -> tuple[Callable[[], Drafter], DraftPolicy
     if not (isinstance(loaded, type) and issubclass(loaded, Drafter)):
         package = found[name]
         raise DescriptorError(f"drafter {package.name!r} of {package.distribution}: {package.path} is no Drafter")
-    if loaded.by_worker and infer.draft_model is None:
-        raise ConfigError(f"{_key(infer)} needs a draft model: set infer.draft_model=FOLDER, and leave infer.drafter out")
     if infer.draft_model is not None and not loaded.by_worker:
         raise ConfigError(f"{_key(infer)} proposes tokens without infer.draft_model; leave one of the two out")
     return loaded, policies[min(policies)].load()

@@ -16,7 +16,7 @@ from evener.distributed.torchrun import TorchrunEnv
 from evener.engine.batching import MicroBatches, limit_steps
 from evener.engine.controller.adapters import Adapters
 from evener.engine.controller.controller import Controller
-from evener.engine.controller.drafts import check_drafts, open_drafts
+from evener.engine.controller.drafts import find_drafter, open_drafts
 from evener.engine.controller.grammars import open_grammars
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.scheduler import Scheduler
@@ -51,7 +51,8 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     Raises:
         EvenerError: the engine cannot start with this configuration.
     """
-    check_drafts(config)
+    if config.infer.proposes != "none":
+        find_drafter(config.infer)  # before weights are read
     if config.infer.stages:
         stage_devices(config, [package.name for package in installed_catalog().backends])
     executor, facts = _executor(config, serving)

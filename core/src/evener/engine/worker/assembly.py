@@ -35,7 +35,7 @@ from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import Unquantized
 from evener.loading.views import stored_partition, view_checkpoint
 from evener.plugins.catalog import Provided
-from evener.plugins.discover import core_version
+from evener.plugins.discover import core_version, installed_catalog
 from evener.plugins.load import LoadedPackages
 from evener.pooling.names import registered_name
 from evener.pooling.settings import choose_pooling
@@ -83,7 +83,7 @@ class Assembly:
     draft: Assembly | None = None
 
 
-class _Stored(NamedTuple):
+class StoredModel(NamedTuple):
     """A model as an open checkpoint stores it, and the class that runs it."""
 
     checkpoint: Checkpoint
@@ -120,11 +120,11 @@ def assemble(
     agreement = Agreement(ranks.pp if unlike else None)
     resolved = _agree(resolved, of_device, agreement) if unlike else resolved
     infer, world = resolved.config.infer, ranks.world
-    stored = _view(resolved, loaded, ranks, checkpoint, family)
+    stored = view_model(resolved, loaded, ranks, checkpoint, family)
     checkpoint, headers, scheme, _ = stored
     # Other stages are declared too: their state, so that block ids mean the same on all, and their weights' names.
     head = None if pooling is None else pooling.head
-    declared = [_declare(resolved, ranks, stored, stage, head) for stage in range(world.pp_size)]
+    declared = [declare_model(resolved, ranks, stored, stage, head) for stage in range(world.pp_size)]
     build, model = declared[world.pp_rank]
     if headers and isinstance(checkpoint, CheckpointView):
         checkpoint.reslice(build.weights)
@@ -140,7 +140,8 @@ def assemble(
     auto = "auto" in (infer.cpu_layer_num, infer.resident_experts)
     placement = placer(resolved, device, resolver, build, [b for b, _ in declared]) if placer and not auto else None
     resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
-    draft = _declare_draft(resolved, loaded, device, ranks, model, [build]) if infer.draft_model else {}
+    drafter = installed_catalog().lazy_imports("worker drafter").get(infer.proposes)
+    draft = drafter.load().declare(resolved, loaded, device, ranks, model, build) if drafter else {}
     drafting: list[Builder] = [draft["build"]] if draft else []
     linear += [weight for each in drafting for weight in each.weights if isinstance(weight, LinearWeight)]
     resolver.states([slot for each in (build, *other_stages, *drafting) for slot in each.slots])
@@ -167,25 +168,26 @@ def assemble(
     return replace(a, config=replace(a.config, reasons=reasons))
 
 
-def _view(
+def view_model(
     config: ResolvedConfig, loaded: LoadedPackages, ranks: RankGroups, checkpoint: Checkpoint,
     family: type[Architecture], draft: bool = False,
-) -> _Stored:  # fmt: skip
-    """How the weights of an open checkpoint are read; the keys about that say nothing of a draft model."""
+) -> StoredModel:  # fmt: skip
+    """How the weights of an open checkpoint are read. The keys about that say nothing of a ``draft`` model."""
     asked, world = config.config, ranks.world
     if asked.load == "dummy":
-        return _Stored(checkpoint, {}, Unquantized(), family)
+        return StoredModel(checkpoint, {}, Unquantized(), family)
     quant, weight_map = ("auto", None) if draft else (asked.quant, asked.weight_map)
     checkpoint, scheme = view_checkpoint(ViewRequest(
         checkpoint, family, [p.value for p in loaded.quant_schemes()], config.max_seq_len, quant,
         weight_map, asked.options, (world.tp_rank, world.tp_size), (world.pp_rank, world.pp_size),
         layer_partition(asked.infer),
     ))  # fmt: skip
-    return _Stored(checkpoint, checkpoint.headers, scheme, family)
+    return StoredModel(checkpoint, checkpoint.headers, scheme, family)
 
 
-def _declare(
-    config: ResolvedConfig, ranks: RankGroups, stored: _Stored, stage: int = 0, head: Callable[..., Any] | None = None
+def declare_model(
+    config: ResolvedConfig, ranks: RankGroups, stored: StoredModel, stage: int = 0,
+    head: Callable[..., Any] | None = None,
 ) -> tuple[Builder, Architecture]:  # fmt: skip
     """A pipeline stage's part of a model, declared; ``head``: as in ``Builder``."""
     infer, world = config.config.infer, ranks.world
@@ -203,41 +205,6 @@ def _declare(
     if world.pp_size > 1 and not build.staged:
         raise ArchitectureError(f"{family.__name__} does not support pipeline stages; set infer.pp_size=1")
     return build, model
-
-
-def _declare_draft(
-    config: ResolvedConfig, loaded: LoadedPackages, device: Device, ranks: RankGroups, model: Architecture,
-    builds: Sequence[Builder],
-) -> dict[str, Any]:  # fmt: skip
-    """The draft model, declared: the fields of its ``Assembly`` that are its own.
-
-    Raises:
-        EvenerError: it cannot be opened, or cannot propose tokens for ``model``, which declared ``builds``.
-    """
-    folder = config.config.infer.draft_model
-    assert folder is not None, "there is a draft model"
-    checkpoint = open_checkpoint(folder)
-    stored = _view(config, loaded, ranks, checkpoint, find_architecture(loaded, checkpoint), draft=True)
-    build, draft = _declare(config, ranks, stored)
-    said = f"infer.draft_model={folder}"
-    if draft.vocab_size > model.vocab_size:
-        raise ConfigError(f"{said} has {draft.vocab_size} token ids, and the model {model.vocab_size}; take a draft "
-                          "model with the model's own tokenizer, or leave it out")  # fmt: skip
-    if draft.max_positions < config.max_seq_len:
-        raise ConfigError(f"{said} has {draft.max_positions} positions, and infer.max_seq_len is {config.max_seq_len}; "
-                          f"set infer.max_seq_len={draft.max_positions}, or leave the draft model out")  # fmt: skip
-    kinds = {slot.spec.kind for each in (build, *builds) for slot in each.slots}
-    if odd := kinds & {"recurrent", "chunk"}:
-        raise ConfigError(f"{said} needs state of every token, for both models, but one of them has layers of kind "
-                          f"{min(odd)!r}; leave it out")  # fmt: skip
-    if stored.headers and isinstance(stored.checkpoint, CheckpointView):
-        stored.checkpoint.reslice(build.weights)
-    sampler, unscaled = Sampler(build, draft.vocab_size), replace(config.config.infer, kv_scales=None)
-    choose_state([build], unscaled, stored.checkpoint, stored.headers, device, loaded)
-    for site in build.sites:
-        site.path = f"draft model: {site.path}"  # in the manifest
-    fields = {name: getattr(stored, name) for name in ("checkpoint", "headers", "scheme")}
-    return {**fields, "build": build, "model": draft, "sampler": sampler}
 
 
 def _divided_as_stored(config: Config, checkpoint: Checkpoint) -> tuple[Config, Mapping[str, str]]:

@@ -216,10 +216,11 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
     packings, copied = a.resolver.packings_by_layout, a.checkpoint.copied if a.headers else frozenset()
     estimate = partial(estimate_weights, headers=a.headers or None, scheme=a.scheme, copied=copied)
     weights, place = estimate(here, packings, mappable=a.device.capabilities.host_memory), a.placement
-    if (d := a.draft) is not None:
-        weights += estimate_weights(d.build.weights, packings, d.headers or None, d.scheme,
-                                    a.device.capabilities.host_memory, d.checkpoint.copied if d.headers else frozenset())  # fmt: skip
     there = estimate(placed, place.packings) if place else WeightEstimate(0, 0)
+    if (draft := a.draft) is not None:
+        copied = draft.checkpoint.copied if draft.headers else frozenset()
+        estimate = partial(estimate_weights, headers=draft.headers or None, scheme=draft.scheme, copied=copied)
+        weights += estimate(draft.build.weights, packings, mappable=a.device.capabilities.host_memory)
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
     pooled = a.model.hidden_size if a.pooling is not None and a.pooling.whole_prompt else 0
     rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 40 + 4 * columns * len(groups) + 4 * pooled) + media

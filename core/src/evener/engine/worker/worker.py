@@ -21,7 +21,6 @@ from evener.engine.wire.messages import LoadAdapter, UnloadAdapter
 from evener.engine.wire.plan import Order, StepMasks
 from evener.engine.wire.worker_facts import WorkerFacts
 from evener.engine.worker.assembly import Assembly, captured_prompt_sizes, find_graph_capture
-from evener.engine.worker.draft_model import DraftRunner, DraftSteps
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.layer_split import assemble_split
 from evener.engine.worker.media import MediaStore
@@ -31,6 +30,7 @@ from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import one_request
 from evener.engine.worker.weights import load_stage
 from evener.loading.loader import WeightBytes
+from evener.plugins.discover import installed_catalog
 from evener.pooling.names import registered_name
 from evener.pooling.pooler import Pooler
 from evener.resolution.buckets import capture_sizes
@@ -71,9 +71,8 @@ class Worker:
         width, where = a.model.hidden_size, a.device.torch_device
         pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media, pooler)
-        self._draft: DraftSteps | None = None
-        if (d := a.draft) is not None:
-            self._draft = DraftSteps(DraftRunner(a.device, d.model, d.sampler, tables, a.geometry, a.adapters))
+        drafter = installed_catalog().lazy_imports("worker drafter").get(resolved.config.infer.proposes)
+        self._drafter = drafter.load()(a, tables) if drafter else None
         #: What the draft model proposed in the step that was submitted last.
         self._proposed: Callable[[], list[list[int]]] | None = None
         self._graphs: StepGraphs | None = None
@@ -85,8 +84,8 @@ class Worker:
             resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
         self._pool = a.geometry.bind(plan.blocks, a.device)
         self._graphs = self._step_graphs(a, self.runner)
-        if a.draft is not None and self._draft is not None and a.device.capabilities.max_captures is None:
-            self._draft.graphs = self._step_graphs(a.draft, self._draft.runner)
+        if a.draft is not None and self._drafter is not None and a.device.capabilities.max_captures is None:
+            self._drafter.graphs = self._step_graphs(a.draft, self._drafter.runner)
         self._warm_up(1)
         self._report(a, plan, loaded)
         self.facts = WorkerFacts(
@@ -112,10 +111,11 @@ class Worker:
                 return None
             if isinstance(order, StepMasks):
                 return self._draw_masked(order)
-            if self._draft is not None:
-                order, self._proposed = self._draft.run(order)
-            replayed = self._graphs.execute(order) if self._graphs is not None else None
-            step = replayed or self.runner.execute(order)
+            plan = order
+            if self._drafter is not None:
+                plan, self._proposed = self._drafter.run(order)
+            replayed = self._graphs.execute(plan) if self._graphs is not None else None
+            step = replayed or self.runner.execute(plan)
             self._draw = None if isinstance(step, PendingStep) else step
             if not isinstance(step, PendingStep):
                 return None

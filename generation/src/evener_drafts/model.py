@@ -1,14 +1,14 @@
 """The draft model of speculative decoding (``infer.draft_model``): a second, smaller model in the same worker.
 
-Its layers have state groups of their own in the same pool, under the same block tables. So a prefix cache hit, a fork or
-a preemption gives or takes the state of both models. In each plan it runs before the model:
+Its layers have state groups of their own in the same pool, and share the requests' tables. So a prefix cache hit, a
+fork or a preemption gives or takes the state of both models. In each plan it runs before the model:
 
 1. It computes the plan's tokens too, except proposed ones, so that it has state wherever the model has.
 2. For rows with proposed tokens it goes on alone, one token for each of these rows at a time. Each step leaves the
    likeliest token where the model's row of the same plan, which checks it, expects it.
 
-Its steps are ordinary plans, which a runner of its own executes over the same tables. No step computes the last proposed
-token of a row. If that one was right, the first step of the request's next plan computes it as well.
+Its steps are ordinary plans, which a runner of its own executes over the same tables. No step computes the last
+proposed token of a row. If that one was right, the first step of the request's next plan computes it as well.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from msgspec.structs import replace
 
+from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.plan import Plan
+from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.runner import ForwardStep, Runner
 from evener.engine.worker.step_layout import StepShape
+from evener_drafts.declared import declare_draft
 
 
 class DraftRunner(Runner):
@@ -34,16 +37,24 @@ class DraftRunner(Runner):
         return step
 
 
-class DraftSteps:
+class DraftModel:
     """The draft model's part of each plan.
 
     Args:
-        runner: runs the draft model, over the tables of the model's runner.
-        graphs: captures its steps; None: they run eagerly.
+        a: the model's assembly, which has the draft model's.
+        tables: of the model's runner.
+
+    Attributes:
+        runner: runs the draft model.
+        graphs: its captured steps; None: they run eagerly.
     """
 
-    def __init__(self, runner: DraftRunner, graphs: StepGraphs | None = None) -> None:
-        self.runner, self.graphs = runner, graphs
+    declare = staticmethod(declare_draft)
+
+    def __init__(self, a: Assembly, tables: DeviceTables) -> None:
+        assert a.draft is not None, "it was declared"
+        self.runner = DraftRunner(a.device, a.draft.model, a.draft.sampler, tables, a.geometry, a.adapters)
+        self.graphs: StepGraphs | None = None
         #: For each slot the position of its last proposed token, which the draft model has not computed.
         self._uncomputed: dict[int, int] = {}
 
@@ -55,11 +66,12 @@ class DraftSteps:
             self._uncomputed.pop(admission.slot, None)
         plan = replace(plan, adapters=[], admissions=[], updates=[], copies=[])
         lengths = {draft.row: len(draft.ids) for draft in plan.drafts}
-        starts = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
+        ends = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
         steps = [self._follow(plan, lengths)]
         for at in range(1, max(lengths.values(), default=0)):
             rows = [row for row, length in lengths.items() if length > at]
-            steps.append(self._execute(plan, rows, [starts[r] - lengths[r] + at - 1 for r in rows], [1] * len(rows), rows))
+            last = [ends[row] - lengths[row] + at - 1 for row in rows]
+            steps.append(self._execute(plan, rows, last, [1] * len(rows), rows))
 
         def proposed() -> list[list[int]]:
             found: dict[int, list[int]] = {row: [] for row in lengths}
