@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from msgspec.structs import replace
 
-from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.plan import Plan
 from evener.engine.worker.assembly import Assembly
@@ -42,7 +41,7 @@ class DraftModel:
 
     Args:
         a: the model's assembly, which has the draft model's.
-        tables: of the model's runner.
+        model: the model's runner, whose tables both use.
 
     Attributes:
         runner: runs the draft model.
@@ -51,9 +50,9 @@ class DraftModel:
 
     declare = staticmethod(declare_draft)
 
-    def __init__(self, a: Assembly, tables: DeviceTables) -> None:
+    def __init__(self, a: Assembly, model: Runner) -> None:
         assert a.draft is not None, "it was declared"
-        self.runner = DraftRunner(a.device, a.draft.model, a.draft.sampler, tables, a.geometry, a.adapters)
+        self.runner = DraftRunner(a.device, a.draft.model, a.draft.sampler, model.tables, a.geometry, a.adapters)
         self.graphs: StepGraphs | None = None
         #: For each slot the position of its last proposed token, which the draft model has not computed.
         self._uncomputed: dict[int, int] = {}

@@ -28,8 +28,9 @@ descriptor = Descriptor(
     drafters={
         "ngram": "evener_generation.drafting.ngram_drafter:NgramDrafter",
         "model": "evener_generation.drafting.model_drafter:ModelDrafter",
+        "mtp": "evener_generation.drafting.prediction_drafter:PredictionDrafter",
     },
-    worker_drafters={"model": "evener_drafts.model:DraftModel"},
+    worker_drafters={"model": "evener_drafts.model:DraftModel", "mtp": "evener_drafts.prediction:Prediction"},
     draft_policies={"measured": "evener_generation.drafting.speculation:measured"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",

@@ -95,12 +95,20 @@ class Speculation(Drafts):
         self._room -= len(found)
         return found
 
-    def _ask(self, request: DecodingRequest, most: int) -> list[int]:
+    def _known(self, request: DecodingRequest) -> _Text:
+        """What is known of a request, whose drafter has seen all its tokens."""
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _Text(self._drafter(), self._length)
         text.drafter.extend(request.tokens[text.seen :])
         text.seen = len(request.tokens)
+        return text
+
+    def predict(self, request: DecodingRequest, token: int) -> None:
+        self._known(request).drafter.predict(token)
+
+    def _ask(self, request: DecodingRequest, most: int) -> list[int]:
+        text = self._known(request)
         count = min(text.length, most)
         found = list(text.drafter.propose(count))[:count] if count > 0 else []
         by_worker = text.drafter.by_worker and found == [BY_WORKER] * len(found)

@@ -29,6 +29,11 @@ class Drafter(ABC):
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on with these ids: at first all of the prompt, then what was generated."""
 
+    def predict(self, token: int) -> None:
+        """(optional) The model's own layer for multi-token prediction expects this id next. Called behind ``extend``.
+        Default: it is not used."""
+        del token
+
     @abstractmethod
     def propose(self, count: int) -> Sequence[int]:
         """At most ``count`` ids that may come next, in order; none where nothing is likely."""

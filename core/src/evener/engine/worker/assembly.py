@@ -198,7 +198,7 @@ def declare_model(
         index_top=None if infer.index_topk == "auto" else infer.index_topk,
         snapshot_every=infer.snapshot_every,
         state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
-        stage=(stage, world.pp_size), partition=layer_partition(infer),
+        stage=(stage, world.pp_size), partition=layer_partition(infer), predicts=infer.proposes == "mtp",
     )  # fmt: skip
     build.head = head
     model = family(checkpoint.config, build)

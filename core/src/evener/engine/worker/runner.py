@@ -60,6 +60,8 @@ class Runner:
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
         self.adapters, self.stages, self.media, self.pooler = adapters, stages, media, pooler
+        #: What follows a step once it has sampled: gets the plan, the step, and what ``forward`` returned.
+        self.after: Callable[..., PendingStep | Draw] | None = None
 
     def execute(self, plan: Plan) -> PendingStep | Draw:
         """Submit a step, or the part of it before its masks. On an asynchronous device it returns before that is
@@ -73,9 +75,10 @@ class Runner:
                 return self._pool(self.pooler, plan, hidden, step, parts)
             outputs = self._outputs(plan, hidden, step)
             scores = self._score(plan, hidden, step, parts) if plan.scores else ()
-            if not plan.samples:
-                return PendingStep(plan, None, scores, outputs)
-            return self._sample(plan, parts, hidden.index_select(0, parts["last"]), step, scores, outputs)
+            done: PendingStep | Draw = PendingStep(plan, None, scores, outputs)
+            if plan.samples:
+                done = self._sample(plan, parts, hidden.index_select(0, parts["last"]), step, scores, outputs)
+            return done if self.after is None else self.after(plan, done, hidden, step, parts)
 
     def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, dict[str, torch.Tensor]]:
         """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], the step, and the arrays of its

@@ -72,7 +72,7 @@ class Worker:
         pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media, pooler)
         drafter = installed_catalog().lazy_imports("worker drafter").get(resolved.config.infer.proposes)
-        self._drafter = drafter.load()(a, tables) if drafter else None
+        self._drafter = drafter.load()(a, self.runner) if drafter else None
         #: What the draft model proposed in the step that was submitted last.
         self._proposed: Callable[[], list[list[int]]] | None = None
         self._graphs: StepGraphs | None = None
@@ -147,6 +147,8 @@ class Worker:
     def _step_graphs(self, a: Assembly, runner: Runner) -> StepGraphs | None:
         """The captured steps of a model; None if something in it cannot be captured. Notes the reason."""
         offer, why = find_graph_capture(a)
+        if runner.after is not None:
+            offer, why = None, "steps run eagerly: something follows each of them"
         a.resolver.manifest.notes.append(why)
         if offer is None:
             return None
