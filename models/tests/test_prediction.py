@@ -13,17 +13,15 @@ from safetensors.torch import load_file, save_file
 from evener_conformance.naive.model import NaiveModel, NaiveStep
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def add_layer(model: Any, folder: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Write a random layer behind the model's own. Returns its tensors, and the part of it that transformers has."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
-
     config, noise = model.config, torch.Generator().manual_seed(1)
     number, hidden = config.num_hidden_layers, config.hidden_size
-    layer = DeepseekV3DecoderLayer(config, number).eval()
+    layer = type(model.model.layers[-1])(config, number).eval()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=noise) * 0.2 + (parameter.dim() == 1))
@@ -47,22 +45,24 @@ def add_layer(model: Any, folder: Any) -> tuple[dict[str, torch.Tensor], Any]:
     return own, layer
 
 
+@pytest.mark.parametrize("family", [V3, "Glm4MoeForCausalLM"])
 @pytest.mark.parametrize("dense", [1, 9], ids=["experts", "dense"])
-def test_logits_are_those_of_the_published_layer(dense: int, tiny_model: Any, one_thread: None) -> None:
-    model, folder = tiny_model(Row(V3, {"num_nextn_predict_layers": 1, "first_k_dense_replace": dense}))
+def test_logits_are_those_of_the_published_layer(family: str, dense: int, tiny_model: Any, one_thread: None) -> None:
+    model, folder = tiny_model(Row(family, {"num_nextn_predict_layers": 1, "first_k_dense_replace": dense}))
     own, layer = add_layer(model, folder)
+    eps = model.config.rms_norm_eps
     ids = prompt_of(model.config.vocab_size)
     text = torch.tensor([ids])
     with torch.no_grad():
         states = model.model(text).last_hidden_state[:, :-1]  # after the last norm
         tokens = model.model.embed_tokens(text)[:, 1:]
-        joined = torch.cat((norm(tokens, own["enorm"]), norm(states, own["hnorm"])), -1) @ own["eh_proj"].T
+        joined = torch.cat((norm(tokens, own["enorm"], eps), norm(states, own["hnorm"], eps)), -1) @ own["eh_proj"].T
         positions = torch.arange(len(ids) - 1)[None]
         mask = torch.full((len(ids) - 1,) * 2, float("-inf")).triu(1)[None, None]
         angles = model.model.rotary_emb(joined, positions)
         out = layer(joined, attention_mask=mask, position_ids=positions, position_embeddings=angles)
         out = out[0] if isinstance(out, tuple) else out
-        expected = norm(out, own["shared_head.norm"]) @ model.lm_head.weight.T
+        expected = norm(out, own["shared_head.norm"], eps) @ model.lm_head.weight.T
 
     naive = NaiveModel(folder, predicts=True)
     found = []

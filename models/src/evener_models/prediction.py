@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Step
 from evener.layers import Builder, CausalLM
-from evener.layers.config_json import layer_count, read_float
+from evener.layers.config_json import layer_count, read_float, read_int
 from evener.layers.norms import declare_norm, norm_common
 
 if TYPE_CHECKING:
@@ -62,3 +62,24 @@ class PredictionLayer:
         head, norm = self._head, self._last_weight
         assert head is not None and norm is not None
         return head.site.table[step.bucket](hidden, norm.value, head.weight.value, None)  # type: ignore[no-any-return]
+
+
+class Predicting(CausalLM):
+    """A family whose checkpoints may have ``num_nextn_predict_layers`` such layers. The first is read if drafts want
+    it."""
+
+    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
+        super().__init__(config, build)
+        layers, more = layer_count(config), read_int(config, "num_nextn_predict_layers", 1 << 10, least=0, default=0)
+        self.predicts = build.predicts and more > 0
+        self._prediction = PredictionLayer(self, config, build) if self.predicts else None
+        for extra in range(self.predicts, more):
+            build.ignore(rf"model\.layers\.{layers + extra}\..*")
+
+    def predict(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        assert self._prediction is not None, "it was declared"
+        return self._prediction(hidden, step)
+
+    def predicted(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        assert self._prediction is not None, "it was declared"
+        return self._prediction.logits(hidden, step)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -87,11 +88,9 @@ class Speculation(Drafts):
             return []
         # The last token before the limit is sampled and never computed.
         most = min(budget, self._room, request.limit - request.length - 1)
-        try:
+        found: list[int] = []
+        with self._no_more_after_errors():
             found = self._ask(request, most)
-        except Exception as error:  # a package may raise anything: its drafts end, not the engine
-            log.warning("no more drafts: %s failed with %s: %s", self._drafter, type(error).__name__, error)
-            self._failed, self.on, found = True, False, []
         self._room -= len(found)
         return found
 
@@ -105,7 +104,17 @@ class Speculation(Drafts):
         return text
 
     def predict(self, request: DecodingRequest, token: int) -> None:
-        self._known(request).drafter.predict(token)
+        with self._no_more_after_errors():
+            self._known(request).drafter.predict(token)
+
+    @contextmanager
+    def _no_more_after_errors(self) -> Iterator[None]:
+        """A package may raise anything: then its drafts end, and the engine goes on."""
+        try:
+            yield
+        except Exception as error:
+            log.warning("no more drafts: %s failed with %s: %s", self._drafter, type(error).__name__, error)
+            self._failed, self.on = True, False
 
     def _ask(self, request: DecodingRequest, most: int) -> list[int]:
         text = self._known(request)
