@@ -77,8 +77,10 @@ def declare_draft(
                               f"state of kind {slot.spec.kind!r}; leave it out")  # fmt: skip
     if stored.headers and isinstance(stored.checkpoint, CheckpointView):
         stored.checkpoint.reslice(own.weights)
-    sampler, unscaled = Sampler(own, draft.vocab_size), replace(config.config.infer, kv_scales=None)
-    choose_state([own], unscaled, stored.checkpoint, stored.headers, device, loaded)
+    sampler = Sampler(own, draft.vocab_size)
+    # What the run says of stored keys and values is for the model; scales are those of one model.
+    state = replace(config.config.infer, kv_dtype="auto", kv_scales=None)
+    choose_state([own], state, stored.checkpoint, stored.headers, device, loaded)
     for site in own.sites:
         site.path = f"draft model: {site.path}"  # in the manifest
     fields = {name: getattr(stored, name) for name in ("checkpoint", "headers", "scheme")}
