@@ -100,8 +100,9 @@ class DraftModel:
         self, plan: Plan, rows: Sequence[int], starts: list[int], counts: list[int], samples: Sequence[int]
     ) -> tuple[Sequence[int], PendingStep]:
         """A step of some of the plan's ``rows``, of which ``samples`` sample the likeliest token; and these."""
-        slots, picked = [plan.slots[row] for row in rows], [rows.index(row) for row in samples]
-        own = Plan(id=plan.id, slots=slots, starts=starts, counts=counts, samples=picked)
+        places = {row: place for place, row in enumerate(rows)}
+        own = Plan(id=plan.id, slots=[plan.slots[row] for row in rows], starts=starts, counts=counts,
+                   samples=[places[row] for row in samples])  # fmt: skip
         step = (self.graphs and self.graphs.execute(own)) or self.runner.execute(own)
         assert isinstance(step, PendingStep), "only steps with masks wait"
         return samples, step
