@@ -13,6 +13,7 @@ proposed token of a row. If that one was right, the first step of the request's 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -52,7 +53,11 @@ class DraftModel:
 
     def __init__(self, a: Assembly, model: Runner) -> None:
         assert a.draft is not None, "it was declared"
-        self.runner = DraftRunner(a.device, a.draft.model, a.draft.sampler, model.tables, a.geometry, a.adapters)
+        own = set(map(id, a.draft.build.slots))
+        groups = [dataclasses.replace(g, slots=tuple(s for s in g.slots if id(s) in own)) for g in a.geometry.groups]
+        geometry = dataclasses.replace(a.geometry, groups=tuple(groups))
+        self.runner = DraftRunner(a.device, a.draft.model, a.draft.sampler, model.tables, geometry, a.adapters)
+        self._apply = model.apply
         self.graphs: StepGraphs | None = None
         #: For each slot the position of its last proposed token, which the draft model has not computed.
         self._uncomputed: dict[int, int] = {}
@@ -60,7 +65,7 @@ class DraftModel:
     def run(self, plan: Plan) -> tuple[Plan, Callable[[], list[list[int]]]]:
         """Apply a plan and run the draft model. Returns the plan that is left to the model, and what waits for the
         tokens that were proposed for each of ``plan.drafts``."""
-        self.runner.apply(plan)
+        self._apply(plan)
         for admission in plan.admissions:
             self._uncomputed.pop(admission.slot, None)
         plan = replace(plan, adapters=[], admissions=[], updates=[], copies=[])

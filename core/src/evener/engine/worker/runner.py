@@ -135,8 +135,11 @@ class Runner:
         column = torch.div(positions, size, rounding_mode="floor")
         offset = positions - column * size
         columns = -(-shape.max_kv // size)
-        metas = []
+        metas: list[Any] = []
         for table, group in zip(self.tables.blocks, self.geometry.groups, strict=True):
+            if not group.slots:
+                metas.append(None)
+                continue
             step = StateStep(
                 tokens=shape.tokens, requests=shape.requests, max_query=shape.max_query, max_kv=shape.max_kv,
                 query_start=parts["query_start"], kv_lens=parts["kv_lens"], positions=positions,
@@ -144,7 +147,7 @@ class Runner:
                 block_table=table[:, :columns].index_select(0, parts["slots"]),
                 host_query_lens=shape.query_lens, host_kv_lens=shape.kv_lens, captured=shape.captured,
             )  # fmt: skip
-            metas.append(group.provider.metadata(step, group.spec, group.attention, size) if group.slots else None)
+            metas.append(group.provider.metadata(step, group.spec, group.attention, size))
         return tuple(metas)
 
     def _score(
