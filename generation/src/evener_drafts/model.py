@@ -8,7 +8,9 @@ fork or a preemption gives or takes the state of both models. In each plan it ru
    likeliest token where the model's row of the same plan, which checks it, expects it.
 
 Its steps are ordinary plans, which a runner of its own executes over the same tables. No step computes the last
-proposed token of a row. If that one was right, the first step of the request's next plan computes it as well.
+proposed token of a row. If that one was right, the first step of the request's next plan computes it as well. Without
+such a plan, or where a fork goes on, the state of that one token is missing in the blocks that others reuse. It can
+make their proposals worse, and no answer wrong.
 """
 
 from __future__ import annotations
