@@ -1,10 +1,11 @@
 """What speculative decoding gains: one answer at a time with `infer.drafter=ngram`, beside the same without drafts.
 
-    python benchmarks/drafts.py MODEL [--tokens 200] [--drafts 8] [--set KEY=VALUE ...]
+    python benchmarks/drafts.py MODEL [--draft-model FOLDER] [--tokens 200] [--drafts 8] [--set KEY=VALUE ...]
 
 MODEL is a folder with real weights. Two texts are continued greedily: one that begins to repeat what it has said twice
 (``repeats``), and one with nothing to repeat (``new``). Two engines answer in turns; the best turn of each counts. The
-answers must be equal. Writes one line of JSON for each text to standard output and, with ``--out``, to that file.
+answers must be equal. With ``--draft-model``, that model proposes tokens. Writes one line of JSON for each text to
+standard output and, with ``--out``, to that file.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--tokens", type=int, default=200, help="tokens of an answer")
     parser.add_argument("--drafts", type=int, default=8, help="infer.draft_tokens")
+    parser.add_argument("--draft-model", type=Path, help="infer.draft_model, in place of infer.drafter=ngram")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
     parser.add_argument("--out", type=Path)
@@ -53,9 +55,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     shared: dict[str, Any] = {"infer.max_seq_len": 2048, "infer.max_reqs": 4}
     shared |= dict(pair.split("=", 1) for pair in args.set)
+    drafter = {"infer.draft_model": args.draft_model} if args.draft_model else {"infer.drafter": "ngram"}
     rows = []
     with LLM(args.model, **shared) as plain, LLM(args.model, **shared, **{
-        "infer.drafter": "ngram", "infer.draft_tokens": args.drafts
+        **drafter, "infer.draft_tokens": args.drafts
     }) as drafted:  # fmt: skip
         for name, text in texts().items():
             best = {"plain": float("inf"), "drafts": float("inf")}
@@ -69,6 +72,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     raise SystemExit(f"the answers to {name!r} differ")
             rate = {f"{kind}_tokens_per_second": round(args.tokens / taken, 1) for kind, taken in best.items()}
             settings = "".join(f" --set {pair}" for pair in args.set)
+            settings += " --draft-model FOLDER" if args.draft_model else ""
             command = f"python benchmarks/drafts.py MODEL --tokens {args.tokens} --drafts {args.drafts}{settings}"
             rows.append({
                 "device": plain.info.device, "model": args.model.name, "text": name, "draft_tokens": args.drafts,

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from knowing_drafter import KnowingDrafter
 
+from evener.contracts.generation.drafter import BY_WORKER
+from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.payoff import Payoff
+from evener_generation.drafting.prediction_drafter import PredictionDrafter
 from evener_generation.drafting.speculation import Speculation
 
 
@@ -29,6 +32,49 @@ def test_a_request_with_a_grammar_has_no_drafts() -> None:
     assert speculation.propose(request, 9) == [] and not speculation.waits(request)
     request.constrained = False
     assert len(speculation.propose(request, 9)) == 4
+
+
+def decoding(*tokens: int) -> Any:
+    return DecodingStub(
+        constrained=False, tokens=[*tokens], unread=0, planned=len(tokens) - 1, length=len(tokens), limit=20,
+        tokens_to_compute=1, fork_points=set(),
+    )  # fmt: skip
+
+
+def test_what_the_model_predicts_is_proposed_until_the_text_goes_on() -> None:
+    request, speculation = decoding(1, 2, 3), Speculation(PredictionDrafter, 4, 8, vocabulary=9)
+    speculation.predict(request, 7)
+    speculation.begin(1)
+    assert speculation.propose(request, 9) == [7]
+    request.tokens.append(4)
+    request.length += 1
+    assert speculation.propose(request, 9) == [], "it was behind other tokens"
+
+
+class Clumsy(PredictionDrafter):
+    """Cannot take what the model predicts."""
+
+    def predict(self, token: int) -> None:
+        raise ZeroDivisionError(token)
+
+
+def test_a_drafter_that_cannot_take_a_prediction_ends_drafts_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    request, speculation = decoding(1, 2, 3), Speculation(Clumsy, 4, 8, vocabulary=9)
+    speculation.begin(1)
+    speculation.predict(request, 7)
+    (line,) = caplog.messages
+    assert "no more drafts" in line and "ZeroDivisionError: 7" in line
+    speculation.begin(1)
+    assert not speculation.on
+
+
+@pytest.mark.parametrize("by_worker", [True, False])
+def test_only_a_drafter_that_says_so_may_leave_the_ids_to_the_worker(by_worker: bool) -> None:
+    drafter = type("Mine", (ModelDrafter,), {"by_worker": by_worker})
+    speculation = Speculation(drafter, 3, 8, vocabulary=9)
+    speculation.begin(1)
+    assert speculation.propose(decoding(1, 2, 3), 9) == ([BY_WORKER] * 3 if by_worker else [])
+    assert speculation.on == by_worker
 
 
 @pytest.mark.parametrize(("speed_with", "chosen"), [(1.5, True), (0.7, False)])

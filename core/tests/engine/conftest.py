@@ -66,7 +66,7 @@ def make_lively(make_config: Callable[..., Config]) -> Callable[..., Config]:
         config = make_config(*args, **{"load": "auto", **overrides})
         shape = json.loads((Path(config.model) / "config.json").read_text())
         noise, tensors = torch.Generator().manual_seed(3), {}
-        for weight in NaiveModel(shape).build.weights:
+        for weight in NaiveModel(shape, predicts=True).build.weights:
             if isinstance(weight, StackedWeight):
                 sizes = {part.name: (part.rows, part.columns) for part in weight.parts}
                 for name, size in ((n.format(e), s) for n, s in sizes.items() for e in range(weight.experts)):

@@ -180,7 +180,7 @@ class Stubborn(Drafter):
 @pytest.mark.parametrize(
     ("family", "options", "problem"),
     [
-        ("Llama", {"infer.drafter": "nobody"}, "installed drafters: ngram"),
+        ("Llama", {"infer.drafter": "nobody"}, "installed drafters: model, mtp, ngram"),
         ("Llama", {"infer.drafter": "ngram", "infer.pp_size": 2}, "does not work with pipeline stages"),
         ("Qwen3Next", {"infer.drafter": "ngram"}, "recurrent layers"),
     ],

@@ -19,6 +19,7 @@ from evener.engine.worker import graphs
 from evener_conformance.graph.state import MaskedState
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
+from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.speculation import Speculation
 
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -117,6 +118,22 @@ def test_steps_of_one_request_with_drafts_are_captured(start: Any, kind: Samplin
     assert drafted.tokens == plain.tokens
     steps = sum(step.replays[0].runs for key, step in drafted.worker._graphs._captured.items() if key.prompt > 1)
     assert 6 <= steps < 24, "several steps with drafts, and fewer than tokens"
+
+
+@pytest.mark.parametrize("kinds", [(GREEDY,), (GREEDY, WARM)], ids=["all", "some"])
+def test_steps_of_a_draft_model_are_captured(start: Any, kinds: tuple[Sampling, ...]) -> None:
+    settings = {**ONE_LAYER, "vocab_size": VOCAB}
+    plain = start("Llama", settings, **EAGER)
+    drafted = start("Llama", settings, **{"infer.draft_model": plain.worker.assembly.config.config.model})
+    for run in (plain, drafted):
+        run.controller.scheduler.grammars = GrammarMasks(GrammarCompiler(Steps))
+    drafted.controller.scheduler.drafts = Speculation(ModelDrafter, 4, max_samples=18, vocabulary=10**9)
+    messages = requests(6, *kinds)
+    messages[4] = structs.replace(messages[4], sampling=structs.replace(kinds[0], grammar=STEPS))
+    assert drafted.play(messages, every=1) == plain.play(messages, every=1)
+    assert drafted.controller.scheduler.stats.accepted_tokens > 0
+    captured = drafted.worker._drafter.graphs._captured
+    assert sum(step.replays[0].runs for step in captured.values()) > 20
 
 
 def test_a_bounded_number_of_kinds_of_prompts_is_captured(

@@ -6,7 +6,7 @@ Torch-free.
 module                   holds
 =======================  ============================================================================
 ``llguidance_grammars``  structured output, with the library llguidance
-``drafting``             speculative decoding: drafts from earlier in the text, and when requests get some
+``drafting``             speculative decoding: what proposes tokens, and which requests get some
 ``tools``                parsers of tool calls, a module for each kind of format
 ``reasoning``            parsers of what a model writes before its answer
 ``harmony``              both, for the format of gpt-oss
@@ -25,7 +25,12 @@ descriptor = Descriptor(
     contracts={"descriptor": 1, "generation": 1},
     grammar_masks={"matchers": "evener_constraints.masks:GrammarMasks.of"},
     grammars={"llguidance": "evener_generation.llguidance_grammars:LlguidanceLibrary"},
-    drafters={"ngram": "evener_generation.drafting.ngram_drafter:NgramDrafter"},
+    drafters={
+        "ngram": "evener_generation.drafting.ngram_drafter:NgramDrafter",
+        "model": "evener_generation.drafting.model_drafter:ModelDrafter",
+        "mtp": "evener_generation.drafting.prediction_drafter:PredictionDrafter",
+    },
+    worker_drafters={"model": "evener_drafts.model:DraftModel", "mtp": "evener_drafts.prediction:Prediction"},
     draft_policies={"measured": "evener_generation.drafting.speculation:measured"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",

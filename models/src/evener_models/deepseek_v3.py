@@ -5,23 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers import Builder
-from evener.layers.config_json import layer_count, read_flag, read_int, unsupported
+from evener.layers.config_json import read_flag, read_int, unsupported
 from evener.layers.latent import IndexConfig
 from evener_models.deepseek_v2 import DeepseekV2ForCausalLM
+from evener_models.prediction import Predicting
 
 
-class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+class DeepseekV3ForCausalLM(Predicting, DeepseekV2ForCausalLM):
     """Differs from DeepSeek V2: experts are weighted by sigmoid scores, and chosen by these plus a bias, within the
-    groups whose best two scores add up to most (``topk_method`` "noaux_tc"). The layers for multi-token prediction,
-    which checkpoints number after the model's own, are not read.
+    groups whose best two scores add up to most (``topk_method`` "noaux_tc").
     """
-
-    def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
-        super().__init__(config, build)
-        layers = layer_count(config)
-        for extra in range(read_int(config, "num_nextn_predict_layers", 1 << 10, least=0, default=0)):
-            build.ignore(rf"model\.layers\.{layers + extra}\..*")
 
     def routing(self, config: Mapping[str, Any]) -> dict[str, Any]:
         for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):

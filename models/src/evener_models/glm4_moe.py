@@ -9,12 +9,12 @@ from evener.layers import Builder, MLPConfig, MoEConfig
 from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int
 from evener_models.config_values import expert_count
 from evener_models.llama import LlamaForCausalLM
+from evener_models.prediction import Predicting
 
 
-class Glm4MoeForCausalLM(LlamaForCausalLM):
+class Glm4MoeForCausalLM(Predicting, LlamaForCausalLM):
     """Differs from Llama: ``partial_rotary_factor`` (default 0.5), ``use_qk_norm``, ``attention_bias``; experts from
-    layer ``first_k_dense_replace`` on, weighted by sigmoid scores and chosen with a bias and groups. The layer for
-    multi-token prediction is not read.
+    layer ``first_k_dense_replace`` on, weighted by sigmoid scores and chosen with a bias and groups.
     """
 
     default_theta = None
@@ -22,7 +22,8 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         super().__init__(config, build)
-        build.ignore(rf"model\.layers\.{layer_count(config)}\..*")
+        if not self.predicts:  # whatever the config says of it
+            build.ignore(rf"model\.layers\.{layer_count(config)}\..*")
 
     def attention_flags(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return {

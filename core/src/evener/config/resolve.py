@@ -102,7 +102,7 @@ class ResolvedConfig:
     def max_samples(self) -> int:
         """Rows that a step may sample: one for each request, and drafts."""
         infer = self.config.infer
-        return self.max_reqs + (infer.draft_tokens if infer.drafter != "none" else 0)
+        return self.max_reqs + (infer.draft_tokens if infer.proposes != "none" else 0)
 
     def with_value(self, key: str, value: Any, reason: str) -> ResolvedConfig:
         """A copy with ``key`` (as in ``"infer.block_size"``) set to ``value``, and ``reason`` as its reason."""

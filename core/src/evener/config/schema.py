@@ -141,8 +141,10 @@ class InferConfig(Section):
         auto=True, minimum=1, maximum=16
     )  # fmt: skip
     drafter: str = option("none", "str", "Speculative decoding: what proposes tokens, of which a step checks several; "
-                          "none, or an installed one, such as ngram.")  # fmt: skip
-    draft_tokens: int = option(4, "int", "The most tokens that infer.drafter proposes for a request in a step.",
+                          "none (or infer.draft_model), or an installed one, such as ngram.")  # fmt: skip
+    draft_model: str | None = option(None, "path", "Speculative decoding: the folder of a smaller model with the same "
+                                     "tokenizer, which proposes tokens.", none=True)  # fmt: skip
+    draft_tokens: int = option(4, "int", "The most tokens that a drafter proposes for a request in a step.",
                                minimum=1, maximum=16)  # fmt: skip
     lora_modules: tuple[str, ...] = option(
         (), "names", "Adapters (LoRA) to load at start, as in sql=/data/sql-lora,chat=/data/chat-lora."
@@ -169,6 +171,11 @@ class InferConfig(Section):
     )  # fmt: skip
     threads: int | Auto = option("auto", "int", "Host threads for computation.", auto=True, minimum=1)
     stop_with_eos: bool = option(True, "bool", "Stop at the model's end-of-sequence token, unless a request says.")
+
+    @property
+    def proposes(self) -> str:
+        """The name of the drafter: ``drafter``, and "model" if only ``draft_model`` is set."""
+        return "model" if self.draft_model is not None and self.drafter == "none" else self.drafter
 
     @property
     def adapter_slots(self) -> int:

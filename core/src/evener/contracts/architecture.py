@@ -54,11 +54,13 @@ class ModelBuilder(Protocol):
         dtype: compute dtype of weights and activations.
         max_positions: tokens of the longest sequence that will be run.
         communicator: of this rank's tensor parallel group; None for one rank.
+        predicts: whether the run wants the layer of ``Architecture.predict``.
     """
 
     dtype: str
     max_positions: int
     communicator: Communicator | None
+    predicts: bool
 
     @property
     def first_stage(self) -> bool:
@@ -83,6 +85,7 @@ class Architecture(ABC):
         takes_head: (optional) whether it declares the builder's ``head`` in place of its own, if there is one: then it
             can embed texts.
         encoders: (optional) its encoders of other inputs than text, by name; only in the first pipeline stage.
+        predicts: (optional) whether it declared a layer that predicts the token after the next one; see ``predict``.
         oracle: (optional) the implementation that its tests compare it with, shown by ``evener models``:
             "transformers", or "own" for one that was written from the published description.
     """
@@ -92,6 +95,7 @@ class Architecture(ABC):
     hidden_size: int
     takes_head: bool = False
     encoders: Mapping[str, Encoder] = {}
+    predicts: bool = False
     oracle: str = ""
 
     @abstractmethod
@@ -122,6 +126,21 @@ class Architecture(ABC):
         of equal logits the lowest id. ``hidden`` as for ``logits``. Default: None; ``logits`` is called instead."""
         del hidden, step
         return None
+
+    def predict(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """(optional) Run the layer for multi-token prediction, which a model declares if its builder's ``predicts`` is
+        set. It has state like any layer. Returns its hidden states, float32 [T, hidden].
+
+        Args:
+            hidden: what ``forward`` returned for this step.
+            step: the same step, but ``token_ids`` are the tokens behind those of ``forward``, one position later.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method predict()")
+
+    def predicted(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """(optional) Logits float32 [R, vocab_size] of the tokens behind ``step.token_ids``; ``hidden`` [R, hidden] are
+        rows of the result of ``predict``."""
+        raise NotImplementedError(f"{type(self).__name__} has no method predicted()")
 
     @classmethod
     def images(cls, config: Mapping[str, Any]) -> ImageInput | None:

@@ -90,6 +90,8 @@ class Descriptor:
         drafters: (optional) what proposes tokens in speculative decoding, ``{"name": "module:Class"}``.
         draft_policies: (optional) functions that make what says which requests get drafts, ``{"name":
             "module:function"}``; see ``evener.contracts.generation.drafts``.
+        worker_drafters: (optional, for packages pinned to their core's version) ``{"name": "module:Class"}``: what
+            finds the ids of a drafter of the same name in the worker, as ``evener.engine.worker.worker`` constructs it.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
         weight_files: (optional) readers of weight files in a model folder, ``{"single_name.ending": "module:Class"}``.
         checkpoint_views: (optional) checkpoints over others, with other files, names or numbers,
@@ -169,4 +171,5 @@ class Descriptor:
     tokenizer_readers: Mapping[str, str] = field(default_factory=dict)
     chat_readers: Mapping[str, str] = field(default_factory=dict)
     draft_policies: Mapping[str, str] = field(default_factory=dict)
+    worker_drafters: Mapping[str, str] = field(default_factory=dict)
     tuning: str | None = None

@@ -46,6 +46,7 @@ class Builder:
         snapshot_every: tokens between two snapshots of recurrent state; None: one at the end of every block.
         stage: (index, count): which pipeline stage this rank computes, and how many there are.
         partition: number of layers of each stage; default: equal numbers, the first stages one more if needed.
+        predicts: whether the run wants the model's layer for multi-token prediction.
 
     Attributes:
         weights, sites, slots, groups: everything declared so far, in order.
@@ -68,10 +69,11 @@ class Builder:
         snapshot_every: int | None = None,
         stage: tuple[int, int] = (0, 1),
         partition: Sequence[int] = (),
+        predicts: bool = False,
     ) -> None:
         self.head: Callable[..., Any] | None = None
         self.held = range(0)
-        self.stage, self._partition, self.staged = stage, tuple(partition), False
+        self.stage, self._partition, self.staged, self.predicts = stage, tuple(partition), False, predicts
         self.snapshot_every = snapshot_every
         self.absorb, self.index_top, self.state_dtype = absorb, index_top, state_dtype or dtype
         self.dtype, self.max_positions, self.communicator = dtype, max_positions, communicator

@@ -62,15 +62,16 @@ class CausalLM(Architecture):
             self.embedding = Embedding(build, f"{self.names[0]}.weight", self.vocab_size, hidden, scale)
         mixers = self.attention(config)
         held = ((i, mixers[i], self.mlp(config, i)) for i in build.layers(len(mixers)))
-        layers = (self._layer(build, f"{self.names[1]}.{i}", hidden, mixer, mlp, eps) for i, mixer, mlp in held)
+        layers = (self.declare_layer(build, f"{self.names[1]}.{i}", hidden, mixer, mlp, eps) for i, mixer, mlp in held)
         self.stack = DecoderStack(list(layers))
         if build.last_stage:
             self.head = self._declare_head(config, build, hidden, eps)
 
-    def _layer(
+    def declare_layer(
         self, build: Builder, prefix: str, hidden: int, mixer: AttentionConfig | MixerConfig,
         mlp: MLPConfig | MoEConfig, eps: float,
     ) -> DecoderLayer:  # fmt: skip
+        """Declare a layer of this family whose names begin with ``prefix``."""
         if isinstance(mixer, AttentionConfig):
             return DecoderLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset, self.norm)
         return MixerLayer(build, prefix, hidden, mixer, mlp, eps, self.norm_offset, self.norm)

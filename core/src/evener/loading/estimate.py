@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from evener.contracts.checkpoint import Headers
@@ -27,6 +27,10 @@ class WeightEstimate:
     allocated: int
     mapped: int
     second_copies: int = 0
+
+    def __add__(self, other: WeightEstimate) -> WeightEstimate:
+        """Both together."""
+        return WeightEstimate(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 def estimate_weights(

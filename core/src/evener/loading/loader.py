@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ class WeightBytes:
     allocated: int = 0
     mapped: int = 0
     placed: int = 0
+
+    def __add__(self, other: WeightBytes) -> WeightBytes:
+        """Both together."""
+        return WeightBytes(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 def load_weights(

@@ -43,7 +43,7 @@ _IMPLIED: Mapping[str, str] = {
     "reasoning_parsers": "generation", "grammars": "generation", "drafters": "generation", "state_formats": "state",
     "quantizers": "quant", "checkpoint_views": "checkpoint", "pooling_readers": "architecture",
     "adapter_readers": "checkpoint", "tokenizer_readers": "checkpoint", "chat_readers": "generation",
-    "draft_policies": "generation", "grammar_masks": "generation",
+    "draft_policies": "generation", "worker_drafters": "generation", "grammar_masks": "generation",
 }  # fmt: skip
 _IMPLIED_BY_GROUP: Mapping[str, tuple[str, ...]] = {
     "evener.backends": ("probe", "device"), "evener.graphs": ("graph",), "evener.collectives": ("communicator",),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from evener.contracts.generation.drafter import Drafter
+from evener.contracts.generation.drafter import BY_WORKER, Drafter
 from evener.contracts.generation.drafts import DecodingRequest, DraftedRow, Drafts
 from evener_generation.drafting.payoff import Payoff
 
@@ -87,23 +88,40 @@ class Speculation(Drafts):
             return []
         # The last token before the limit is sampled and never computed.
         most = min(budget, self._room, request.limit - request.length - 1)
-        try:
+        found: list[int] = []
+        with self._no_more_after_errors():
             found = self._ask(request, most)
-        except Exception as error:  # a package may raise anything: its drafts end, not the engine
-            log.warning("no more drafts: %s failed with %s: %s", self._drafter, type(error).__name__, error)
-            self._failed, self.on, found = True, False, []
         self._room -= len(found)
         return found
 
-    def _ask(self, request: DecodingRequest, most: int) -> list[int]:
+    def _known(self, request: DecodingRequest) -> _Text:
+        """What is known of a request, whose drafter has seen all its tokens."""
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _Text(self._drafter(), self._length)
         text.drafter.extend(request.tokens[text.seen :])
         text.seen = len(request.tokens)
+        return text
+
+    def predict(self, request: DecodingRequest, token: int) -> None:
+        with self._no_more_after_errors():
+            self._known(request).drafter.predict(token)
+
+    @contextmanager
+    def _no_more_after_errors(self) -> Iterator[None]:
+        """A package may raise anything: then its drafts end, and the engine goes on."""
+        try:
+            yield
+        except Exception as error:
+            log.warning("no more drafts: %s failed with %s: %s", self._drafter, type(error).__name__, error)
+            self._failed, self.on = True, False
+
+    def _ask(self, request: DecodingRequest, most: int) -> list[int]:
+        text = self._known(request)
         count = min(text.length, most)
         found = list(text.drafter.propose(count))[:count] if count > 0 else []
-        if not all(type(id) is int and 0 <= id < self._vocabulary for id in found):
+        by_worker = text.drafter.by_worker and found == [BY_WORKER] * len(found)
+        if not by_worker and not all(type(id) is int and 0 <= id < self._vocabulary for id in found):
             raise ValueError(f"it proposed {found}, but ids are integers from 0 to {self._vocabulary - 1}")
         return found
 

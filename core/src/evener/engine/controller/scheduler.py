@@ -364,7 +364,7 @@ class Scheduler:
             counts=[row.count for row in rows], samples=[i for i, row in enumerate(rows) for _ in range(row.samples)],
             drafts=[DraftedTokens(i, row.drafts) for i, row in enumerate(rows) if row.drafts],
             random=[i for i, s in enumerate(wanted) if s.temperature > 0],
-            filtered=any(s.temperature > 0 and s.filtered for s in wanted),
+            predict=self.drafts.on, filtered=any(s.temperature > 0 and s.filtered for s in wanted),
             logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
             top_logprobs=max((s.logprobs or 0 for s in wanted), default=0),
             named=[s.logprob_ids for s in wanted if s.logprobs is not None]
@@ -398,13 +398,18 @@ class Scheduler:
         scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
         events: list[FromController] = []
         first = made = 0
+        proposed = iter(result.drafts)
         for index, row in enumerate(submitted.rows):
+            if row.drafts and result.drafts:
+                row = msgspec.structs.replace(row, drafts=next(proposed))
             request, ids = row.request, row.accepted(result.ids[first : first + row.samples])
             vector = next(pooled, b"") if row.samples else b""
             vector += b"".join(part for wanted, part in outputs if wanted.row == index)
             if request.finish is None:
                 found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs]
                 self._extend(row, ids)
+                if ids and result.predicted:
+                    self.drafts.predict(request, result.predicted[first + len(ids) - 1])
                 events.extend(self._report(request, ids, found, scored.get(index), vector))
             first, made = first + row.samples, made + len(ids)
         self.drafts.record(submitted.rows, submitted.drafts, made)

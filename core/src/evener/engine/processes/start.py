@@ -51,7 +51,7 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     Raises:
         EvenerError: the engine cannot start with this configuration.
     """
-    if config.infer.drafter != "none":
+    if config.infer.proposes != "none":
         find_drafter(config.infer)  # before weights are read
     if config.infer.stages:
         stage_devices(config, [package.name for package in installed_catalog().backends])

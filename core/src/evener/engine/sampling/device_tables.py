@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from evener.contracts.device import Device
+from evener.contracts.generation.drafter import BY_WORKER
 from evener.engine.wire.plan import Admission, Plan, TableUpdate
 from evener.sampling_params import MAX_BIASES
 
@@ -82,11 +83,14 @@ class DeviceTables:
             table[slots] = self._device.upload(part.astype(kind))
 
     def write_drafts(self, plan: Plan) -> None:
-        """Write proposed ids where the plan's rows expect them."""
+        """Write proposed ids where the plan's rows expect them; a draft model has written its own."""
         places: list[tuple[int, int, int]] = []
         for draft in plan.drafts:
             end = plan.starts[draft.row] + plan.counts[draft.row]
-            places += [(plan.slots[draft.row], at, id) for at, id in enumerate(draft.ids, end - len(draft.ids))]
+            first = end - len(draft.ids)
+            places += [(plan.slots[draft.row], at, id) for at, id in enumerate(draft.ids, first) if id != BY_WORKER]
+        if not places:
+            return
         slots, positions, ids = self._device.upload(np.array(places, dtype=np.int32).T.copy())
         self.tokens[slots, positions] = ids
 

@@ -21,11 +21,16 @@ class PendingStep:
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
         outputs: for each of ``plan.outputs``: its rows float32, in parts.
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
+        drafts: the ids that a draft model proposed for each of ``plan.drafts``, once its own steps are done; None: the
+            plan has those that were proposed.
+        predicted: for ``StepResult``.
         counters: for ``StepResult``.
     """
 
     logprobs: Sequence[Readback] = ()
     pooled: Sequence[Readback] = ()
+    drafts: Callable[[], list[list[int]]] | None = None
+    predicted: Readback | None = None
     counters: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
@@ -36,7 +41,7 @@ class PendingStep:
 
     def ready(self) -> bool:
         """Whether ``wait`` would return at once."""
-        others = (*self.logprobs, *self.scores, *self.pooled, *chain(*self.outputs))
+        others = (*filter(None, [self.predicted]), *self.logprobs, *self.scores, *self.pooled, *chain(*self.outputs))
         return (self._ids is None or self._ids.ready()) and all(each.ready() for each in others)
 
     def wait(self) -> StepResult:
@@ -55,7 +60,8 @@ class PendingStep:
         pooled = [row.numpy().tobytes() for rows in self.pooled for row in rows.wait()]
         outputs = [b"".join(part.wait().numpy().tobytes() for part in parts) for parts in self.outputs]
         return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled, outputs=outputs,
-                          counters=dict(self.counters))  # fmt: skip
+                          drafts=self.drafts() if self.drafts else [], counters=dict(self.counters),
+                          predicted=self.predicted.wait().tolist() if self.predicted else [])  # fmt: skip
 
 
 #: Samples the tokens of a step with its masks; None: it has none.

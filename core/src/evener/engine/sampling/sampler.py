@@ -97,14 +97,18 @@ class Sampler:
         if mask is not None:
             logits = self._mask.table[bucket](logits, mask)
         if random is None:
-            return self._greedy.table[bucket](logits)  # type: ignore[no-any-return]
+            return self.likeliest(logits)
         if random.shape[0] == logits.shape[0]:
             return self._draw(filtered, logits, floats, ints, positions)
-        ids: torch.Tensor = self._greedy.table[bucket](logits)
+        ids = self.likeliest(logits)
         for some in random.split(_MAX_COPIED_ROWS):
             parts = (part.index_select(0, some) for part in (logits, floats, ints, positions))
             ids = ids.index_copy_(0, some.long(), self._draw(filtered, *parts))
         return ids
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Ids int32 [R] of the largest logits [R, V]."""
+        return self._greedy.table[bucket_index(logits.shape[0])](logits)  # type: ignore[no-any-return]
 
     def _draw(
         self, filtered: bool, logits: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor, positions: torch.Tensor

@@ -68,7 +68,8 @@ class WantedOutputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """The last tokens of a plan's row are ``ids``, which were proposed and may be wrong."""
+    """The last tokens of a plan's row are ``ids``, which were proposed and may be wrong. ``BY_WORKER`` in their place:
+    the worker's draft model proposes them, and ``StepResult.drafts`` says which it were."""
 
     row: int
     ids: list[int]
@@ -92,6 +93,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
             Empty if none names any.
         penalized, biased: indices into ``samples`` of the requests with a penalty, and with a logit bias.
         masked: indices into ``samples`` of the requests with a grammar. If there are any, ``StepMasks`` follow.
+        predict: whether the model's layer for multi-token prediction says what comes next.
         scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.
         outputs: prompt tokens of which rows are returned.
         media: the media of the step; None if it has none.
@@ -116,6 +118,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     penalized: list[int] = []
     biased: list[int] = []
     masked: list[int] = []
+    predict: bool = False
     scores: list[ScoredTokens] = []
     top_scores: int = 0
     outputs: list[WantedOutputs] = []
@@ -139,8 +142,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """The result of one step: one id for each of ``Plan.samples``, and log-probabilities for each of ``Plan.logprobs``
     and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
     ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
-    ``Plan.outputs``, in the same form. ``plan`` is the plan's id;
-    ``counters`` are those of this worker's ``Placement``."""
+    ``Plan.outputs``, in the same form. ``plan`` is the plan's id; ``drafts`` are the ids of each of ``Plan.drafts``, if
+    the worker proposed them; ``predicted`` is what may follow each of ``ids``, if ``Plan.predict`` asked for it and the
+    model can tell; ``counters`` are those of this worker's ``Placement``."""
 
     plan: int
     ids: list[int] = []
@@ -148,4 +152,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     scores: list[TokenLogprobs] = []
     pooled: list[bytes] = []
     outputs: list[bytes] = []
+    drafts: list[list[int]] = []
+    predicted: list[int] = []
     counters: dict[str, int] = {}

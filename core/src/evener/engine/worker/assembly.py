@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from evener.backend_search import BackendSearch
 from evener.config.checkpoint import facts_of
@@ -35,7 +35,7 @@ from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import Unquantized
 from evener.loading.views import stored_partition, view_checkpoint
 from evener.plugins.catalog import Provided
-from evener.plugins.discover import core_version
+from evener.plugins.discover import core_version, installed_catalog
 from evener.plugins.load import LoadedPackages
 from evener.pooling.names import registered_name
 from evener.pooling.settings import choose_pooling
@@ -58,6 +58,7 @@ class Assembly:
         pooling: what the model makes of a text, if it generates none.
         adapters: the places for adapters.
         placement: of the experts that are not on the device.
+        draft: the draft model; its resolver, geometry and device are this one's.
     """
 
     config: ResolvedConfig
@@ -79,6 +80,16 @@ class Assembly:
     other_stages: Sequence[Builder] = ()
     pooling: PoolingSettings | None = None
     placement: Placement | None = None
+    draft: Assembly | None = None
+
+
+class StoredModel(NamedTuple):
+    """A model as an open checkpoint stores it, and the class that runs it."""
+
+    checkpoint: Checkpoint
+    headers: Headers
+    scheme: QuantScheme
+    family: type[Architecture]
 
 
 def assemble(
@@ -109,33 +120,11 @@ def assemble(
     agreement = Agreement(ranks.pp if unlike else None)
     resolved = _agree(resolved, of_device, agreement) if unlike else resolved
     infer, world = resolved.config.infer, ranks.world
-    headers: Headers = {}
-    scheme: QuantScheme = Unquantized()
-    if config.load != "dummy":
-        checkpoint, scheme = view_checkpoint(ViewRequest(
-            checkpoint, family, [p.value for p in loaded.quant_schemes()], resolved.max_seq_len, config.quant,
-            config.weight_map, config.options, (world.tp_rank, world.tp_size), (world.pp_rank, world.pp_size),
-            layer_partition(infer),
-        ))  # fmt: skip
-        headers = checkpoint.headers
-
-    def declare(stage: int) -> tuple[Builder, Architecture]:
-        build = Builder(
-            resolved.dtype, resolved.max_seq_len, (lambda name: scheme.part(name, headers)) if headers else None,
-            ranks.tp, absorb=infer.mla_absorb,
-            index_top=None if infer.index_topk == "auto" else infer.index_topk,
-            snapshot_every=infer.snapshot_every,
-            state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
-            stage=(stage, world.pp_size), partition=layer_partition(infer),
-        )  # fmt: skip
-        build.head = None if pooling is None else pooling.head
-        model = family(checkpoint.config, build)
-        if world.pp_size > 1 and not build.staged:
-            raise ArchitectureError(f"{family.__name__} does not support pipeline stages; set infer.pp_size=1")
-        return build, model
-
+    stored = view_model(resolved, loaded, ranks, checkpoint, family)
+    checkpoint, headers, scheme, _ = stored
     # Other stages are declared too: their state, so that block ids mean the same on all, and their weights' names.
-    declared = [declare(stage) for stage in range(world.pp_size)]
+    head = None if pooling is None else pooling.head
+    declared = [declare_model(resolved, ranks, stored, stage, head) for stage in range(world.pp_size)]
     build, model = declared[world.pp_rank]
     if headers and isinstance(checkpoint, CheckpointView):
         checkpoint.reslice(build.weights)
@@ -151,25 +140,71 @@ def assemble(
     auto = "auto" in (infer.cpu_layer_num, infer.resident_experts)
     placement = placer(resolved, device, resolver, build, [b for b, _ in declared]) if placer and not auto else None
     resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
-    resolver.states([slot for each in (build, *other_stages) for slot in each.slots])
+    drafter = installed_catalog().lazy_imports("worker drafter").get(infer.proposes)
+    draft = drafter.load().declare(resolved, loaded, device, ranks, model, build) if drafter else {}
+    drafting: list[Builder] = [draft["build"]] if draft else []
+    linear += [weight for each in drafting for weight in each.weights if isinstance(weight, LinearWeight)]
+    resolver.states([slot for each in (build, *other_stages, *drafting) for slot in each.slots])
     resolver.packings([w for w in linear if w.placement is None])
     adapters = AdapterStacks(build, infer, [b for b, _ in declared])
-    resolver.sites(build.sites)
+    resolver.sites([site for each in (build, *drafting) for site in each.sites])
     size = None if resolved.block_size == "auto" else resolved.block_size
-    slots = [b.slots for b, _ in declared]
-    geometry = plan_geometry(build.slots, device.capabilities.alignment, size, slots, agreement)
+    more = [slot for each in drafting for slot in each.slots]
+    slots = [[*b.slots, *more] for b, _ in declared]
+    geometry = plan_geometry([*build.slots, *more], device.capabilities.alignment, size, slots, agreement)
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     a = Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
         ranks, media_rows, agreement, adapters, other_stages, None if pooling is None else pooling.settings, placement,
     )  # fmt: skip
+    if draft:
+        a = replace(a, draft=replace(a, **draft, other_stages=(), placement=None))
     if placer is None or not auto:
         return a
     asked, key = placer.settled(a)
     a = assemble(replace(config, infer=asked), search, serving, ranks)
     reasons = {**a.config.reasons, f"infer.{key}": "what fits into the device's memory"}
     return replace(a, config=replace(a.config, reasons=reasons))
+
+
+def view_model(
+    config: ResolvedConfig, loaded: LoadedPackages, ranks: RankGroups, checkpoint: Checkpoint,
+    family: type[Architecture], draft: bool = False,
+) -> StoredModel:  # fmt: skip
+    """How the weights of an open checkpoint are read. The keys about that say nothing of a ``draft`` model."""
+    asked, world = config.config, ranks.world
+    if asked.load == "dummy":
+        return StoredModel(checkpoint, {}, Unquantized(), family)
+    quant, weight_map = ("auto", None) if draft else (asked.quant, asked.weight_map)
+    checkpoint, scheme = view_checkpoint(ViewRequest(
+        checkpoint, family, [p.value for p in loaded.quant_schemes()], config.max_seq_len, quant,
+        weight_map, asked.options, (world.tp_rank, world.tp_size), (world.pp_rank, world.pp_size),
+        layer_partition(asked.infer),
+    ))  # fmt: skip
+    return StoredModel(checkpoint, checkpoint.headers, scheme, family)
+
+
+def declare_model(
+    config: ResolvedConfig, ranks: RankGroups, stored: StoredModel, stage: int = 0,
+    head: Callable[..., Any] | None = None,
+) -> tuple[Builder, Architecture]:  # fmt: skip
+    """A pipeline stage's part of a model, declared; ``head``: as in ``Builder``."""
+    infer, world = config.config.infer, ranks.world
+    checkpoint, headers, scheme, family = stored
+    build = Builder(
+        config.dtype, config.max_seq_len, (lambda name: scheme.part(name, headers)) if headers else None,
+        ranks.tp, absorb=infer.mla_absorb,
+        index_top=None if infer.index_topk == "auto" else infer.index_topk,
+        snapshot_every=infer.snapshot_every,
+        state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
+        stage=(stage, world.pp_size), partition=layer_partition(infer), predicts=infer.proposes == "mtp",
+    )  # fmt: skip
+    build.head = head
+    model = family(checkpoint.config, build)
+    if world.pp_size > 1 and not build.staged:
+        raise ArchitectureError(f"{family.__name__} does not support pipeline stages; set infer.pp_size=1")
+    return build, model
 
 
 def _divided_as_stored(config: Config, checkpoint: Checkpoint) -> tuple[Config, Mapping[str, str]]:

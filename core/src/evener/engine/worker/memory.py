@@ -217,6 +217,10 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
     estimate = partial(estimate_weights, headers=a.headers or None, scheme=a.scheme, copied=copied)
     weights, place = estimate(here, packings, mappable=a.device.capabilities.host_memory), a.placement
     there = estimate(placed, place.packings) if place else WeightEstimate(0, 0)
+    if (draft := a.draft) is not None:
+        copied = draft.checkpoint.copied if draft.headers else frozenset()
+        estimate = partial(estimate_weights, headers=draft.headers or None, scheme=draft.scheme, copied=copied)
+        weights += estimate(draft.build.weights, packings, mappable=a.device.capabilities.host_memory)
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
     pooled = a.model.hidden_size if a.pooling is not None and a.pooling.whole_prompt else 0
     rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 40 + 4 * columns * len(groups) + 4 * pooled) + media

@@ -60,6 +60,8 @@ class Runner:
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
         self.adapters, self.stages, self.media, self.pooler = adapters, stages, media, pooler
+        #: What follows a step once it has sampled: gets the plan, the step, and what ``forward`` returned.
+        self.after: Callable[..., PendingStep | Draw] | None = None
 
     def execute(self, plan: Plan) -> PendingStep | Draw:
         """Submit a step, or the part of it before its masks. On an asynchronous device it returns before that is
@@ -73,9 +75,10 @@ class Runner:
                 return self._pool(self.pooler, plan, hidden, step, parts)
             outputs = self._outputs(plan, hidden, step)
             scores = self._score(plan, hidden, step, parts) if plan.scores else ()
-            if not plan.samples:
-                return PendingStep(plan, None, scores, outputs)
-            return self._sample(plan, parts, hidden.index_select(0, parts["last"]), step, scores, outputs)
+            done: PendingStep | Draw = PendingStep(plan, None, scores, outputs)
+            if plan.samples:
+                done = self._sample(plan, parts, hidden.index_select(0, parts["last"]), step, scores, outputs)
+            return done if self.after is None else self.after(plan, done, hidden, step, parts)
 
     def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, dict[str, torch.Tensor]]:
         """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], the step, and the arrays of its
@@ -132,8 +135,11 @@ class Runner:
         column = torch.div(positions, size, rounding_mode="floor")
         offset = positions - column * size
         columns = -(-shape.max_kv // size)
-        metas = []
+        metas: list[Any] = []
         for table, group in zip(self.tables.blocks, self.geometry.groups, strict=True):
+            if not group.slots:
+                metas.append(None)
+                continue
             step = StateStep(
                 tokens=shape.tokens, requests=shape.requests, max_query=shape.max_query, max_kv=shape.max_kv,
                 query_start=parts["query_start"], kv_lens=parts["kv_lens"], positions=positions,
@@ -141,7 +147,7 @@ class Runner:
                 block_table=table[:, :columns].index_select(0, parts["slots"]),
                 host_query_lens=shape.query_lens, host_kv_lens=shape.kv_lens, captured=shape.captured,
             )  # fmt: skip
-            metas.append(group.provider.metadata(step, group.spec, group.attention, size) if group.slots else None)
+            metas.append(group.provider.metadata(step, group.spec, group.attention, size))
         return tuple(metas)
 
     def _score(

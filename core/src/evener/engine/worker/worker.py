@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -29,6 +30,7 @@ from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import one_request
 from evener.engine.worker.weights import load_stage
 from evener.loading.loader import WeightBytes
+from evener.plugins.discover import installed_catalog
 from evener.pooling.names import registered_name
 from evener.pooling.pooler import Pooler
 from evener.resolution.buckets import capture_sizes
@@ -59,6 +61,8 @@ class Worker:
         resolved, plan = min_across_ranks(a, resolved, plan)
         self._assembly = a = replace(a, config=resolved)
         loaded = load_stage(a)
+        if a.draft is not None:
+            loaded += load_stage(a.draft)
         length, size = resolved.max_seq_len, a.geometry.block_size
         tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
         hidden, dtype = a.model.hidden_size, resolved.dtype
@@ -67,6 +71,10 @@ class Worker:
         width, where = a.model.hidden_size, a.device.torch_device
         pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media, pooler)
+        drafter = installed_catalog().lazy_imports("worker drafter").get(resolved.config.infer.proposes)
+        self._drafter = drafter.load()(a, self.runner) if drafter else None
+        #: What the draft model proposed in the step that was submitted last.
+        self._proposed: Callable[[], list[list[int]]] | None = None
         self._graphs: StepGraphs | None = None
         #: Of the step that waits for its masks; None also on the stages that do not sample.
         self._draw: Draw | None = None
@@ -75,7 +83,9 @@ class Worker:
             measured = self._measure(a, plan)
             resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
         self._pool = a.geometry.bind(plan.blocks, a.device)
-        self._graphs = self._step_graphs(a)
+        self._graphs = self._step_graphs(a, self.runner)
+        if a.draft is not None and self._drafter is not None and a.device.capabilities.max_captures is None:
+            self._drafter.graphs = self._step_graphs(a.draft, self._drafter.runner)
         self._warm_up(1)
         self._report(a, plan, loaded)
         self.facts = WorkerFacts(
@@ -101,12 +111,18 @@ class Worker:
                 return None
             if isinstance(order, StepMasks):
                 return self._draw_masked(order)
-            replayed = self._graphs.execute(order) if self._graphs is not None else None
-            step = replayed or self.runner.execute(order)
+            plan = order
+            if self._drafter is not None:
+                plan, self._proposed = self._drafter.run(order)
+            replayed = self._graphs.execute(plan) if self._graphs is not None else None
+            step = replayed or self.runner.execute(plan)
             self._draw = None if isinstance(step, PendingStep) else step
-            if isinstance(step, PendingStep) and (place := self._assembly.placement) is not None:
+            if not isinstance(step, PendingStep):
+                return None
+            step.drafts = self._proposed
+            if (place := self._assembly.placement) is not None:
                 step.counters = place.counters()
-            return step if isinstance(step, PendingStep) else None
+            return step
         except Exception as error:
             self._assembly.resolver.attribution.raise_attributed(error)
             raise
@@ -114,8 +130,12 @@ class Worker:
     def _draw_masked(self, masks: StepMasks) -> PendingStep | None:
         # It holds the step's logits, and the memory plan has room for those of one step.
         draw, self._draw = self._draw, None
+        if draw is None:
+            return None
         with torch.inference_mode():
-            return None if draw is None else draw(masks)
+            step = draw(masks)
+        step.drafts = self._proposed
+        return step
 
     def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:
         """The memory plan with as much state as really fits: the free memory is measured after a step of the largest
@@ -124,15 +144,17 @@ class Worker:
         self._warm_up(min(a.config.step_tokens, a.config.max_seq_len))
         return plan.after_warm_up(a.device.memory().free)
 
-    def _step_graphs(self, a: Assembly) -> StepGraphs | None:
-        """The captured steps; None if something in the model cannot be captured. Notes the reason."""
+    def _step_graphs(self, a: Assembly, runner: Runner) -> StepGraphs | None:
+        """The captured steps of a model; None if something in it cannot be captured. Notes the reason."""
         offer, why = find_graph_capture(a)
+        if runner.after is not None:
+            offer, why = None, "steps run eagerly: something follows each of them"
         a.resolver.manifest.notes.append(why)
         if offer is None:
             return None
         sizes, prompt_sizes = capture_sizes(a.config.max_reqs), captured_prompt_sizes(a)
         capture = JointCapture(offer.value, a.ranks.tp, a.device.torch_device) if a.ranks.tp else offer.value
-        return StepGraphs(self.runner, a.device, capture, sizes, prompt_sizes, a.config.max_reqs, a.config.max_seq_len)
+        return StepGraphs(runner, a.device, capture, sizes, prompt_sizes, a.config.max_reqs, a.config.max_seq_len)
 
     def _warm_up(self, tokens: int) -> None:
         """Run one step of ``tokens`` tokens over the null block, so that kernels are built before the first request."""

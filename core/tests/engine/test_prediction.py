@@ -1,0 +1,130 @@
+"""A model's own layer for multi-token prediction proposes what it would propose for the text alone, in any company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from evener.engine.controller.controller import Controller
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
+from evener.errors import ConfigError
+from evener_conformance.naive.model import NaiveModel, NaiveStep
+from evener_conformance.reference.executor import strict_controller
+from evener_generation.drafting.prediction_drafter import PredictionDrafter
+from evener_generation.drafting.speculation import Speculation
+
+LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24, "infer.step_tokens": 16}
+#: Few tokens, so that random weights are right now and then; dense layers, because the reference experts read on the
+#: host.
+SHAPE = {"num_hidden_layers": 2, "first_k_dense_replace": 9, "num_nextn_predict_layers": 1, "vocab_size": 11}
+MTP = {"infer.drafter": "mtp"}
+
+
+def requests(answer: int = 24) -> list[NewRequest]:
+    asked = [Sampling(temperature=0.0), Sampling(temperature=0.9, seed=5), Sampling(temperature=0.0, logprobs=1)]
+    return [
+        NewRequest(id=f"r{at}", prompt=[1 + (at + i * i) % 9 for i in range(9 + 13 * at)], max_tokens=answer + at,
+                   sampling=sampling)
+        for at, sampling in enumerate(asked)
+    ]  # fmt: skip
+
+
+class Recorded(Speculation):
+    """Notes what was predicted behind how many tokens of which request."""
+
+    def __init__(self) -> None:
+        super().__init__(PredictionDrafter, 4, max_samples=8, vocabulary=11)
+        self.seen: dict[tuple[str, int], int] = {}
+
+    def predict(self, request: Any, token: int) -> None:
+        self.seen[request.id, len(request.tokens)] = token
+        super().predict(request, token)
+
+
+def always(controller: Controller) -> Recorded:
+    drafts = controller.scheduler.drafts = Recorded()
+    return drafts
+
+
+def predictions(naive: NaiveModel, text: list[int]) -> list[int]:
+    """For each number of tokens from two on, what the layer expects behind so many of them."""
+    naive.reset()
+    ids, metas = torch.tensor(text, dtype=torch.int32), (None,) * len(naive.build.slots)
+    with torch.inference_mode():
+        step = NaiveStep(ids[:-1], torch.arange(len(text) - 1), metas=metas)
+        hidden = naive.model.forward(step)
+        step.token_ids = ids[1:]
+        return naive.model.predicted(naive.model.predict(hidden, step), step).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_are_the_same_and_the_layer_predicts_what_it_would_for_each_text_alone(
+    make_lively: Any, play: Any, depth: int
+) -> None:
+    config = make_lively("DeepseekV3", SHAPE, **LIMITS, **{"infer.depth": depth})
+    plain, _ = strict_controller(config)
+    expected = play(plain, requests())
+    controller, _ = strict_controller(replace(config, infer=replace(config.infer, drafter="mtp")))
+    drafts = always(controller)
+    found = play(controller, requests())
+    assert found.tokens == expected.tokens
+    stats = controller.scheduler.stats
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    naive = NaiveModel(config.model, predicts=True)
+    alone = {m.id: predictions(naive, [*m.prompt, *found.tokens[m.id]]) for m in requests()}
+    assert len(drafts.seen) > 40
+    assert drafts.seen == {(name, length): alone[name][length - 2] for name, length in drafts.seen}
+    assert controller.scheduler.state.pool.used == 0
+
+
+def test_forks_preemptions_and_cached_prefixes_change_no_token(make_lively: Any, play: Any, shrink_pool: Any) -> None:
+    config = make_lively("DeepseekV3", SHAPE, **LIMITS, **MTP, **{"infer.block_size": 16})
+    prompt, greedy = [1 + i * i % 9 for i in range(33)], Sampling(temperature=0.0)
+    messages = [
+        NewRequest(id=f"r{i}", prompt=[*prompt[: 33 - i], i], max_tokens=30, sampling=greedy, fork_of="r0" if i else "")
+        for i in range(4)
+    ]
+    naive = NaiveModel(config.model)
+    expected = {m.id: naive.greedy(m.prompt, 30) for m in messages}
+    controller, _ = strict_controller(config)
+    shrink_pool(controller, 9)
+    always(controller)
+    assert play(controller, messages).tokens == expected
+    stats = controller.scheduler.stats
+    assert stats.preemptions and stats.forks and stats.accepted_tokens
+
+
+def test_a_layer_that_proposes_nothing_keeps_its_state_and_computes_no_logits(
+    make_lively: Any, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_lively("DeepseekV3", SHAPE, **LIMITS, **MTP)
+    controller, executor = strict_controller(config)
+    calls: list[str] = []
+    model = executor.worker.runner.model
+    for name, call in (("predict", model.predict), ("predicted", model.predicted)):
+        monkeypatch.setattr(model, name, lambda *args, name=name, call=call: (calls.append(name), call(*args))[1])
+    drafts = always(controller)
+    drafts._failed = True
+    play(controller, requests(4)[:1])
+    assert calls == ["predict"] * 4 and drafts.seen == {}
+
+
+@pytest.mark.parametrize(("family", "changes"), [("Llama", {}), ("DeepseekV3", {"num_nextn_predict_layers": 0})])
+def test_a_model_without_such_a_layer_is_refused(make_config: Any, family: str, changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="needs a model with a layer for multi-token prediction"):
+        build_controller(make_config(family, changes, **LIMITS, **MTP))
+
+
+def test_two_ranks_share_the_layer(make_lively: Any, play: Any) -> None:
+    shape = {**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = make_lively("DeepseekV3", shape, **{**LIMITS, "executor": "inline"})
+    expected = play(build_controller(config)[0], requests()).tokens
+    controller, _ = build_controller(replace(config, infer=replace(config.infer, drafter="mtp", tp_size=2)))
+    always(controller)
+    assert play(controller, requests()).tokens == expected
+    assert controller.scheduler.stats.accepted_tokens > 0
+    controller.executor.close()

@@ -1,0 +1,76 @@
+"""The layer for multi-token prediction, beside one made of transformers' parts: transformers drops its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from family_runner import prompt_of
+from family_table import V3, Row
+from safetensors.torch import load_file, save_file
+
+from evener_conformance.naive.model import NaiveModel, NaiveStep
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def add_layer(model: Any, folder: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Write a random layer behind the model's own. Returns its tensors, and the part of it that transformers has."""
+    config, noise = model.config, torch.Generator().manual_seed(1)
+    number, hidden = config.num_hidden_layers, config.hidden_size
+    layer = type(model.model.layers[-1])(config, number).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=noise) * 0.2 + (parameter.dim() == 1))
+    own = {name: 1 + 0.3 * torch.randn(hidden, generator=noise) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own["eh_proj"] = torch.randn(hidden, 2 * hidden, generator=noise) * 0.2
+    # Checkpoints repeat both; they are not read.
+    own |= {name: torch.zeros(config.vocab_size, hidden) for name in ("embed_tokens", "shared_head.head")}
+    tensors = {f"{name}.weight": tensor for name, tensor in own.items()}
+    for name, tensor in layer.state_dict().items():
+        if name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+            kind = name.rpartition(".")[2]
+            for expert, matrix in enumerate(tensor):
+                keys = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+                for part, key in zip(matrix.chunk(len(keys)), keys, strict=True):
+                    tensors[f"mlp.experts.{expert}.{key}.weight"] = part.contiguous()
+        else:
+            tensors[name] = tensor
+    stored = load_file(folder / "model.safetensors")
+    save_file({**stored, **{f"model.layers.{number}.{n}": t for n, t in tensors.items()}}, folder / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    return own, layer
+
+
+@pytest.mark.parametrize("family", [V3, "Glm4MoeForCausalLM"])
+@pytest.mark.parametrize("dense", [1, 9], ids=["experts", "dense"])
+def test_logits_are_those_of_the_published_layer(family: str, dense: int, tiny_model: Any, one_thread: None) -> None:
+    model, folder = tiny_model(Row(family, {"num_nextn_predict_layers": 1, "first_k_dense_replace": dense}))
+    own, layer = add_layer(model, folder)
+    eps = model.config.rms_norm_eps
+    ids = prompt_of(model.config.vocab_size)
+    text = torch.tensor([ids])
+    with torch.no_grad():
+        states = model.model(text).last_hidden_state[:, :-1]  # after the last norm
+        tokens = model.model.embed_tokens(text)[:, 1:]
+        joined = torch.cat((norm(tokens, own["enorm"], eps), norm(states, own["hnorm"], eps)), -1) @ own["eh_proj"].T
+        positions = torch.arange(len(ids) - 1)[None]
+        mask = torch.full((len(ids) - 1,) * 2, float("-inf")).triu(1)[None, None]
+        angles = model.model.rotary_emb(joined, positions)
+        out = layer(joined, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        out = out[0] if isinstance(out, tuple) else out
+        expected = norm(out, own["shared_head.norm"], eps) @ model.lm_head.weight.T
+
+    naive = NaiveModel(folder, predicts=True)
+    found = []
+    for start, stop in ((0, 5), (5, 6), (6, len(ids) - 1)):  # in steps, so that the layer reads its state
+        metas = (None,) * len(naive.build.slots)
+        step = NaiveStep(torch.tensor(ids[start:stop], dtype=torch.int32), torch.arange(start, stop), metas=metas)
+        hidden = naive.model.forward(step)
+        step.token_ids = torch.tensor(ids[start + 1 : stop + 1], dtype=torch.int32)
+        found.append(naive.model.predicted(naive.model.predict(hidden, step), step))
+    torch.testing.assert_close(torch.cat(found), expected[0], atol=2e-4, rtol=2e-4)
+    assert naive.model.predicts and not NaiveModel(folder).model.predicts
