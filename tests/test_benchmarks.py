@@ -320,6 +320,14 @@ def test_what_installed_packages_cost_is_measured() -> None:
 
 
 @pytest.mark.slow
+def test_starts_with_and_without_a_model_cache_are_measured(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    program("model_cache.py", model, "--repeats", "1", "--set", "dtype=bfloat16", "--set", "quant=q8_0", "--out", out)
+    found = json.loads(out.read_text())
+    assert found["cache_mb"] > 0 and found["weights_s"].keys() == found["start_s"].keys() == {"without", "with"}
+
+
+@pytest.mark.slow
 def test_the_engine_alone_is_measured(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl"
     text = program(
