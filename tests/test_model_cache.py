@@ -298,6 +298,12 @@ def test_a_folder_that_is_not_ones_own_is_an_error_before_weights_are_read(tmp_p
         build_controller(from_overrides(str(folder), {**SMALL, "model_cache": str(tmp_path / "cache")}))
 
 
+def test_random_weights_are_not_kept(tmp_path: Path) -> None:
+    folder = random_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"model_cache=.* and load=dummy reads none; leave out one"):
+        greedy(folder, [3, 4], 1, load="dummy", model_cache=str(tmp_path / "cache"))
+
+
 def test_auto_is_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # XDG_CACHE_HOME would also move the compiled kernels.
     monkeypatch.setattr("evener_model_cache.cached_weights.cache_folder", lambda part: tmp_path / "user" / part)

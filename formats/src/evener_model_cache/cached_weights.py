@@ -16,6 +16,7 @@ from evener.contracts.declared import Declared, LinearWeight, Weight
 from evener.contracts.device import Device
 from evener.contracts.quant import PackedWeight, Packing
 from evener.engine.worker.assembly import Assembly
+from evener.errors import ConfigError
 from evener.folders.cache import cache_folder
 from evener.loading.loader import Ledger, WeightBytes
 from evener.loading.uploader import BUFFER_BYTES, BUFFER_COUNT, Uploader
@@ -41,10 +42,12 @@ def load_cached(
         load: fills some of ``declared`` from the checkpoint, and returns their bytes.
 
     Raises:
-        ConfigError: the folder cannot be used.
+        ConfigError: the folder cannot be used, or there is no checkpoint whose weights could be kept.
         CheckpointError: as ``load``.
     """
     asked = a.config.config.model_cache
+    if a.config.config.load == "dummy":
+        raise ConfigError(f"model_cache={asked} keeps weights of a checkpoint, and load=dummy reads none; leave out one")
     folder = (cache_folder("weights") if asked in (None, "auto") else Path(str(asked)).expanduser()).absolute()
     prepare_folder(folder)
     wanted = numbered(worth_saving(declared, frozenset(a.checkpoint.copied), a.headers, a.scheme))
@@ -65,10 +68,10 @@ def load_cached(
         counted = load(declared)
         _write(path, fingerprint, wanted, packings)
         return counted
-    more = load([item for item in declared if id(item) not in restored])
     for item in wanted.values():
         if id(item) in restored:
             item.value = restored[id(item)]
+    more = load([item for item in declared if id(item) not in restored])
     log.info("model cache: %d weights from %s in %.1f s", len(restored), path.name, time.monotonic() - began)
     return replace(counted, allocated=counted.allocated + more.allocated, mapped=counted.mapped + more.mapped)
 

@@ -41,11 +41,11 @@ def _load(
 ) -> WeightBytes:  # fmt: skip
     """Fill the weights of one place; ``others`` are those of the other."""
     config = a.config.config
-    if config.load == "dummy":
-        a.device.seed(config.seed)
-        return _maker("dummy", "load=dummy", "evener-inspection")(declared, packings, where, config.seed)
 
     def load(chosen: Sequence[Declared]) -> WeightBytes:
+        if config.load == "dummy":
+            a.device.seed(config.seed)
+            return _maker("dummy", "load=dummy", "evener-inspection")(chosen, packings, where, config.seed)
         context, taken = match_context(a.build, a.other_stages), set(map(id, chosen))
         rest = [each for each in declared if id(each) not in taken]
         context["other_stages"] = [*context["other_stages"], *others, *rest]
