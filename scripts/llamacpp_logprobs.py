@@ -42,10 +42,11 @@ def logprobs(model: llama_cpp.Llama, ids: list[int]) -> list[float]:
     """Of each id but the first, after those before it."""
     model.reset()
     model.eval(ids)
-    rows = np.array(model.scores[: len(ids) - 1], dtype=np.float64)
-    top = rows.max(axis=1, keepdims=True)
-    norms = np.log(np.exp(rows - top).sum(axis=1)) + top[:, 0]
-    found = [float(rows[i, ids[i + 1]] - norms[i]) for i in range(len(ids) - 1)]
+    found = []
+    for number, token in enumerate(ids[1:]):  # one row at a time: all of a large vocabulary take gigabytes
+        row = model.scores[number]
+        top = row.max()
+        found.append(float(row[token] - top - np.log(np.exp(row - top).sum(dtype=np.float64))))
     if not all(map(math.isfinite, found)):
         raise SystemExit("llama.cpp gave numbers that are not finite")
     return found

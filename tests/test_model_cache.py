@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stored_models import SIZES, greedy, prompt
 from test_gguf_end_to_end import KEYS, LAYERS, SHAPES, VOCAB, WIDTH
+from test_integers_end_to_end import checkpoint as integer_checkpoint
 
 from evener.config import from_overrides
 from evener.contracts.declared import LinearWeight, Table, Weight
@@ -104,6 +105,21 @@ def test_every_value_is_restored_bit_for_bit_and_counted_once(huge: str, tmp_pat
     assert held[0].keys() == held[1].keys() and len(held[0]) > 10 and sums[0] == sums[1]
     for name, tensors in held[0].items():
         assert tensors and all(map(torch.equal, tensors, held[1][name])), name
+
+
+@pytest.mark.parametrize("kind", ["gptq 4 act", "awq"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_integers_of_a_checkpoint_are_kept_as_they_were_arranged(
+    family: str, kind: str, tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    one_thread: None,
+) -> None:  # fmt: skip
+    _, folder = integer_checkpoint(tmp_path, family, kind)
+    ids, keys = prompt(family), {"model_cache": str(tmp_path / "cache")}
+    wanted = greedy(folder, ids, COUNT)
+    assert greedy(folder, ids, COUNT, **keys) == wanted
+    monkeypatch.setattr("evener_backend_cpu.segments.SegmentPacking.pack", refuse)
+    messages(said)
+    assert greedy(folder, ids, COUNT, **keys) == wanted and "weights from" in messages(said)
 
 
 def test_a_gguf_file_is_cached_and_its_dequantized_embedding_too(
@@ -300,7 +316,7 @@ def test_a_folder_that_is_not_ones_own_is_an_error_before_weights_are_read(tmp_p
 
 def test_random_weights_are_not_kept(tmp_path: Path) -> None:
     folder = random_model(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"model_cache=.* and load=dummy reads none; leave out one"):
+    with pytest.raises(ConfigError, match=r"model_cache=.* load=dummy reads none: leave out one"):
         greedy(folder, [3, 4], 1, load="dummy", model_cache=str(tmp_path / "cache"))
 
 

@@ -47,7 +47,7 @@ def load_cached(
     """
     asked = a.config.config.model_cache
     if a.config.config.load == "dummy":
-        raise ConfigError(f"model_cache={asked} keeps weights of a checkpoint, and load=dummy reads none; leave out one")
+        raise ConfigError(f"model_cache={asked} keeps weights of a checkpoint; load=dummy reads none: leave out one")
     folder = (cache_folder("weights") if asked in (None, "auto") else Path(str(asked)).expanduser()).absolute()
     prepare_folder(folder)
     wanted = numbered(worth_saving(declared, frozenset(a.checkpoint.copied), a.headers, a.scheme))
