@@ -21,6 +21,7 @@ PAGE = ROOT / "docs/performance.md"
 PLOT = ROOT / "docs/performance-sweep.svg"
 RESULTS = ROOT / "docs/results"
 SWEEP = "cpu-zen4-serving"
+PERPLEXITY = "perplexity"
 
 #: Keys that every record with a peer has; ``docs/results/README.md`` explains them.
 COMPARISON = ("device", "model", "case", "metric", "unit", "better", "ours", "version", "peer", "theirs", "date",
@@ -66,7 +67,7 @@ def with_tables(text: str) -> str:
 
 def table(name: str) -> str:
     """Markdown of the records of one file."""
-    rows, make = records(name), sweep_rows if name == SWEEP else comparison_rows
+    rows, make = records(name), {SWEEP: sweep_rows, PERPLEXITY: perplexity_rows}.get(name, comparison_rows)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in make(rows))
 
 
@@ -82,6 +83,16 @@ def comparison_rows(rows: Sequence[Record]) -> list[tuple[str, ...]]:
         cells.append(
             (row["model"], case, ours, peer, f"{_gain(row, row['theirs'], row['ours']):.2f}", *share, row["date"])
         )
+    return cells
+
+
+def perplexity_rows(rows: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Ours beside llama.cpp's, and how far it is from it."""
+    head = ("model", "case", "evener", "llama.cpp", "difference", "date")
+    cells: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for row in rows:
+        far = f"{row['ours'] / row['theirs'] - 1:+.2%}"
+        cells.append((row["model"], row["case"], f"{row['ours']:.3f}", f"{row['theirs']:.3f}", far, row["date"]))
     return cells
 
 

@@ -25,6 +25,7 @@ from dataset import PromptRequest, body_of, conversations, cut
 from hypothesis import given
 from hypothesis import strategies as st
 from model_configs import CONFIGS
+from model_sources import SOURCES, models_root
 from served import tiny_model
 from serving_metrics import ServiceLevel, percentile, standard_deviation, summary
 from serving_options import NOT_HERE, fields_of, parse
@@ -317,6 +318,27 @@ def test_a_sweep_over_a_csv_file_is_measured_written_and_drawn(model: Path, tmp_
 def test_what_installed_packages_cost_is_measured() -> None:
     found = json.loads(program("plugin_startup.py", "--plugins", "2", "--repeats", "1"))
     assert found["plugins"] == 2 and found["seconds_with"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(600)
+def test_the_perplexity_of_a_real_file_is_within_a_hundredth_of_llama_cpps(tmp_path: Path) -> None:
+    """The program fails if it is not."""
+    pages = (ROOT / "docs").glob("*author*.md")
+    (tmp_path / "text").write_text("".join(page.read_text() for page in sorted(pages)))
+    file = models_root() / "gguf" / SOURCES["smollm2"].gguf
+    size = ("--context", "256", "--windows", "8")
+    found = json.loads(program("perplexity.py", file, "--text", tmp_path / "text", *size))
+    assert abs(found["difference"]) < 0.01 and 1 < found["ours"] < 1000
+
+
+@pytest.mark.slow
+def test_starts_with_and_without_a_model_cache_are_measured(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    program("model_cache.py", model, "--repeats", "1", "--set", "dtype=bfloat16", "--set", "quant=q8_0", "--out", out)
+    found = json.loads(out.read_text())
+    assert found["cache_mb"] > 0 and found["weights_s"].keys() == found["start_s"].keys() == {"without", "with"}
 
 
 @pytest.mark.slow

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from family_oracles import make_transformers
 from served import Served, tiny_model
 from source_tree import ROOT
 
+from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
+from evener_conformance.naive.model import find_architecture
 from evener_conformance.reference.engine import RunResult, play, small_config
 from evener_conformance.simulated import DEVICES, descriptor, install_simulated_backend
 from evener_conformance.simulated.constraints import Constraints
@@ -59,6 +62,22 @@ def test_its_tokens_are_those_of_the_cpu_backend(tmp_path: Path) -> None:
     got = answers(tmp_path / "b", backend="simulated")
     assert not got.dead and got.tokens == want.tokens and got.cached == want.cached
     assert got.cached["again"] == 128
+
+
+def test_a_model_cache_brings_the_weights_to_the_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks that it has no kernels for, and so holds dequantized."""
+    shape = {**find_architecture("LlamaForCausalLM").tiny_config(), **HEADS}
+    make_transformers(shape, tmp_path / "model")
+    keys = {"backend": "simulated", "dtype": "float32", "quant": "q8_0", "infer.max_reqs": 4, **LIMITS}
+    caplog.set_level("INFO", "evener.model_cache")
+    found = []
+    for more in ({}, {"model_cache": str(tmp_path / "cache")}, {"model_cache": str(tmp_path / "cache")}):
+        controller, ready = build_controller(from_overrides(str(tmp_path / "model"), {**keys, **more}))
+        found.append((play(controller, **traffic()).tokens, ready.info.memory["measured_weights"]))
+        controller.executor.close()
+    assert found[0] == found[1] == found[2]
+    said = [each.getMessage() for each in caplog.records if each.name == "evener.model_cache"]
+    assert "there is none yet" in said[0] and "wrote" in said[1] and "weights from" in said[2]
 
 
 def test_the_page_lists_every_switch() -> None:

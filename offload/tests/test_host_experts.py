@@ -248,3 +248,23 @@ def test_experts_quantized_while_loading_stay_packed_on_the_host(
     assert not ready.info.manifest["dequantized"]
     every = explain(from_overrides(tmp_path, {**chip, "infer.cpu_layer_num": 0}))
     assert every["memory"]["weights"] > 4 * numbers and every["dequantized"]
+
+
+@pytest.mark.parametrize("placed", [{"infer.cpu_layer_num": 1}, {"infer.resident_experts": 6}])
+def test_a_model_cache_keeps_the_weights_of_the_host_and_of_the_device(
+    tmp_path: Path, placed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {**find_architecture("Qwen3MoeForCausalLM").tiny_config(), **HEADS, "head_dim": 16,
+              "hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_experts": 8}  # fmt: skip
+    make_transformers(config, tmp_path / "model")
+    keys = {**LIMITS, "backend": "simulated", "dtype": "float32", "quant": "q8_0", **placed}
+    cached = {**keys, "model_cache": str(tmp_path / "cache")}
+    caplog.set_level("INFO", "evener.model_cache")
+    build_controller(from_overrides(tmp_path / "model", cached))
+    want = play(build_controller(from_overrides(tmp_path / "model", keys))[0], **traffic())
+    caplog.clear()
+    controller, ready = build_controller(from_overrides(tmp_path / "model", cached))
+    assert_same(play(controller, **traffic()), want)
+    assert ready.info.memory["measured_host"] == ready.info.memory["host"] > 0
+    assert sum("weights from" in each.getMessage() for each in caplog.records) == 2
+    assert len([path for path in (tmp_path / "cache").iterdir() if "-host-" in path.name]) == 1

@@ -98,6 +98,26 @@ class Parts(tuple[Any, ...]):
         return made
 
 
+class Saved(Stored):
+    """``Stored`` of q8_0 that a model cache can save; ``spoil_restored`` changes what is restored."""
+
+    def __init__(self, spoil_restored: Callable[[torch.Tensor], torch.Tensor], strict: bool = True) -> None:
+        super().__init__(of=("q8_0",))
+        self._change, self._strict = spoil_restored, strict
+
+    def saved(self, packed: PackedWeight) -> Sequence[torch.Tensor]:
+        return [part["weight"] for part in packed.data]
+
+    def restored(
+        self, tensors: Sequence[torch.Tensor], parts: Sequence[WeightPart], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        if self._strict and len(tensors) < len(parts):
+            raise ValueError("too few tensors")
+        lacking = [torch.zeros(p.rows, p.columns // 32 * 34, dtype=torch.uint8) for p in parts[len(tensors) :]]
+        filled = zip(parts, (*tensors, *lacking), strict=True)
+        return self.pack([replace(p, tensors={"weight": self._change(t)}) for p, t in filled], dtype, device)
+
+
 class Widening(Kernel):
     """``linear`` or ``grouped_linear`` over ``Stored``: it dequantizes in each call."""
 
@@ -145,6 +165,13 @@ def test_a_correct_packing_is_asked_for_every_format_and_for_merged_weights_of_s
     assert {r.outcome for r in found} == {"passed"}, failures(found)
     for name in (*STORAGES, "q4_k + q4_k + q6_k"):
         assert any(f" {name}, " in r.case for r in found), name
+
+
+def test_what_a_model_cache_restores_must_be_what_was_packed() -> None:
+    found = results(Saved(lambda tensor: tensor))
+    assert {r.outcome for r in found} <= {"passed", "not applicable"}, failures(found)
+    assert "saved gives other tensors of what restored made" in failures(results(Saved(lambda tensor: tensor ^ 1)))
+    assert "it should raise ValueError" in failures(results(Saved(lambda tensor: tensor, strict=False)))
 
 
 def test_a_wrong_dequantization_is_reported_with_the_format_name() -> None:

@@ -11,6 +11,7 @@ from evener_keys.legacy_keys import (
     RemovedKey,
     RenamedKey,
     check_model_family,
+    legacy_env_overrides,
     unused_legacy_env_notes,
 )
 
@@ -144,6 +145,15 @@ def test_a_served_name_that_was_given_wins_over_models(nothing_installed: Packag
 def test_python_callers_get_old_spellings_as_warnings() -> None:
     with pytest.warns(LegacyKeyWarning, match=r"infer\.do_load is a legacy key; write load=dummy"):
         assert for_llm("m", {"infer.do_load": False}).load == "dummy"
+
+
+def test_a_legacy_folder_of_cached_weights_counts_if_its_switch_is_on() -> None:
+    environ = {"MODEL_CACHE_PATH": "/cache"}
+    assert legacy_env_overrides(environ).overrides == ()
+    assert legacy_env_overrides({**environ, "ENABLE_MODEL_CACHE": "0"}).overrides == ()
+    found = legacy_env_overrides({**environ, "ENABLE_MODEL_CACHE": "1"})
+    assert [(each.key, each.value) for each in found.overrides] == [("model_cache", "/cache")]
+    assert found.notes == ("MODEL_CACHE_PATH is a legacy variable; write model_cache=/cache",)
 
 
 def test_unused_legacy_build_variables_are_reported() -> None:

@@ -133,3 +133,11 @@ def test_random_weights_without_a_package_that_makes_them_are_refused_with_one(
     monkeypatch.setattr("evener.engine.worker.weights.installed_catalog", Catalog)
     with pytest.raises(CheckpointError, match=r"load=dummy .* pip install evener-inspection"):
         build_controller(make_config("Llama"))
+
+
+def test_a_model_cache_without_a_package_that_keeps_one_is_refused_with_one(
+    make_lively: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evener.engine.worker.weights.installed_catalog", Catalog)
+    with pytest.raises(CheckpointError, match=r"model_cache= needs .* pip install evener-formats"):
+        build_controller(make_lively("Llama", model_cache="/cache"))

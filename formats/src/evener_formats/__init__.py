@@ -40,6 +40,7 @@ descriptor = Descriptor(
         "model.safetensors": "evener_formats.safetensors_files:SafetensorsFile",
         "pytorch_model.bin": "evener_formats.torch_files:TorchFile",
     },
+    weight_makers={"cache": "evener_model_cache.cached_weights:load_cached"},
     config_readers={"hydra": "evener_keys.hydra_boundary:from_command_line"},
     old_spellings={"legacy": "evener_keys.legacy_keys:LegacyKeys"},
     tokenizer_readers={"tokenizer_json": "evener_formats.tokenizers.vocabulary:read_tokenizer"},

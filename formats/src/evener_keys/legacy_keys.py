@@ -73,6 +73,8 @@ LEGACY_KEYS: Mapping[str, RenamedKey | RemovedKey] = {
 LEGACY_VALUES: Mapping[str, Mapping[str, str]] = _TABLES["values"]
 #: Legacy environment variables that set a key, and the key.
 LEGACY_ENV_VARS: Mapping[str, str] = _TABLES["environment"]
+#: Those that count only if another one is on.
+LEGACY_ENV_SWITCHES: Mapping[str, str] = _TABLES["environment switches"]
 _UNUSED_LEGACY_ENV = re.compile(r"(CINFER|CHITU)_\w+")
 
 
@@ -186,10 +188,15 @@ def _alphanumeric(name: str) -> str:
 
 def legacy_env_overrides(environ: Mapping[str, str]) -> Rewritten:
     """Keys that legacy environment variables set, and a warning for each."""
-    found = {name: key for name, key in LEGACY_ENV_VARS.items() if environ.get(name)}
+    found = {name: key for name, key in LEGACY_ENV_VARS.items() if environ.get(name) and _is_on(name, environ)}
     overrides = tuple(Override(key, environ[name], f"{name}={environ[name]}") for name, key in found.items())
     notes = tuple(f"{name} is a legacy variable; write {key}={environ[name]}" for name, key in found.items())
     return Rewritten(overrides, notes)
+
+
+def _is_on(name: str, environ: Mapping[str, str]) -> bool:
+    switch = LEGACY_ENV_SWITCHES.get(name)
+    return switch is None or environ.get(switch, "").lower() not in _OFF
 
 
 def unused_legacy_env_notes(environ: Mapping[str, str]) -> tuple[str, ...]:

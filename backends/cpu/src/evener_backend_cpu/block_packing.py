@@ -8,12 +8,14 @@ for 32 columns, an error of about 2⁻¹⁶ of the largest of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from evener.contracts.quant import BLOCKS, MXFP4, WeightPart, block_format
 from evener_backend_cpu import grouped_packing
 from evener_backend_cpu.native_library import Native, Ordered
-from evener_backend_cpu.segments import PackedPart, SegmentPacking
+from evener_backend_cpu.segments import MISSING, PackedPart, SegmentPacking
 
 LAYOUT = "cpu.blocks"
 LANES = 16
@@ -59,7 +61,7 @@ class BlockPacking(SegmentPacking):
         if not grouped_packing.is_grouped(part):
             return tiles * tile_bytes(part.format.storage, part.columns)
         columns = grouped_packing.most_columns(part)
-        order = _ORDER_BYTES * columns if part.format.order == "act" else 0
+        order = _ORDER_BYTES * (columns + 1) if part.format.order == "act" else 0
         return tiles * tile_bytes(grouped_packing.tile_of(part), columns) + order
 
     def _pack_part(self, part: WeightPart) -> PackedPart:
@@ -81,12 +83,31 @@ class BlockPacking(SegmentPacking):
         if order is None:
             self._write(kind, blocks, part.columns, room)
             return PackedPart(kind, (room,))
-        # The tiles' size depends on the columns that there are; the order lies behind the room for the most.
+        # The tiles' size depends on the columns that there are. The order, and their number, lie behind the room for
+        # the most.
         self._write(kind, blocks, len(order), room)
-        places = room[-_ORDER_BYTES * grouped_packing.most_columns(part) :].view(torch.int32)
-        places[: len(order)] = order
-        struct = Ordered(room.data_ptr(), places.data_ptr(), len(order), kind)
+        behind = room[-_ORDER_BYTES * (grouped_packing.most_columns(part) + 1) :].view(torch.int32)
+        behind[: len(order)], behind[-1] = order, len(order)
+        return self._ordered(part, room)
+
+    def _ordered(self, part: WeightPart, room: torch.Tensor) -> PackedPart:
+        """A part in act-order, whose tiles, order and number of columns are in ``room``."""
+        most = grouped_packing.most_columns(part)
+        behind = room[-_ORDER_BYTES * (most + 1) :].view(torch.int32)
+        columns, order = int(behind[-1]), behind[:-1]
+        inside = bool((order[:columns] < part.columns).all())
+        if not 0 <= columns <= most or columns % grouped_packing.UNIT or not inside:
+            raise ValueError(f"{part.name} has another number of columns than its order")
+        struct = Ordered(room.data_ptr(), order.data_ptr(), columns, KINDS[grouped_packing.tile_of(part)])
         return PackedPart(_ORDERED, (room,), struct)
+
+    def _restored_part(self, part: WeightPart, tensors: Iterator[torch.Tensor]) -> PackedPart:
+        room = self._kept(next(tensors, MISSING), (self._quantized_bytes(part),), torch.uint8)
+        if not grouped_packing.is_grouped(part):
+            return PackedPart(KINDS[part.format.storage], (room,))
+        if part.format.order == "act":
+            return self._ordered(part, room)
+        return PackedPart(KINDS[grouped_packing.tile_of(part)], (room,))
 
     def _write(self, kind: int, blocks: torch.Tensor, columns: int, tiles: torch.Tensor) -> None:
         native = self._device.native

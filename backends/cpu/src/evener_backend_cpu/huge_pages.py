@@ -59,6 +59,12 @@ class HugePacking(PlainPacking):
         stack = self.pack_stack([parts], 1, dtype, device)
         return replace(stack, shape=stack.shape[1:], data=stack.data[0])
 
+    def restored(
+        self, tensors: Sequence[torch.Tensor], parts: Sequence[WeightPart], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        copied = [self._arena.take(each.shape, each.dtype).copy_(each) for each in tensors]
+        return super().restored(copied, parts, count, dtype, device)
+
     def keeps_storage(self, parts: Sequence[WeightPart]) -> bool:
         return False
 

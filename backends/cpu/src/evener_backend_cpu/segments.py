@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,6 +16,8 @@ from evener_backend_cpu.huge_pages import Arena
 from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Ordered, Segment, Stored
 
 _PLAIN = 0
+#: In place of a saved tensor that is not there: no weight has its shape.
+MISSING = torch.empty(0, 0, 0)
 
 
 class _Device(Protocol):
@@ -88,6 +90,33 @@ class SegmentPacking(Packing):
             else self._pack_part(part)
             for part in parts
         ]
+        return self._joined(parts, packed)
+
+    def saved(self, packed: PackedWeight) -> Sequence[torch.Tensor]:
+        one = packed.data if isinstance(packed.data, tuple) else (packed.data,)
+        return [tensor for data in one for tensor in data.tensors]
+
+    def restored(
+        self, tensors: Sequence[torch.Tensor], parts: Sequence[WeightPart], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        left, made = iter(tensors), []
+        for _ in range(count or 1):
+            packed = [
+                PackedPart(_PLAIN, (self._kept(next(left, MISSING), (p.rows, p.columns), getattr(torch, dtype)),))
+                if p.format.plain
+                else self._restored_part(p, left)
+                for p in parts
+            ]
+            made.append(self._joined(parts, packed))
+        if next(left, None) is not None:
+            raise ValueError("there are more tensors than such a weight has")
+        if not count:
+            return made[0]
+        data, nbytes = tuple(p.data for p in made), sum(p.nbytes for p in made)
+        return PackedWeight(self.layout, (count, *made[0].shape), data, nbytes, made[0].formats)
+
+    def _joined(self, parts: Sequence[WeightPart], packed: Sequence[PackedPart]) -> PackedWeight:
+        """The weight of packed parts."""
         segments, first = (Segment * len(parts))(), 0
         for segment, part, (kind, tensors, struct) in zip(segments, parts, packed, strict=True):
             segment.kind, segment.first, segment.rows = kind, first, part.rows
@@ -101,6 +130,16 @@ class SegmentPacking(Packing):
 
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype) if self._arena is None else self._arena.take(shape, dtype)
+
+    def _kept(self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that was saved: itself, mapped from its file, or copied into the arena.
+
+        Raises:
+            ValueError: it has another shape or dtype.
+        """
+        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            raise ValueError(f"a tensor is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
+        return tensor if self._arena is None else self._arena.take(shape, dtype).copy_(tensor)
 
     @abstractmethod
     def _refusal(self, part: WeightPart) -> str | None:
@@ -116,4 +155,12 @@ class SegmentPacking(Packing):
 
         Raises:
             ValueError: its tensors do not have the dtype and the shape of its format.
+        """
+
+    @abstractmethod
+    def _restored_part(self, part: WeightPart, tensors: Iterator[torch.Tensor]) -> PackedPart:
+        """A quantized part as ``_pack_part`` made it, from its tensors, which it takes from the front.
+
+        Raises:
+            ValueError: they are not those of such a part.
         """

@@ -7,11 +7,13 @@ Plain parts of the same layer stay plain.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from evener.contracts.quant import WeightPart
 from evener_backend_cpu.native_library import Stored
-from evener_backend_cpu.segments import PackedPart, SegmentPacking
+from evener_backend_cpu.segments import MISSING, PackedPart, SegmentPacking
 
 LAYOUT = "cpu.stored"
 #: By storage; ``enum StoredKind`` in stored_gemm.h.
@@ -45,16 +47,26 @@ class StoredPacking(SegmentPacking):
         return None
 
     def _quantized_bytes(self, part: WeightPart) -> int:
-        high, wide = block_of(part)
-        return part.rows * part.columns + -(-part.rows // high) * -(-part.columns // wide) * _SCALE_BYTES
+        high, blocks = _scale_shape(part)
+        return part.rows * part.columns + high * blocks * _SCALE_BYTES
 
     def _pack_part(self, part: WeightPart) -> PackedPart:
         stored, dtype, shape = part.tensors["weight"], getattr(torch, part.format.storage), (part.rows, part.columns)
         if tuple(stored.shape) != shape or stored.dtype is not dtype:
             raise ValueError(f"{part.name} is {stored.dtype} {list(stored.shape)}, not {dtype} {list(shape)}")
         weight = self._room(shape, dtype).copy_(stored)
-        high, wide = block_of(part)
-        blocks = -(-part.columns // wide)
-        scale = part.tensors["scale"].float().reshape(-(-part.rows // high), blocks).clone()
+        return self._described(part, weight, part.tensors["scale"].float().reshape(_scale_shape(part)).clone())
+
+    def _restored_part(self, part: WeightPart, tensors: Iterator[torch.Tensor]) -> PackedPart:
+        weight = self._kept(next(tensors, MISSING), (part.rows, part.columns), getattr(torch, part.format.storage))
+        return self._described(part, weight, self._kept(next(tensors, MISSING), _scale_shape(part), torch.float32))
+
+    def _described(self, part: WeightPart, weight: torch.Tensor, scale: torch.Tensor) -> PackedPart:
+        (high, wide), (_, blocks) = block_of(part), scale.shape
         struct = Stored(weight.data_ptr(), scale.data_ptr(), high, wide, blocks)
         return PackedPart(KINDS[part.format.storage], (weight, scale), struct)
+
+
+def _scale_shape(part: WeightPart) -> tuple[int, int]:
+    high, wide = block_of(part)
+    return -(-part.rows // high), -(-part.columns // wide)

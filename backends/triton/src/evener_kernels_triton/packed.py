@@ -62,6 +62,23 @@ class Segment:
         if self.order is not None:
             yield self.order
 
+    def over(self, tensors: Iterator[torch.Tensor]) -> Segment:
+        """The same segment over other tensors, in the order of ``tensors``, taken from the front.
+
+        Raises:
+            ValueError: one has another shape or dtype.
+        """
+        mine = list(self.tensors())
+        taken = [next(tensors, None) for _ in mine]
+        for own, other in zip(mine, taken, strict=True):
+            if other is None or (other.shape, other.dtype) != (own.shape, own.dtype):
+                raise ValueError(f"a segment lacks a tensor {own.dtype} {list(own.shape)}")
+        left = iter(tensor for tensor in taken if tensor is not None)
+        low, scales = next(left), next(left)
+        high = next(left) if self.form.high else low
+        tops = next(left) if self.form.top else scales
+        return replace(self, low=low, high=high, scales=scales, tops=tops, order=next(left, None))
+
     def __getitem__(self, index: int) -> Segment:
         low, scales = self.low[index], self.scales[index]
         high = self.high[index] if self.form.high else low
@@ -122,7 +139,24 @@ class PackedPacking(Packing):
                 made, formats = _room(parts, count or 1, device), tuple(part.format for part in parts)
             _write(made[index], parts)
         assert made is not None, "there is at least one matrix"
-        made = made if count is not None else made[0]
+        return self._weight(made if count is not None else made[0], formats)
+
+    def saved(self, packed: PackedWeight) -> Sequence[torch.Tensor]:
+        made: PackedMatrix = packed.data
+        return [tensor for segment in made.segments for tensor in segment.tensors()]
+
+    def restored(
+        self, tensors: Sequence[torch.Tensor], parts: Sequence[WeightPart], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        like = _room(parts, count or 1, torch.device("meta"))
+        like = like if count else like[0]
+        left = iter(tensors)
+        made = replace(like, segments=tuple(segment.over(left) for segment in like.segments))
+        if next(left, None) is not None:
+            raise ValueError("there are more tensors than such a weight has")
+        return self._weight(made, tuple(part.format for part in parts))
+
+    def _weight(self, made: PackedMatrix, formats: tuple[QuantFormat, ...]) -> PackedWeight:
         held = sum(tensor.nbytes for segment in made.segments for tensor in segment.tensors())
         return PackedWeight(self.layout, made.shape, made, held, formats)
 

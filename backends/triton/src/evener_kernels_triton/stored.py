@@ -132,7 +132,24 @@ class StoredPacking(Packing):
         assert made is not None, "there is at least one matrix"
         if made.fixed is not None:  # parts and matrices share the largest
             made.fixed.copy_(made.fixed.amax().expand_as(made.fixed))
-        made = made if count is not None else made[0]
+        return self._weight(made if count is not None else made[0], formats)
+
+    def saved(self, packed: PackedWeight) -> Sequence[torch.Tensor]:
+        made: StoredMatrix = packed.data
+        return [made.elements, made.scales, *([] if made.fixed is None else [made.fixed])]
+
+    def restored(
+        self, tensors: Sequence[torch.Tensor], parts: Sequence[WeightPart], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        like = _room(parts, count or 1, torch.device("meta"))
+        like = like if count else like[0]
+        wanted = [(t.shape, t.dtype) for t in (like.elements, like.scales, like.fixed) if t is not None]
+        if [(t.shape, t.dtype) for t in tensors] != wanted:
+            raise ValueError(f"the tensors do not have the shapes {[list(shape) for shape, _ in wanted]}")
+        made = replace(like, elements=tensors[0], scales=tensors[1], fixed=tensors[2] if len(tensors) > 2 else None)
+        return self._weight(made, tuple(part.format for part in parts))
+
+    def _weight(self, made: StoredMatrix, formats: tuple[QuantFormat, ...]) -> PackedWeight:
         fixed = 0 if made.fixed is None else made.fixed.nbytes
         held = made.elements.nbytes + made.scales.nbytes + fixed
         return PackedWeight(self.layout, tuple(made.shape), made, held, formats)

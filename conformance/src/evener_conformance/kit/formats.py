@@ -278,6 +278,7 @@ class _PackingCheck:
         shape = (sum(p.rows for p in parts), parts[0].columns)
         formats = tuple(p.format for p in parts)
         problems = self._check_description(packed, "pack", shape, expected, formats)
+        problems += self._check_saved(packed, bare, 0)
         if any(
             not bitwise_equal(t, was[role])
             for p, was in zip(parts, before, strict=True)
@@ -289,6 +290,7 @@ class _PackingCheck:
             problems += self._check_description(
                 stack, "pack_stack", (len(matrices), *shape), expected * len(matrices), formats
             )
+            problems += self._check_saved(stack, bare, len(matrices))
             try:
                 stack.data[len(matrices) - 1]
             except (TypeError, IndexError, KeyError):
@@ -314,6 +316,24 @@ class _PackingCheck:
         held = sum({t.data_ptr(): t.nbytes for t in tensors_in(packed.data)}.values())
         if held > packed.nbytes:
             found.append(f"{by} returned nbytes {packed.nbytes}, but its tensors hold {held}")
+        return found
+
+    def _check_saved(self, packed: PackedWeight, bare: Sequence[WeightPart], count: int) -> list[str]:
+        """Whether ``restored`` makes the weight again, and notices what is missing."""
+        packing, dtype, where = self._packing, self._dtype, self._device.torch_device
+        saved = packing.saved(packed)
+        if saved is None:
+            return []
+        again = packing.restored([t.clone() for t in saved], bare, count, dtype, where)
+        found = self._check_description(again, "restored", packed.shape, packed.nbytes, packed.formats)
+        twice = packing.saved(again) or ()
+        if len(twice) != len(saved) or not all(map(bitwise_equal, saved, twice)):
+            found.append("saved gives other tensors of what restored made than of what pack made")
+        try:
+            packing.restored([t.clone() for t in saved[:-1]], bare, count, dtype, where)
+            found.append("restored took too few tensors; it should raise ValueError")
+        except ValueError:
+            pass
         return found
 
     def _check_keeps(self, packed: PackedWeight, parts: Sequence[WeightPart]) -> list[str]:

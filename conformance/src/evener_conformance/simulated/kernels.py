@@ -32,10 +32,27 @@ class ColumnsFirst(Packing):
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
         wanted = getattr(torch, dtype)
         pieces = [p.tensors["weight"].to(device=device, dtype=wanted) for p in parts]
-        data = torch.cat(pieces).t().contiguous()
-        return PackedWeight(
-            self.layout, (data.shape[1], data.shape[0]), data, data.nbytes, tuple(p.format for p in parts)
-        )
+        return self._weight(torch.cat(pieces).t().contiguous(), parts)
+
+    def saved(self, packed: PackedWeight) -> Sequence[torch.Tensor]:
+        """Of a stack, each matrix, because ``data`` is then a tuple."""
+        return packed.data if isinstance(packed.data, tuple) else (packed.data,)
+
+    def restored(
+        self, tensors: Sequence[torch.Tensor], parts: Sequence[WeightPart], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        wanted = (parts[0].columns, sum(p.rows for p in parts)), getattr(torch, dtype)
+        if [(tuple(t.shape), t.dtype) for t in tensors] != [wanted] * (count or 1):
+            raise ValueError(f"the tensors are not {count or 1} of {list(wanted[0])} in {dtype}")
+        if not count:
+            return self._weight(tensors[0], parts)
+        made = [self._weight(tensor, parts) for tensor in tensors]
+        data, nbytes = tuple(each.data for each in made), sum(each.nbytes for each in made)
+        return PackedWeight(self.layout, (count, *made[0].shape), data, nbytes, made[0].formats)
+
+    def _weight(self, data: torch.Tensor, parts: Sequence[WeightPart]) -> PackedWeight:
+        shape = data.shape[1], data.shape[0]
+        return PackedWeight(self.layout, shape, data, data.nbytes, tuple(p.format for p in parts))
 
 
 class SimulatedKernel(Kernel):

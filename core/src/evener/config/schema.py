@@ -281,6 +281,10 @@ class Config(Section):
     weight_map: str | None = option(
         None, "path", "JSON file of regular expressions that rename a checkpoint's tensors.", none=True
     )  # fmt: skip
+    model_cache: str | None = option(
+        None, "path", "Folder in which the first start leaves each rank's weights, ready for the device, for the next; "
+        "auto: in the user's cache folder; none: no cache.", auto=True, none=True
+    )  # fmt: skip
     executor: str = option(
         "auto", "str", "Where workers run: inline: in this process (several as threads); process: each in its own.",
         choices=("auto", "inline", "process")

@@ -117,8 +117,9 @@ class Descriptor:
             ranks in one process; constructed with the configuration and the search for a backend.
         grammar_masks: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
             what gives the steps of requests with a grammar their masks; see ``engine.controller.grammars``.
-        weight_makers: (optional, for packages pinned to their core's version) ``{"dummy": "module:function"}``: fills
-            weights for ``load=dummy``; called as ``evener_inspection.dummy_weights.load_dummy``.
+        weight_makers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: fills
+            weights, ``dummy`` for ``load=dummy`` and ``cache`` for ``model_cache``; called as
+            ``evener_inspection.dummy_weights.load_dummy`` and ``evener_model_cache.cached_weights.load_cached``.
         old_spellings: (optional, for packages pinned to their core's version) ``{"name": "module:Class"}``: rewrites
             keys of before; see ``evener.config.old_spellings``.
         config_readers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes

@@ -100,6 +100,28 @@ class Packing(ABC):
         del parts
         return False
 
+    def saved(self, packed: PackedWeight) -> Sequence[torch.Tensor] | None:
+        """(optional) The tensors from which ``restored`` makes the same weight in another process; a model cache
+        writes them to a file. They depend on nothing but the layout, the parts and the dtype. Default: None, such
+        weights are packed at every start."""
+        del packed
+        return None
+
+    def restored(
+        self, tensors: Sequence[torch.Tensor], parts: Sequence[WeightPart], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        """(required with ``saved``) What ``pack``, or with a ``count`` ``pack_stack``, made of parts like these, which
+        have no tensors.
+
+        Args:
+            tensors: what ``saved`` gave, on ``device``. On a host they are mapped from a file, at multiples of 64
+                bytes; the weight may keep them, and nobody may write them.
+
+        Raises:
+            ValueError: they are not those of such a weight.
+        """
+        raise NotImplementedError
+
 
 class QuantScheme(ABC):
     """How a kind of checkpoint stores linear weights.

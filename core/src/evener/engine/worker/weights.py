@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,13 +40,25 @@ def _load(
     where: torch.device, pinned: Device | None,
 ) -> WeightBytes:  # fmt: skip
     """Fill the weights of one place; ``others`` are those of the other."""
-    if a.config.config.load == "dummy":
-        makers = installed_catalog().lazy_imports("maker of weights")
-        if "dummy" not in makers:
-            raise CheckpointError("load=dummy needs a package that is not installed: pip install evener-inspection")
-        a.device.seed(a.config.config.seed)
-        filled: WeightBytes = makers["dummy"].load()(declared, packings, where, a.config.config.seed)
-        return filled
-    context = match_context(a.build, a.other_stages)
-    context["other_stages"] = [*context["other_stages"], *others]
-    return load_weights(declared, a.checkpoint, a.scheme, packings, where, pinned_device=pinned, **context)
+    config = a.config.config
+
+    def load(chosen: Sequence[Declared]) -> WeightBytes:
+        if config.load == "dummy":
+            a.device.seed(config.seed)
+            return _maker("dummy", "load=dummy", "evener-inspection")(chosen, packings, where, config.seed)
+        context, taken = match_context(a.build, a.other_stages), set(map(id, chosen))
+        rest = [each for each in declared if id(each) not in taken]
+        context["other_stages"] = [*context["other_stages"], *others, *rest]
+        return load_weights(chosen, a.checkpoint, a.scheme, packings, where, pinned_device=pinned, **context)
+
+    if config.model_cache is None:
+        return load(declared)
+    return _maker("cache", "model_cache=", "evener-formats")(a, declared, packings, where, pinned, load)
+
+
+def _maker(name: str, key: str, distribution: str) -> Callable[..., WeightBytes]:
+    makers = installed_catalog().lazy_imports("maker of weights")
+    if name not in makers:
+        raise CheckpointError(f"{key} needs a package that is not installed: pip install {distribution}")
+    made: Callable[..., WeightBytes] = makers[name].load()
+    return made

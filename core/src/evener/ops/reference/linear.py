@@ -51,6 +51,17 @@ class PlainPacking(Packing):
     def keeps_storage(self, parts: Sequence[WeightPart]) -> bool:
         return len(parts) == 1
 
+    def saved(self, packed: PackedWeight) -> Sequence[torch.Tensor]:
+        return (packed.data,)
+
+    def restored(
+        self, tensors: Sequence[torch.Tensor], parts: Sequence[WeightPart], count: int, dtype: str, device: torch.device
+    ) -> PackedWeight:
+        shape = (*((count,) if count else ()), sum(p.rows for p in parts), parts[0].columns)
+        if [(tuple(t.shape), t.dtype) for t in tensors] != [(shape, getattr(torch, dtype))]:
+            raise ValueError(f"the plain packing holds one {list(shape)} in {dtype}")
+        return PackedWeight(self.layout, shape, tensors[0], tensors[0].nbytes, tuple(p.format for p in parts))
+
     def allocate_stack(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for a stack. A subclass may allocate it elsewhere."""
         return torch.empty(tuple(shape), dtype=dtype, device=device)
