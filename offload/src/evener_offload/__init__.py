@@ -21,10 +21,11 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="offload",
-    summary="The host computes the experts of some layers, so that a model larger than the accelerator runs.",
+    summary="Host memory beside the device's: for experts, which the host may compute, and for state that leaves the prefix cache.",
     contracts={"descriptor": 1, "experts": 1},
     placements={
         "host": "evener_offload.host_experts:HostExperts",
         "resident": "evener_offload.resident_experts:ResidentExperts",
     },
+    connectors={"host": "evener_kv.host:HostConnector"},
 )  # fmt: skip

@@ -21,12 +21,13 @@ class PendingStep:
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
         outputs: for each of ``plan.outputs``: its rows float32, in parts.
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
-        counters: for ``StepResult``.
+        counters: for ``StepResult``; transfers: says which are over by then.
     """
 
     logprobs: Sequence[Readback] = ()
     pooled: Sequence[Readback] = ()
     counters: Mapping[str, int] = MappingProxyType({})
+    transfers: Callable[[], list[int]] = list
 
     def __init__(
         self, plan: Plan, ids: Readback | None, scores: Sequence[Readback] = (),
@@ -55,7 +56,7 @@ class PendingStep:
         pooled = [row.numpy().tobytes() for rows in self.pooled for row in rows.wait()]
         outputs = [b"".join(part.wait().numpy().tobytes() for part in parts) for parts in self.outputs]
         return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled, outputs=outputs,
-                          counters=dict(self.counters))  # fmt: skip
+                          counters=dict(self.counters), transfers=self.transfers())  # fmt: skip
 
 
 #: Samples the tokens of a step with its masks; None: it has none.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from evener.contracts.connector import BlockMoves
 from evener.engine.wire.media import StepMedia
 from evener.engine.wire.messages import LoadAdapter, Sampling, TokenLogprobs, UnloadAdapter
 
@@ -95,6 +96,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.
         outputs: prompt tokens of which rows are returned.
         media: the media of the step; None if it has none.
+        moves: what the connector does before the rows run; None: nothing.
     """
 
     id: int
@@ -120,6 +122,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     top_scores: int = 0
     outputs: list[WantedOutputs] = []
     media: StepMedia | None = None
+    moves: BlockMoves | None = None
 
 
 class StepMasks(msgspec.Struct, frozen=True, kw_only=True, tag="masks"):
@@ -140,7 +143,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
     ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
     ``Plan.outputs``, in the same form. ``plan`` is the plan's id;
-    ``counters`` are those of this worker's ``Placement``."""
+    ``counters`` are those of this worker's ``Placement`` and ``BlockMover``; ``transfers``: those of the latter that are
+    over, each reported once."""
 
     plan: int
     ids: list[int] = []
@@ -149,3 +153,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     pooled: list[bytes] = []
     outputs: list[bytes] = []
     counters: dict[str, int] = {}
+    transfers: list[int] = []

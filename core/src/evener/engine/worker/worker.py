@@ -11,10 +11,12 @@ import torch
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
 from evener.contracts.architecture import Architecture
+from evener.contracts.connector import BlockMover
 from evener.distributed.communicators import JointCapture
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.pending import Draw, PendingStep
+from evener.engine.wire.connector import find_connector
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import LoadAdapter, UnloadAdapter
 from evener.engine.wire.plan import Order, StepMasks
@@ -68,13 +70,15 @@ class Worker:
         pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media, pooler)
         self._graphs: StepGraphs | None = None
+        self._mover: BlockMover | None = None
         #: Of the step that waits for its masks; None also on the stages that do not sample.
         self._draw: Draw | None = None
         measures = resolved.kv_memory is None
         if any(a.agreement.most([measures])):  # a step of all stages
             measured = self._measure(a, plan)
             resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
-        self._pool = a.geometry.bind(plan.blocks, a.device)
+        self._pool, found = a.geometry.bind(plan.blocks, a.device), find_connector(config.infer)
+        self._mover = found and found.worker(a, self._pool)
         self._graphs = self._step_graphs(a)
         self._warm_up(1)
         self._report(a, plan, loaded)
@@ -82,6 +86,7 @@ class Worker:
             specs=[g.spec for g in a.geometry.groups], cuts=[g.cut for g in a.geometry.groups], blocks=plan.blocks,
             block_size=size, max_reqs=resolved.max_reqs, max_seq_len=length, step_tokens=resolved.step_tokens,
             media_rows=a.media_rows, info=self._info(a, plan, loaded, time.monotonic() - began),
+            kept_slabs=0 if self._mover is None else self._mover.slabs,
         )  # fmt: skip
 
     @property
@@ -101,12 +106,12 @@ class Worker:
                 return None
             if isinstance(order, StepMasks):
                 return self._draw_masked(order)
+            if order.moves is not None and self._mover is not None:
+                self._mover.begin(order.moves)
             replayed = self._graphs.execute(order) if self._graphs is not None else None
             step = replayed or self.runner.execute(order)
             self._draw = None if isinstance(step, PendingStep) else step
-            if isinstance(step, PendingStep) and (place := self._assembly.placement) is not None:
-                step.counters = place.counters()
-            return step if isinstance(step, PendingStep) else None
+            return self._with_counters(step) if isinstance(step, PendingStep) else None
         except Exception as error:
             self._assembly.resolver.attribution.raise_attributed(error)
             raise
@@ -115,7 +120,14 @@ class Worker:
         # It holds the step's logits, and the memory plan has room for those of one step.
         draw, self._draw = self._draw, None
         with torch.inference_mode():
-            return None if draw is None else draw(masks)
+            return None if draw is None else self._with_counters(draw(masks))
+
+    def _with_counters(self, step: PendingStep) -> PendingStep:
+        parts = [each for each in (self._assembly.placement, self._mover) if each is not None]
+        step.counters = {name: value for part in parts for name, value in part.counters().items()}
+        if self._mover is not None:
+            step.transfers = self._mover.finished
+        return step
 
     def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:
         """The memory plan with as much state as really fits: the free memory is measured after a step of the largest
