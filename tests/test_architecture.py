@@ -174,8 +174,16 @@ def test_the_inspection_commands_import_only_the_core() -> None:
 
 def test_the_offload_package_imports_only_the_core_below_its_controller() -> None:
     above = ("evener.engine.controller", "evener.engine.processes", "evener.frontend", "evener.cli", "evener.llm")
-    own = allow_of_evener("evener_offload", "evener")
-    assert OFFLOAD and violations(OFFLOAD, lambda t: own(t) and not belongs(t, *above), typing=True) == []
+    own, offload = allow_of_evener("evener_offload", "evener"), inside("evener_offload", OFFLOAD)
+    assert offload and violations(offload, lambda t: own(t) and not belongs(t, *above), typing=True) == []
+
+
+def test_kept_state_imports_only_the_core_up_to_the_pools_of_the_controller() -> None:
+    controller = ("evener.engine.controller.blocks", "evener.engine.controller.state")
+    above = ("evener.engine.controller", "evener.engine.processes", "evener.frontend", "evener.cli", "evener.llm")
+    own, kept = allow_of_evener("evener_kv", "evener_offload.host_backend", "evener"), inside("evener_kv", OFFLOAD)
+    allowed = lambda t: own(t) and (t in controller or not belongs(t, *above))  # noqa: E731
+    assert kept and violations(kept, allowed, typing=True) == []
 
 
 #: Beside the contracts: what ops mean, and ready-made parts for those who want them. Parts that name vendors' libraries

@@ -595,6 +595,73 @@ def test_a_tiny_pool_forces_preemption_and_changes_no_token() -> None:
     tight.check_answers()
 
 
+def chat(one: Harness, turns: int) -> None:
+    """Three chats in turns, whose blocks do not fit together."""
+    said = {name: [int(c) for c in f"{number}123{number}0231{number}"] for number, name in enumerate("abc")}
+    for turn in range(turns):
+        for name, tokens in said.items():
+            one.send(NewRequest(id=f"{name}{turn}", prompt=list(tokens), max_tokens=4))
+            one.run()
+            tokens += one.outputs[f"{name}{turn}"]
+
+
+@pytest.mark.parametrize("specs", [[FULL], [FULL, window(4)], [FULL, RECURRENT], [APART], [window(3)]])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_chat_whose_blocks_had_left_gets_them_from_the_host(specs: list[StateSpec], delay: int) -> None:
+    options: dict[str, Any] = {"blocks": 13 * len(specs) + 1, "max_requests": 1, "delay": delay}
+    with_host, without = Harness(specs, host=100, **options), Harness(specs, **options)
+    for one in (with_host, without):
+        chat(one, 3)
+        one.check_answers()
+        one.check_all_given_back()
+    if FULL in specs:
+        assert with_host.device.loaded > 12
+        assert with_host.scheduler.stats.computed_tokens < 0.7 * without.scheduler.stats.computed_tokens
+
+
+class WrongBlock(SimulatedDevice):
+    """Writes what comes back to the block beside the right one."""
+
+    def wrong_block(self, block: int) -> int:
+        return block + 1 if block + 1 < self.state.pool.count else block - 1
+
+
+def test_a_block_that_comes_back_to_the_wrong_place_is_noticed() -> None:
+    """A planted fault."""
+    one = Harness([FULL], blocks=14, max_requests=1, host=100, device=WrongBlock)
+    with pytest.raises(AssertionError, match="does not hold what slot 0 reads"):
+        chat(one, 3)
+
+
+def test_a_request_waits_for_its_blocks_while_others_run_and_gives_them_back_when_it_is_aborted() -> None:
+    one = Harness([FULL], blocks=20, host=100, max_requests=2, delay=4)
+    chat(one, 1)
+    one.send(NewRequest(id="other", prompt=[3, 3], max_tokens=14))
+    one.step()
+    one.send(NewRequest(id="turn", prompt=[*one.messages["a0"].prompt, *one.outputs["a0"], 1], max_tokens=2))
+    one.step()
+    assert one.host is not None and list(one.host._loads) == ["turn"] and len(one.scheduler.running) == 1
+    one.check_blocks()
+    one.send(Abort("turn"))
+    one.check_blocks()
+    assert not one.host._loads
+    one.run()
+    one.check_answers(["turn"])
+    one.check_all_given_back()
+
+
+def test_running_requests_take_the_blocks_that_a_waiting_one_holds_before_one_of_them_is_preempted() -> None:
+    one = Harness([FULL], blocks=16, host=100, max_requests=2, delay=100)
+    chat(one, 1)
+    one.send(NewRequest(id="other", prompt=[3, 3], max_tokens=26))
+    one.step()
+    one.send(NewRequest(id="turn", prompt=[*one.messages["a0"].prompt, *one.outputs["a0"], 1], max_tokens=2))
+    one.run()
+    assert one.scheduler.stats.preemptions == 0
+    one.check_answers()
+    one.check_all_given_back()
+
+
 def test_the_wait_of_a_request_is_counted_once_however_often_it_is_preempted() -> None:
     tight = Harness([FULL], blocks=12, max_requests=3)
     for name in "abc":

@@ -75,11 +75,13 @@ class ExportedBlocks(BlockBytes):
     def _parts(self, rows: torch.Tensor, count: int) -> list[list[torch.Tensor]]:
         """For each layer, each tensor of the spec [n, *shape] as a view of the rows."""
         pieces = iter(rows[:count].split(self._sizes * len(self._group.slots), dim=1))
-        return [
-            [next(pieces)[:, : int(math.prod(shape) * DTYPE_BYTES[dtype])].view(getattr(torch, dtype)).view(count, *shape)
-             for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
-            for _ in self._group.slots
-        ]  # fmt: skip
+
+        def one(shape: Sequence[int], dtype: str) -> torch.Tensor:
+            length = int(math.prod(shape) * DTYPE_BYTES[dtype])
+            elements: torch.Tensor = next(pieces)[:, :length].view(getattr(torch, dtype))
+            return elements.view(count, *shape)
+
+        return [list(map(one, self._shapes, self._dtypes)) for _ in self._group.slots]
 
     def read(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
         indices = self._indices(blocks)

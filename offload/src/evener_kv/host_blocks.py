@@ -14,6 +14,7 @@ whose blocks are all free and have keys. So blocks of all sizes share the memory
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,7 +45,8 @@ class HostBlocks(Connector):
         self._state, self._pool = state, state.pool
         self.places = BlockPool((slabs + 1) * state.pool.slab, state.pool.slab)
         self._pool.on_eviction = self._keep
-        self.counters = {"kv_host_hits": 0, "kv_host_hit_tokens": 0}
+        self._hits = Counter[str](kv_host_hits=0, kv_host_hit_tokens=0)
+        self.counters = self._hits
         self._loads: dict[str, _Load] = {}
         #: The digests of waiting requests, and the free pages when each was looked up last.
         self._tables: dict[str, BlockTable] = {}
@@ -146,8 +148,7 @@ class HostBlocks(Connector):
     def started(self, request: StartingRequest) -> None:
         load = self._loads.get(request.id)
         if load is not None:
-            self.counters["kv_host_hits"] += 1
-            self.counters["kv_host_hit_tokens"] += load.tokens
+            self._hits.update(kv_host_hits=1, kv_host_hit_tokens=load.tokens)
         self.dropped(request)
         if self._incoming:
             self._waits |= {self._incoming[b] for part in request.table.blocks for b in part if b in self._incoming}

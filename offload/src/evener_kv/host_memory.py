@@ -1,7 +1,7 @@
 """The workers' half: host memory for blocks, and copies to and from it.
 
-On a device with streams, copies run beside the steps. Blocks that leave are gathered to a small buffer by the step's own
-queue, before anything writes to them; one stream copies buffers to the host, another copies blocks back. The host's
+On a device with streams, copies run beside the steps. Blocks that leave are gathered to a small buffer by the step's
+own queue, before anything writes to them; one stream copies buffers to the host, another copies blocks back. The host's
 side of both is page-locked. The step's queue waits for a stream only where it has to: for a buffer that is still being
 copied from, and for the transfers that a plan says. On other devices, the host among them, a copy is made at once.
 """
@@ -45,8 +45,8 @@ class HostMemory(BlockMover):
         slab = self._page_bytes * pages
         self.slabs, self._each = nbytes // slab if slab else 0, max(1, _PIECE // max(1, slab))
         if not self.slabs:
-            raise ConfigError(f"infer.kv_host_memory={nbytes} does not hold one block of all layers, which takes {slab} "
-                              "bytes; set more")  # fmt: skip
+            raise ConfigError(f"infer.kv_host_memory={nbytes} does not hold one block of all layers, which takes "
+                              f"{slab} bytes; set more")  # fmt: skip
         lengths = [min(self._each, self.slabs - at) * slab for at in range(0, self.slabs, self._each)]
         self._memory = [self._piece(length) for length in lengths]
         self._streams = _streams(device)
@@ -76,9 +76,8 @@ class HostMemory(BlockMover):
         geometry, device = assembly.geometry, assembly.device
         pages = math.lcm(*(group.cut for group in geometry.groups))
         made = cls(device, block_bytes(geometry, storage, device), geometry.spans, pages, nbytes)
-        assembly.resolver.manifest.notes.append(
-            f"blocks that leave the prefix cache go to host memory: {made.slabs} slabs, {made.slabs * made.slab_bytes} bytes"
-        )
+        size = f"{made.slabs} slabs, {made.slabs * made.slab_bytes} bytes"
+        assembly.resolver.manifest.notes.append(f"blocks that leave the prefix cache go to host memory: {size}")
         return made
 
     @property

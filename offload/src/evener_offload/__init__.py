@@ -1,5 +1,5 @@
 """Models of experts that are larger than the accelerator: the host computes the experts of some layers, or keeps those
-that the device does not need now. Torch-free.
+that the device does not need now. Torch-free. Blocks that leave the prefix cache are ``evener_kv``'s.
 
 ====================  ===================================================================
 module                holds
@@ -21,7 +21,7 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="offload",
-    summary="Host memory beside the device's: for experts, which the host may compute, and for state that leaves the prefix cache.",
+    summary="Host memory for experts, which the host may compute, and for blocks that leave the prefix cache.",
     contracts={"descriptor": 1, "experts": 1},
     placements={
         "host": "evener_offload.host_experts:HostExperts",

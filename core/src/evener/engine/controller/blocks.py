@@ -31,7 +31,8 @@ class BlockPool:
         self._free_slabs: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count // slab))
         self._free_blocks = defaultdict[int, OrderedDict[int, None]](OrderedDict)
         self._spare_slabs = 0
-        #: Called with a block and its key when it is taken for something else. Its contents stay until a plan writes there.
+        #: Called with a block and its key when it is taken for something else. Its contents stay until a plan writes
+        #: there.
         self.on_eviction: Callable[[int, Any], None] | None = None
 
     @property

@@ -134,7 +134,7 @@ class StateManager:
         return self._kinds[group].first_live_block(self.specs[group], computed, self.block_size)
 
     def longest_hit(self, digests: Sequence[bytes], find: Callable[[tuple[int, bytes]], int | None]) -> int:
-        """How many of the blocks with these digests make a prefix that can be reused, if ``find`` says which are there."""
+        """How many of the blocks with these digests are a prefix that can be reused, if ``find`` says which exist."""
         hit, before = len(digests), -1
         while hit != before:
             before = hit

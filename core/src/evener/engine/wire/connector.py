@@ -21,5 +21,5 @@ def find_connector(infer: InferConfig) -> Any | None:
         raise ConfigError("infer.kv_host_memory keeps what leaves the prefix cache; set infer.prefix_cache=true too")
     found = installed_catalog().lazy_imports("connector")
     if "host" not in found:
-        raise ConfigError("infer.kv_host_memory needs a package that is not installed; type: pip install evener-offload")
+        raise ConfigError("infer.kv_host_memory needs a package that is not installed: pip install evener-offload")
     return found["host"].load()

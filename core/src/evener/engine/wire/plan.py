@@ -143,8 +143,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
     ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
     ``Plan.outputs``, in the same form. ``plan`` is the plan's id;
-    ``counters`` are those of this worker's ``Placement`` and ``BlockMover``; ``transfers``: those of the latter that are
-    over, each reported once."""
+    ``counters`` are those of this worker's ``Placement`` and ``BlockMover``; ``transfers``: those of the latter that
+    are over, each reported once."""
 
     plan: int
     ids: list[int] = []

@@ -61,7 +61,8 @@ def merge_facts(found: Sequence[WorkerFacts]) -> WorkerFacts:
                 )
     if len(found) == 1:
         return first
-    least = {n: min(getattr(f, n) for f in found) for n in ("blocks", "max_reqs", "max_seq_len", "step_tokens", "kept_slabs")}
+    names = ("blocks", "max_reqs", "max_seq_len", "step_tokens", "kept_slabs")
+    least = {name: min(getattr(facts, name) for facts in found) for name in names}
     own = ("device", "backend", "memory", "layers")
     ranks = [RankInfo(**{name: getattr(f.info, name) for name in own}) for f in found]
     info = msgspec.structs.replace(first.info, max_model_len=least["max_seq_len"], ranks=ranks)
