@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from evener.contracts.connector import BlockMoves
+from evener.contracts.connector import BlockMove, BlockMoves
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import Abort, GetStats, NewRequest, Sampling, StatsReport
@@ -177,11 +177,15 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_BUFFER", 1)  # a block at a time
 
 
+@pytest.mark.parametrize("blocks", [1, 100])
 @pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
 def test_copies_on_streams_may_take_their_time(
-    together: bool, late: None, make_lively: Any, play: Any, shrink_pool: Any
-) -> None:
-    config = make_lively("Llama", **HOST)
+    family: str, together: bool, blocks: int, late: None, make_lively: Any, play: Any, shrink_pool: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(host_memory, "_BUFFER", blocks * 10_000)
+    config = make_lively(family, **HOST)
     controller, _ = build_controller(config)
     shrink_pool(controller, least_blocks(controller))
     assert talk(controller, play, together=together) == expected(NaiveModel(config.model, max_positions=128))
@@ -322,3 +326,20 @@ def test_what_cannot_work_is_refused_with_what_to_type(
     monkeypatch.setattr(Catalog, "lazy_imports", lambda self, kind: {} if kind == "connector" else found(self, kind))
     with pytest.raises(ConfigError, match="pip install evener-offload"):
         build_controller(make_config(**HOST))
+
+
+def test_blocks_whose_places_lie_one_after_another_are_one_copy(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_PIECE", 5 * 12288)
+    controller, _ = build_controller(make_config("Llama", **HOST))
+    mover = controller.executor.worker._mover  # type: ignore[attr-defined]
+    (group,) = mover._groups
+    assert mover._each == 5 * 12288 // mover.slab_bytes and group.nbytes == mover.slab_bytes
+    last = mover._each  # of the first piece of memory
+    part = [BlockMove(0, 1 + n, place) for n, place in enumerate((1, 2, 3, last - 1, last, last + 1, last + 3))]
+    runs = list(mover._runs(group, part))
+    assert [(run.start, run.stop) for run, _ in runs] == [(0, 3), (3, 5), (5, 6), (6, 7)]
+    for run, memory in runs:
+        memory.copy_(torch.arange(run.start, run.stop, dtype=torch.uint8).repeat_interleave(group.nbytes))
+    assert [int(mover._place(move.place, group.nbytes).unique()) for move in part] == list(range(7))

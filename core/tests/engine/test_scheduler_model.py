@@ -29,6 +29,7 @@ from evener.builtin.kinds import BUILTIN_KINDS
 from evener.contracts.generation.drafter import Drafter
 from evener.contracts.state import StateSpec, StateTensor
 from evener.engine.controller.controller import Controller
+from evener.engine.controller.request import Request
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import BlockTable, Growth, StateManager
 from evener.engine.wire.executor import Executor
@@ -157,6 +158,9 @@ class SimulatedDevice(Executor):
     def _move(self, plan: Any) -> None:
         """Copy what leaves at once, and what comes back as late as it may: when it is waited for, or was reported."""
         self._finish(plan.moves.waits)
+        spans = [(move.place, move.place + self.state.spans[move.group]) for move in plan.moves.out]
+        written = [page for first, end in spans for page in range(first, end)]
+        assert len(written) == len(set(written)), "ranks may make these copies in any order"
         for move in plan.moves.out:
             copy = {at: self.content[move.block, at] for at in range(self.state.block_size)
                     if (move.block, at) in self.content}  # fmt: skip
@@ -645,9 +649,62 @@ def test_a_request_waits_for_its_blocks_while_others_run_and_gives_them_back_whe
     one.send(Abort("turn"))
     one.check_blocks()
     assert not one.host._loads
+    # Whoever gets these blocks now waits for the copies to them.
+    one.send(NewRequest(id="next", prompt=[2, 1] * 9, max_tokens=4))
     one.run()
     one.check_answers(["turn"])
     one.check_all_given_back()
+
+
+@pytest.mark.parametrize("host", range(1, 16))
+def test_a_host_of_any_size_gives_back_what_it_was_given(host: int) -> None:
+    """What is being read there is not written to in the same step."""
+    one = Harness([FULL], blocks=16, host=host, max_requests=2)
+    chat(one, 4)
+    one.check_answers()
+
+
+def test_a_second_request_for_blocks_that_are_on_their_way_waits_for_them_too() -> None:
+    one = Harness([FULL], blocks=20, host=100, max_requests=3, delay=100)
+    chat(one, 1)
+    one.send(NewRequest(id="other", prompt=[3, 3], max_tokens=14))
+    one.step()
+    prompt = [*one.messages["a0"].prompt, *one.outputs["a0"]]
+    for name in ("turn", "same host"):
+        one.send(NewRequest(id=name, prompt=[*prompt, len(name) % 4], max_tokens=2))
+    one.run()
+    assert one.scheduler.stats.cached_tokens >= 2 * 12
+    one.check_answers()
+    one.check_all_given_back()
+
+
+def test_a_request_that_must_run_alone_lets_no_other_hold_blocks() -> None:
+    one = Harness([FULL], blocks=20, host=100, max_requests=2, delay=4)
+    chat(one, 1)
+    one.send(NewRequest(id="other", prompt=[3, 3], max_tokens=14))
+    one.step()
+    one.send(NewRequest(id="turn", prompt=[*one.messages["a0"].prompt, *one.outputs["a0"], 1], max_tokens=2))
+    one.step()
+    alone = Request(NewRequest(id="alone", prompt=[1, 2, 3], max_tokens=2), 9)
+    alone.exclusive = True
+    assert one.host is not None and list(one.host._loads) == ["turn"] and one.host.ready(alone, busy=True)
+    assert not one.host._loads and one.host.ready(one.scheduler.waiting[0], busy=False)
+    one.run()
+    one.check_answers()
+
+
+def test_a_prompt_that_has_to_be_computed_whole_gets_nothing_from_the_host() -> None:
+    one = Harness([FULL], blocks=14, max_requests=1, host=100)
+    chat(one, 1)
+    before = one.scheduler.stats.computed_tokens
+    prompt = [*one.messages["a0"].prompt, *one.outputs["a0"], 1]
+    one.send(NewRequest(id="whole", prompt=prompt, max_tokens=1, whole_prompt=True))
+    one.run()
+    assert one.device.loaded == 0 and one.scheduler.stats.computed_tokens == before + len(prompt)
+    one.send(NewRequest(id="again", prompt=[*one.messages["b0"].prompt, *one.outputs["b0"], 1], max_tokens=1))
+    one.run()
+    assert one.device.loaded > 0
+    one.check_answers()
 
 
 def test_running_requests_take_the_blocks_that_a_waiting_one_holds_before_one_of_them_is_preempted() -> None:

@@ -30,10 +30,12 @@ _Key = tuple[int, bytes]
 
 @dataclass
 class _Load:
-    """What one request waits for: its transfer, the blocks that it holds, and whether it may start."""
+    """What one request waits for: its transfer, the blocks that it holds, the length of its prefix in blocks, of which
+    so many tokens come from the host, and whether it may start."""
 
     transfer: int
     blocks: list[int]
+    columns: int
     tokens: int
     over: bool = False
 
@@ -61,9 +63,8 @@ class HostBlocks(Connector):
         self._reading: list[int] = []
 
     def _keep(self, block: int, key: _Key) -> None:
-        """A block of the device leaves the prefix cache."""
-        if self._incoming.pop(block, None) is not None:
-            return  # it came from the host, and may not be there yet
+        """A block of the device leaves the prefix cache. One that a transfer still writes to is no exception: the next
+        plan waits for that first, because the block was released."""
         place = self.places.find(key)
         if place is None:
             taken = self.places.allocate_all([(1, self._state.spans[key[0]])])
@@ -143,11 +144,12 @@ class HostBlocks(Connector):
             held += blocks
         self._reading += reading
         self._back.append(BlockTransfer(transfer, moves))
-        return _Load(transfer, held, (len(digests) - here) * size)
+        return _Load(transfer, held, len(digests), (len(digests) - here) * size)
 
     def started(self, request: StartingRequest) -> None:
         load = self._loads.get(request.id)
         if load is not None:
+            assert request.table.cached_blocks >= load.columns, "a request starts with the blocks that it has waited for"
             self._hits.update(kv_host_hits=1, kv_host_hit_tokens=load.tokens)
         self.dropped(request)
         if self._incoming:

@@ -39,7 +39,7 @@ class HostMemory(BlockMover):
     def __init__(
         self, device: Device, groups: Sequence[BlockBytes], spans: Sequence[int], pages: int, nbytes: int
     ) -> None:
-        self._device, self._groups, self._pages = device, groups, pages
+        self._device, self._groups, self._spans, self._pages = device, groups, spans, pages
         page = max(-(-group.nbytes // span) for group, span in zip(groups, spans, strict=True))
         self._page_bytes = -(-page // 64) * 64
         slab = self._page_bytes * pages
@@ -127,8 +127,8 @@ class HostMemory(BlockMover):
             gathered = self._mark()
             with self._streams[0]:
                 gathered.wait()
-                for move, row in zip(part, rows, strict=True):
-                    self._place(move.place, group.nbytes).copy_(row, non_blocking=True)
+                for run, memory in self._runs(group, part):
+                    memory.copy_(rows[run].view(-1), non_blocking=True)
                 self._copied[self._turn] = event = self._mark()
             self._writing.append((event, frozenset(move.place for move in part)))
             self._turn = 1 - self._turn
@@ -148,8 +148,8 @@ class HostMemory(BlockMover):
                     event.wait()
             for group, part in self._pieces(transfer.moves):
                 rows = self._buffers[2][: len(part) * group.nbytes].view(len(part), group.nbytes)
-                for move, row in zip(part, rows, strict=True):
-                    row.copy_(self._place(move.place, group.nbytes), non_blocking=True)
+                for run, memory in self._runs(group, part):
+                    rows[run].view(-1).copy_(memory, non_blocking=True)
                 group.write([move.block for move in part], rows)
                 self._counters["kv_host_loaded_bytes"] += rows.nbytes
             self._transfers[transfer.id] = self._mark()
@@ -171,18 +171,34 @@ class HostMemory(BlockMover):
             group.write([move.block], rows.copy_(row))
 
     def _pieces(self, moves: Sequence[BlockMove]) -> Iterator[tuple[BlockBytes, list[BlockMove]]]:
-        """The moves of one group after another, as many at a time as a buffer holds."""
-        for index, found in groupby(sorted(moves, key=lambda move: move.group), key=lambda move: move.group):
+        """The moves of one group after another, by place, as many at a time as a buffer holds."""
+        in_order = sorted(moves, key=lambda move: (move.group, move.place))
+        for index, found in groupby(in_order, key=lambda move: move.group):
             group, several = self._groups[index], list(found)
             each = len(self._buffers[0]) // group.nbytes if group.nbytes else 0
             for at in range(0, len(several) if each else 0, each or 1):
                 yield group, several[at : at + each]
 
-    def _place(self, place: int, nbytes: int) -> torch.Tensor:
-        """The host memory of a block: uint8 [nbytes]."""
+    def _runs(self, group: BlockBytes, part: Sequence[BlockMove]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The moves whose places lie one after another, and their host memory: one copy for all of them."""
+        span, start = self._spans[part[0].group], 0
+        for at in range(1, len(part) + 1):
+            if at < len(part) and group.nbytes == span * self._page_bytes:
+                before, place = part[at - 1].place, part[at].place
+                if place == before + span and self._memory_of(place)[0] == self._memory_of(before)[0]:
+                    continue
+            yield slice(start, at), self._place(part[start].place, (at - start) * group.nbytes)
+            start = at
+
+    def _memory_of(self, place: int) -> tuple[int, int]:
+        """The piece of host memory that has a place, and where it begins there."""
         slab, page = divmod(place, self._pages)
         piece, at = divmod(slab - 1, self._each)
-        start = at * self.slab_bytes + page * self._page_bytes
+        return piece, at * self.slab_bytes + page * self._page_bytes
+
+    def _place(self, place: int, nbytes: int) -> torch.Tensor:
+        """The host memory that begins at a place: uint8 [nbytes]."""
+        piece, start = self._memory_of(place)
         return self._memory[piece][start : start + nbytes]
 
     def _piece(self, nbytes: int) -> torch.Tensor:
