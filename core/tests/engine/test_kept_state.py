@@ -169,6 +169,17 @@ def test_each_rank_keeps_its_part(sizes: tuple[int, int], make_lively: Any, play
         assert len({id(worker._mover) for worker in ranks.workers}) == 2
 
 
+def test_workers_in_processes_of_their_own_do_as_plans_say(make_lively: Any, play: Any, shrink_pool: Any) -> None:
+    config = make_lively("Llama", executor="process", **HOST)
+    controller, _ = build_controller(config)
+    try:
+        shrink_pool(controller, least_blocks(controller))
+        assert talk(controller, play) == expected(NaiveModel(config.model, max_positions=128))
+        assert counters(controller)["kv_host_hits"] >= CHATS
+    finally:
+        controller.executor.close()
+
+
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference device has streams, on which work is done as late as it may be."""
