@@ -333,6 +333,14 @@ def test_what_cannot_work_is_refused_with_what_to_type(
         build_controller(make_config(**{"infer.kv_host_memory": 2**60}))
     with pytest.raises(ConfigError, match="does not hold one block of all layers, which takes"):
         build_controller(make_config(**{"infer.kv_host_memory": 1e-9}))
+
+    def refuse(self: HostDevice, count: int, nbytes: int) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostDevice, "pinned_buffers", refuse)
+        with pytest.raises(ConfigError, match=r"no \d+ more bytes of page-locked memory \(out of memory\); set infer"):
+            build_controller(make_config(**HOST))
     found = Catalog.lazy_imports
     monkeypatch.setattr(Catalog, "lazy_imports", lambda self, kind: {} if kind == "connector" else found(self, kind))
     with pytest.raises(ConfigError, match="pip install evener-offload"):

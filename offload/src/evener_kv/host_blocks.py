@@ -149,7 +149,7 @@ class HostBlocks(Connector):
     def started(self, request: StartingRequest) -> None:
         load = self._loads.get(request.id)
         if load is not None:
-            assert request.table.cached_blocks >= load.columns, "a request starts with the blocks that it has waited for"
+            assert request.table.cached_blocks >= load.columns, "a request starts with what it has waited for"
             self._hits.update(kv_host_hits=1, kv_host_hit_tokens=load.tokens)
         self.dropped(request)
         if self._incoming:

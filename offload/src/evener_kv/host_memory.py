@@ -202,7 +202,11 @@ class HostMemory(BlockMover):
         return self._memory[piece][start : start + nbytes]
 
     def _piece(self, nbytes: int) -> torch.Tensor:
-        pinned = list(self._device.pinned_buffers(1, nbytes))
+        try:
+            pinned = list(self._device.pinned_buffers(1, nbytes))
+        except RuntimeError as error:
+            raise ConfigError(f"the host gives no {nbytes} more bytes of page-locked memory ({error}); set "
+                              "infer.kv_host_memory to less, or raise `ulimit -l`") from error  # fmt: skip
         return pinned[0] if pinned else torch.empty(nbytes, dtype=torch.uint8)
 
     def _mark(self) -> Any:

@@ -23,7 +23,8 @@ All else follows:
 - Prefill is a request with many tokens to compute, decode is one with a single token. Both share one step.
 - Chunked prefill is a request with more tokens to compute than the budget leaves, as B in step 1.
 - Requests join at any step and leave when they end. No request waits until a batch is finished.
-- After a prefix cache hit, a request starts with part of its tokens computed.
+- After a prefix cache hit, a request starts with part of its tokens computed. If a connector keeps more of its prefix
+  elsewhere, it waits until that is in the prefix cache.
 - Preemption sets the computed tokens to zero and keeps the tokens. The request computes them again later.
 
 Running requests come first. Waiting ones start while budget, slots and free blocks are left. If a running request needs
