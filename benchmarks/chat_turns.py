@@ -163,9 +163,9 @@ def main(argv: list[str]) -> int:
         for host in (False, True):
             rows.append({**facts(), **run(args, host, seed)})
             print(json.dumps(rows[-1]), flush=True)
-    if args.out:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
     print("\n" + table(rows))
     return 0
 
