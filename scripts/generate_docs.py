@@ -40,9 +40,9 @@ CONTRACTS = ROOT / "core/src/evener/contracts"
 #: The contracts in the order in which an implementer meets them.
 MODULES = (
     "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "storage", "architecture", "pooling",
-    "checkpoint", "communicator", "graph", "experts", "request_plugin", "outputs", "media", "encoder", "declared",
-    "statics", "weights", "tokenizer", "generation.chat", "generation.parsers", "generation.parsed", "grammar.library",
-    "generation.drafter", "generation.drafts", "writing", "conversion.quantizer", "conversion.views",
+    "checkpoint", "communicator", "graph", "experts", "connector", "request_plugin", "outputs", "media", "encoder",
+    "declared", "statics", "weights", "tokenizer", "generation.chat", "generation.parsers", "generation.parsed",
+    "grammar.library", "generation.drafter", "generation.drafts", "writing", "conversion.quantizer", "conversion.views",
     "quantized.state", "adapters",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.

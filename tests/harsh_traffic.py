@@ -11,6 +11,7 @@ from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener_conformance.reference.engine import RunResult
+from evener_kv.host_blocks import HostBlocks
 
 #: Blocks hold 128 tokens on the simulated chip. Steps of 24 tokens cut the prompts into chunks.
 LIMITS = {"infer.max_seq_len": 256, "infer.kv_memory": 2**24, "infer.max_reqs": 4, "infer.step_tokens": 24}
@@ -35,7 +36,11 @@ def shrink(controller: Controller, blocks: int) -> None:
     state = StateManager(was.specs, kinds, was.block_size, blocks + 1, was.prefix_cache, was.cuts)
     assert blocks < was.blocks and controller.idle
     old = controller.scheduler
-    controller.scheduler = Scheduler(state, len(old._slots), old.step_tokens, batches=old.batches)
+    kept = old.connector.places if isinstance(old.connector, HostBlocks) else None
+    connector = HostBlocks(state, kept.count // kept.slab - 1) if kept else None
+    controller.scheduler = Scheduler(
+        state, len(old._slots), old.step_tokens, batches=old.batches, connector=connector
+    )
 
 
 def assert_same(got: RunResult, want: RunResult) -> None:

@@ -116,6 +116,16 @@ def test_experts_that_were_copied_are_counted_in_runs_that_copy_them(
     assert [found[f"evener:{name}_total"] for name in names] == [7, 3, 4096]
 
 
+def test_state_in_host_memory_is_counted_in_runs_that_have_some(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("kv_host_hits", "kv_host_hit_tokens", "kv_host_stored_bytes", "kv_host_loaded_bytes")
+    api = make_api()
+    assert not any(f"evener:{name}_total" in read(api) for name in names)
+    report, counters = FakeEngine._stats, dict(zip(names, (2, 96, 8192, 4096), strict=True))
+    monkeypatch.setattr(FakeEngine, "_stats", lambda engine: structs.replace(report(engine), counters=counters))
+    found = read(api)
+    assert [found[f"evener:{name}_total"] for name in names] == [2, 96, 8192, 4096]
+
+
 def test_every_metric_is_labelled_with_the_models_name(make_api: Any) -> None:
     api = make_api(FakeEngine(info_overrides={"served_name": 'a "name"\n'}))
     families = text_string_to_metric_families(api.get("/metrics").text)

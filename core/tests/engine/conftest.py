@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from harsh_traffic import shrink
 from safetensors.torch import save_file
 from warm import CHILDREN, warm
 
-from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.schema import Config
 from evener.contracts.declared import LinearWeight, StackedWeight, Weight
 from evener.engine.controller.controller import Controller
-from evener.engine.controller.scheduler import Scheduler
-from evener.engine.controller.state import StateManager
 from evener.engine.wire.messages import NewRequest, Ready
 from evener_conformance.distributions import install_reference_backend
 from evener_conformance.naive.model import NaiveModel
@@ -88,14 +86,6 @@ def make_lively(make_config: Callable[..., Config]) -> Callable[..., Config]:
 @pytest.fixture
 def shrink_pool() -> Callable[[Controller, int], None]:
     """``shrink_pool(controller, 9)``: the scheduler may use 9 blocks of the pool only, so that few requests fill it."""
-
-    def shrink(controller: Controller, blocks: int) -> None:
-        old = controller.scheduler
-        kinds = {kind.name: kind for kind in BUILTIN_KINDS}
-        was = old.state
-        state = StateManager(was.specs, kinds, was.block_size, blocks + 1, was.prefix_cache, was.cuts)
-        assert blocks < was.blocks and controller.idle
-        controller.scheduler = Scheduler(state, len(old._slots), old.step_tokens, batches=old.batches)
 
     return shrink
 

@@ -58,7 +58,7 @@ def test_random_traffic_matches_the_naive_engine_and_leaks_no_block(
     examples: int, mixed: Any, naive: NaiveModel, play: Any, shrink_pool: Any
 ) -> None:
     base: Config = mixed()
-    seen = {"preemptions": 0, "prefix_hits": 0, "forks": 0, "aborts": 0}
+    seen = {"preemptions": 0, "prefix_hits": 0, "forks": 0, "aborts": 0, "from the host": 0}
 
     @cache
     def wanted(prompt: int, count: int) -> list[int]:
@@ -73,15 +73,16 @@ def test_random_traffic_matches_the_naive_engine_and_leaks_no_block(
         depth=st.integers(1, 3),
         step_tokens=STEP_TOKENS,
         room=st.integers(0, 2),
+        host=st.sampled_from([None, 2**21, 2**25]),
     )
     def traffic(
         picked: list[Pick], parents: dict[int, tuple[int, bool]], cuts: dict[int, int], how: Any,
-        depth: int, step_tokens: int, room: int,
+        depth: int, step_tokens: int, room: int, host: int | None,
     ) -> None:  # fmt: skip
         for child, (parent, same) in sorted(parents.items()):
             if same and parent < child < len(picked):  # another sample of the same prompt, sent with it
                 picked[child] = (picked[parent][0], picked[child][1], picked[parent][2])
-        config = replace(base, infer=replace(base.infer, depth=depth, step_tokens=step_tokens))
+        config = replace(base, infer=replace(base.infer, depth=depth, step_tokens=step_tokens, kv_host_memory=host))
         controller, _ = build_controller(config)
         least = controller.scheduler.state.blocks_for(75 + 14, step_tokens)
         shrink_pool(controller, least + room)
@@ -101,6 +102,7 @@ def test_random_traffic_matches_the_naive_engine_and_leaks_no_block(
         seen["preemptions"] += controller.scheduler.stats.preemptions
         seen["prefix_hits"] += controller.scheduler.stats.prefix_hits
         seen["forks"] += controller.scheduler.stats.forks
+        seen["from the host"] += controller.scheduler.stats.counters.get("kv_host_hits", 0)
         seen["aborts"] += "length" in played.reasons().values() and len(set(played.reasons().values())) > 1
 
     traffic()

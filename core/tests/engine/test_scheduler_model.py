@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,12 +29,14 @@ from evener.builtin.kinds import BUILTIN_KINDS
 from evener.contracts.generation.drafter import Drafter
 from evener.contracts.state import StateSpec, StateTensor
 from evener.engine.controller.controller import Controller
+from evener.engine.controller.request import Request
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import BlockTable, Growth, StateManager
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Abort, Finish, Finished, FromController, NewRequest, Sampling, Tokens
 from evener.engine.wire.plan import StepResult
 from evener_generation.drafting.speculation import Speculation
+from evener_kv.host_blocks import HostBlocks
 
 from .traffic import patient
 
@@ -105,9 +108,16 @@ class SimulatedDevice(Executor):
         self.owners: dict[int, tuple[int, int]] = {}
         self.results: deque[StepResult] = deque()
         self.touched: deque[set[int]] = deque()
+        #: What host memory holds, page by page; transfers that are under way, and the plan that began each.
+        self.host: dict[int, tuple[int, dict[int, Any]]] = {}
+        self.transfers: dict[int, tuple[int, list[tuple[int, int, dict[int, Any]]]]] = {}
+        self.delay = 0
+        self.stored = self.loaded = 0
 
     def submit(self, plan: Any) -> None:
         requests = {r.slot: r for r in self.scheduler.running}
+        if plan.moves is not None:
+            self._move(plan)
         for a in plan.admissions:
             self.tokens[a.slot] = list(a.tokens)
             self.keys[a.slot] = [hash(("salt", requests[a.slot].message.cache_salt))]
@@ -140,7 +150,45 @@ class SimulatedDevice(Executor):
 
     def read(self) -> StepResult:
         self.touched.popleft()
-        return self.results.popleft()
+        result = self.results.popleft()
+        over = [name for name, (begun, _) in self.transfers.items() if begun + self.delay <= result.plan]
+        self._finish(over)
+        return msgspec.structs.replace(result, transfers=over)
+
+    def _move(self, plan: Any) -> None:
+        """Copy what leaves at once, and what comes back as late as it may: when it is waited for, or was reported."""
+        self._finish(plan.moves.waits)
+        spans = [(move.place, move.place + self.state.spans[move.group]) for move in plan.moves.out]
+        written = [page for first, end in spans for page in range(first, end)]
+        assert len(written) == len(set(written)), "ranks may make these copies in any order"
+        for move in plan.moves.out:
+            copy = {at: self.content[move.block, at] for at in range(self.state.block_size)
+                    if (move.block, at) in self.content}  # fmt: skip
+            pages = range(move.place, move.place + self.state.spans[move.group])
+            self.host.update(dict.fromkeys(pages, (move.place, copy)))
+            self.stored += 1
+        for transfer in plan.moves.back:
+            rows = []
+            for move in transfer.moves:
+                pages = range(move.place, move.place + self.state.spans[move.group])
+                (place,) = {self.host[page][0] for page in pages}
+                assert place == move.place, "the place was given to another block"
+                rows.append((move.group, self.wrong_block(move.block), self.host[place][1]))
+                self.loaded += 1
+            self.transfers[transfer.id] = (plan.id, rows)
+        self._finish(plan.moves.waits)
+
+    def wrong_block(self, block: int) -> int:
+        """The block that is written to; a test plants a fault here."""
+        return block
+
+    def _finish(self, transfers: Sequence[int]) -> None:
+        for name in transfers:
+            for group, block, copy in self.transfers.pop(name, (0, []))[1]:
+                self._claim(group, block)
+                for at in range(self.state.block_size):
+                    self.content.pop((block, at), None)
+                self.content.update({(block, at): key for at, key in copy.items()})
 
     def _overwrite(self, slot: int, start: int, ids: Sequence[int]) -> None:
         """The slot's tokens from position ``start`` on are these."""
@@ -228,12 +276,18 @@ class Harness:
         prefix_cache: bool = True,
         cuts: Sequence[int] = (),
         drafts: int = 0,
+        host: int = 0,
+        delay: int = 0,
+        device: type[SimulatedDevice] = SimulatedDevice,
     ) -> None:
         self.state = StateManager(specs, KINDS, block_size, blocks, prefix_cache, cuts[: len(specs)])
-        self.device = SimulatedDevice(self.state)
+        self.device = device(self.state)
+        self.device.delay = delay
+        self.host = HostBlocks(self.state, host) if host else None
         self.scheduler = self.device.scheduler = Scheduler(
             self.state, max_requests, step_tokens,
             drafts=Speculation(RightAtTimes, drafts, max_requests + drafts, VOCABULARY) if drafts else None,
+            connector=self.host,
         )  # fmt: skip
         self.controller = Controller(self.scheduler, self.device, depth)
         self.max_requests = max_requests
@@ -287,6 +341,9 @@ class Harness:
                 held.update(live)
                 spans.update(dict.fromkeys(live, self.state.spans[group]))
         pool = self.state.pool
+        for load in self.host._loads.values() if self.host is not None else ():
+            held.update(load.blocks)
+            spans.update({block: pool._spans[block // pool.slab] for block in load.blocks})
         pages = [page for block, span in spans.items() for page in range(block, block + span)]
         assert len(pages) == len(set(pages)), "two blocks lie over each other"
         assert pool.used == len(pages) and pool.used + pool.free == pool.count - pool.slab
@@ -325,7 +382,7 @@ PREFIXES = ([], [1, 2, 3, 0, 1, 2, 3, 0], [1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0, 0,
 class Traffic(RuleBasedStateMachine):
     """Random arrivals, forks, aborts and steps."""
 
-    forks = accepted = 0
+    forks = accepted = loaded = 0
 
     @initialize(
         specs=GROUPS,
@@ -337,6 +394,8 @@ class Traffic(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, False]),
         cuts=CUTS,
         drafts=st.integers(0, 4),
+        host=st.sampled_from([0, 2, 8, 40]),
+        delay=st.integers(0, 4),
     )
     def start(
         self,
@@ -349,6 +408,8 @@ class Traffic(RuleBasedStateMachine):
         prefix_cache: bool,
         cuts: list[int],
         drafts: int,
+        host: int,
+        delay: int,
     ) -> None:
         self.harness = Harness(
             specs,
@@ -360,6 +421,8 @@ class Traffic(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             cuts=cuts,
             drafts=0 if RECURRENT in specs or APART in specs else drafts,
+            host=host if prefix_cache else 0,
+            delay=delay,
         )
         self.ids = itertools.count()
         self.cut: list[str] = []
@@ -389,6 +452,27 @@ class Traffic(RuleBasedStateMachine):
                     fork_of=parent,
                 )
             )
+
+    @precondition(lambda self: any(self.harness.outputs.values()))
+    @rule(
+        pick=st.integers(0, 1000),
+        more=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=3),
+        max_tokens=st.integers(1, 6),
+    )
+    def next_turn(self, pick: int, more: list[int], max_tokens: int) -> None:
+        """A chat goes on, perhaps after others have taken its blocks."""
+        answered = [name for name, tokens in self.harness.outputs.items() if tokens]
+        name = answered[pick % len(answered)]
+        message = self.harness.messages[name]
+        self.harness.send(
+            NewRequest(
+                id=f"r{next(self.ids)}",
+                prompt=message.prompt + self.harness.outputs[name] + more,
+                max_tokens=max_tokens,
+                cache_salt=message.cache_salt,
+                sampling=Sampling(temperature=0.0),
+            )
+        )
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -450,16 +534,18 @@ class Traffic(RuleBasedStateMachine):
             self.harness.check_all_given_back()
             Traffic.forks += self.harness.scheduler.stats.forks
             Traffic.accepted += self.harness.scheduler.stats.accepted_tokens
+            Traffic.loaded += self.harness.device.loaded
 
 
 def traffic(examples: int, steps: int) -> None:
-    Traffic.forks = Traffic.accepted = 0
+    Traffic.forks = Traffic.accepted = Traffic.loaded = 0
     run_state_machine_as_test(
         Traffic,
         settings=patient(examples, stateful_step_count=steps),
     )
     assert Traffic.forks > examples // 10, f"only {Traffic.forks} forks in {examples} runs"
     assert Traffic.accepted > examples, f"only {Traffic.accepted} right drafts in {examples} runs"
+    assert Traffic.loaded > examples, f"only {Traffic.loaded} blocks came back in {examples} runs"
 
 
 def test_random_traffic_gets_its_own_tokens_one_terminal_event_each_and_leaves_no_block_behind() -> None:
@@ -511,6 +597,126 @@ def test_a_tiny_pool_forces_preemption_and_changes_no_token() -> None:
     tight.run()
     assert tight.scheduler.stats.preemptions > 0
     tight.check_answers()
+
+
+def chat(one: Harness, turns: int) -> None:
+    """Three chats in turns, whose blocks do not fit together."""
+    said = {name: [int(c) for c in f"{number}123{number}0231{number}"] for number, name in enumerate("abc")}
+    for turn in range(turns):
+        for name, tokens in said.items():
+            one.send(NewRequest(id=f"{name}{turn}", prompt=list(tokens), max_tokens=4))
+            one.run()
+            tokens += one.outputs[f"{name}{turn}"]
+
+
+@pytest.mark.parametrize("specs", [[FULL], [FULL, window(4)], [FULL, RECURRENT], [APART], [window(3)]])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_chat_whose_blocks_had_left_gets_them_from_the_host(specs: list[StateSpec], delay: int) -> None:
+    options: dict[str, Any] = {"blocks": 13 * len(specs) + 1, "max_requests": 1, "delay": delay}
+    with_host, without = Harness(specs, host=100, **options), Harness(specs, **options)
+    for one in (with_host, without):
+        chat(one, 3)
+        one.check_answers()
+        one.check_all_given_back()
+    if FULL in specs:
+        assert with_host.device.loaded > 12
+        assert with_host.scheduler.stats.computed_tokens < 0.7 * without.scheduler.stats.computed_tokens
+
+
+class WrongBlock(SimulatedDevice):
+    """Writes what comes back to the block beside the right one."""
+
+    def wrong_block(self, block: int) -> int:
+        return block + 1 if block + 1 < self.state.pool.count else block - 1
+
+
+def test_a_block_that_comes_back_to_the_wrong_place_is_noticed() -> None:
+    """A planted fault."""
+    one = Harness([FULL], blocks=14, max_requests=1, host=100, device=WrongBlock)
+    with pytest.raises(AssertionError, match="does not hold what slot 0 reads"):
+        chat(one, 3)
+
+
+def test_a_request_waits_for_its_blocks_while_others_run_and_gives_them_back_when_it_is_aborted() -> None:
+    one = Harness([FULL], blocks=20, host=100, max_requests=2, delay=4)
+    chat(one, 1)
+    one.send(NewRequest(id="other", prompt=[3, 3], max_tokens=14))
+    one.step()
+    one.send(NewRequest(id="turn", prompt=[*one.messages["a0"].prompt, *one.outputs["a0"], 1], max_tokens=2))
+    one.step()
+    assert one.host is not None and list(one.host._loads) == ["turn"] and len(one.scheduler.running) == 1
+    one.check_blocks()
+    one.send(Abort("turn"))
+    one.check_blocks()
+    assert not one.host._loads
+    # Whoever gets these blocks now waits for the copies to them.
+    one.send(NewRequest(id="next", prompt=[2, 1] * 9, max_tokens=4))
+    one.run()
+    one.check_answers(["turn"])
+    one.check_all_given_back()
+
+
+@pytest.mark.parametrize("host", range(1, 16))
+def test_a_host_of_any_size_gives_back_what_it_was_given(host: int) -> None:
+    """What is being read there is not written to in the same step."""
+    one = Harness([FULL], blocks=16, host=host, max_requests=2)
+    chat(one, 4)
+    one.check_answers()
+
+
+def test_a_second_request_for_blocks_that_are_on_their_way_waits_for_them_too() -> None:
+    one = Harness([FULL], blocks=20, host=100, max_requests=3, delay=100)
+    chat(one, 1)
+    one.send(NewRequest(id="other", prompt=[3, 3], max_tokens=14))
+    one.step()
+    prompt = [*one.messages["a0"].prompt, *one.outputs["a0"]]
+    for name in ("turn", "same host"):
+        one.send(NewRequest(id=name, prompt=[*prompt, len(name) % 4], max_tokens=2))
+    one.run()
+    assert one.scheduler.stats.cached_tokens >= 2 * 12
+    one.check_answers()
+    one.check_all_given_back()
+
+
+def test_a_request_that_must_run_alone_lets_no_other_hold_blocks() -> None:
+    one = Harness([FULL], blocks=20, host=100, max_requests=2, delay=4)
+    chat(one, 1)
+    one.send(NewRequest(id="other", prompt=[3, 3], max_tokens=14))
+    one.step()
+    one.send(NewRequest(id="turn", prompt=[*one.messages["a0"].prompt, *one.outputs["a0"], 1], max_tokens=2))
+    one.step()
+    alone = Request(NewRequest(id="alone", prompt=[1, 2, 3], max_tokens=2), 9)
+    alone.exclusive = True
+    assert one.host is not None and list(one.host._loads) == ["turn"] and one.host.ready(alone, busy=True)
+    assert not one.host._loads and one.host.ready(one.scheduler.waiting[0], busy=False)
+    one.run()
+    one.check_answers()
+
+
+def test_a_prompt_that_has_to_be_computed_whole_gets_nothing_from_the_host() -> None:
+    one = Harness([FULL], blocks=14, max_requests=1, host=100)
+    chat(one, 1)
+    before = one.scheduler.stats.computed_tokens
+    prompt = [*one.messages["a0"].prompt, *one.outputs["a0"], 1]
+    one.send(NewRequest(id="whole", prompt=prompt, max_tokens=1, whole_prompt=True))
+    one.run()
+    assert one.device.loaded == 0 and one.scheduler.stats.computed_tokens == before + len(prompt)
+    one.send(NewRequest(id="again", prompt=[*one.messages["b0"].prompt, *one.outputs["b0"], 1], max_tokens=1))
+    one.run()
+    assert one.device.loaded > 0
+    one.check_answers()
+
+
+def test_running_requests_take_the_blocks_that_a_waiting_one_holds_before_one_of_them_is_preempted() -> None:
+    one = Harness([FULL], blocks=16, host=100, max_requests=2, delay=100)
+    chat(one, 1)
+    one.send(NewRequest(id="other", prompt=[3, 3], max_tokens=26))
+    one.step()
+    one.send(NewRequest(id="turn", prompt=[*one.messages["a0"].prompt, *one.outputs["a0"], 1], max_tokens=2))
+    one.run()
+    assert one.scheduler.stats.preemptions == 0
+    one.check_answers()
+    one.check_all_given_back()
 
 
 def test_the_wait_of_a_request_is_counted_once_however_often_it_is_preempted() -> None:

@@ -1,5 +1,5 @@
 """Models of experts that are larger than the accelerator: the host computes the experts of some layers, or keeps those
-that the device does not need now. Torch-free.
+that the device does not need now. Torch-free. Blocks that leave the prefix cache are ``evener_kv``'s.
 
 ====================  ===================================================================
 module                holds
@@ -21,10 +21,11 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="offload",
-    summary="The host computes the experts of some layers, so that a model larger than the accelerator runs.",
+    summary="Host memory for experts, which the host may compute, and for blocks that leave the prefix cache.",
     contracts={"descriptor": 1, "experts": 1},
     placements={
         "host": "evener_offload.host_experts:HostExperts",
         "resident": "evener_offload.resident_experts:ResidentExperts",
     },
+    connectors={"host": "evener_kv.host:HostConnector"},
 )  # fmt: skip

@@ -203,11 +203,15 @@ class RequestTimer:
         self._metrics.request_max_generation_tokens.add(max(self._tokens.values(), default=0))
 
 
-#: Counters of ``infer.resident_experts``, which only such runs have.
-_OF_EXPERTS = {
+#: Counters of ``infer.resident_experts`` and ``infer.kv_host_memory``, which only such runs have.
+_OF_HOST_MEMORY = {
     "expert_hits": "Experts that layers needed and that were on the device.",
     "expert_misses": "Experts that layers needed and that were copied to the device.",
     "expert_copied_bytes": "Bytes of experts that were copied to the device.",
+    "kv_host_hits": "Requests that got KV cache blocks from host memory.",
+    "kv_host_hit_tokens": "Tokens whose KV cache came from host memory.",
+    "kv_host_stored_bytes": "Bytes of KV cache blocks that were copied to host memory.",
+    "kv_host_loaded_bytes": "Bytes of KV cache blocks that were copied from host memory to the device.",
 }
 
 
@@ -255,7 +259,7 @@ class _Families(Collector):
         yield self._counter("accepted_draft_tokens", "Proposed tokens that were right.", report.accepted_tokens)
         yield self._counter("engine_steps", "Steps of the engine.", report.steps)
         yield self._counter("computed_tokens", "Tokens computed, over all steps.", report.computed_tokens)
-        for name, text in _OF_EXPERTS.items():
+        for name, text in _OF_HOST_MEMORY.items():
             if name in report.counters:
                 yield self._counter(name, text, report.counters[name])
         queued = Histogram(QUEUE_SECONDS)

@@ -189,6 +189,13 @@ def _events(device: Device) -> Found:
     device.synchronize()
     if float(device.readback(x).wait().sub(1).abs().max()) > 1e-3:
         yield "failed", "an event completed before the work on its stream"
+    with stream:
+        for _ in range(8):
+            x = x @ x / 512
+        event.record()
+    event.wait()  # the stream that was current before waits, and the host does not
+    if float(device.readback(x + 0).wait().sub(1).abs().max()) > 1e-3:
+        yield "failed", "a stream did not wait for an event"
 
 
 def _fallbacks(device: Device) -> Found:

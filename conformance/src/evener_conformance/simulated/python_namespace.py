@@ -81,6 +81,9 @@ class _Event:
     def synchronize(self) -> None:
         return
 
+    def wait(self, stream: Any = None) -> None:
+        return
+
 
 class PythonNamespace(Namespace):
     """The module that ``torch.get_device_module("simulated")`` gives if nothing was compiled; one device."""
@@ -163,7 +166,9 @@ class PythonNamespace(Namespace):
 
     def _note(self, op: Any, args: Any) -> None:
         name: str = op._schema.name
-        to_host = name == "aten::copy_" and not isinstance(args[0], SimulatedTensor)
+        # An asynchronous copy reads no value on the host: whoever wants that waits for an event first.
+        late = len(args) > 2 and args[2]
+        to_host = name == "aten::copy_" and not late and not isinstance(args[0], SimulatedTensor)
         if to_host or name == "aten::_local_scalar_dense":
             if self._refuse_reads:
                 raise RuntimeError(

@@ -161,6 +161,9 @@ class InferConfig(Section):
     resident_experts: int | Auto = option(0, "int", "Experts of a layer that are on the device, which computes all; "
         "the others wait in host memory. Of all layers, or of those that the two keys above say. auto: as many as "
         "fit; 0: the host computes.", auto=True, minimum=0)  # fmt: skip
+    kv_host_memory: int | float | None = option(None, "size", "Host memory of each rank for KV cache blocks that leave "
+        "the device, and come back when they are needed: bytes, or a fraction of what the host has free. Needs "
+        "evener-offload.", none=True)  # fmt: skip
     prefix_cache: bool = option(True, "bool", "Reuse the KV cache of prompts with a common prefix.")
     heartbeat_timeout: float = option(
         20.0, "float", "Seconds without a heartbeat after which a process counts as dead; 0: no limit.", minimum=0

@@ -129,6 +129,8 @@ class Descriptor:
         placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a
             ``Placement`` of experts (``evener.contracts.experts``), as ``evener.engine.worker.placement`` constructs
             it.
+        connectors: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: keeps state
+            that leaves the prefix cache; see ``evener.contracts.connector``.
     """
 
     name: str
@@ -165,6 +167,7 @@ class Descriptor:
     weight_makers: Mapping[str, str] = field(default_factory=dict)
     grammar_masks: Mapping[str, str] = field(default_factory=dict)
     placements: Mapping[str, str] = field(default_factory=dict)
+    connectors: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)

@@ -164,8 +164,8 @@ class Device(ABC):
         raise NotImplementedError(f"{self.name} has no streams")
 
     def new_event(self) -> Any:
-        """(optional) A new event with ``record()``, ``query()`` and ``synchronize()``. Default: raises
-        ``NotImplementedError``."""
+        """(optional) A new event with ``record()``, ``query()``, ``synchronize()`` and ``wait()``: the current stream
+        waits for it. Default: raises ``NotImplementedError``."""
         raise NotImplementedError(f"{self.name} has no events")
 
     def seed(self, seed: int) -> None:

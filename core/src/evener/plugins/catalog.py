@@ -24,7 +24,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "tool_parsers": "tool parser", "reasoning_parsers": "reasoning parser", "grammars": "grammar engine",
     "drafters": "drafter", "checkpoints": "checkpoint reader", "weight_files": "weight file reader",
     "state_formats": "state format", "model_sources": "model source", "executors": "executor",
-    "placements": "placement of experts", "worker_drafters": "worker drafter",
+    "placements": "placement of experts", "worker_drafters": "worker drafter", "connectors": "connector",
     "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
     "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
     "draft_policies": "draft policy", "layer_splitters": "layer splitter",

@@ -266,8 +266,9 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::SymIntArrayRef size, std
   return tensor;
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  if (to.device().is_cpu()) op_log().note_host_read("a copy to the host");
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  // An asynchronous copy reads no value on the host: whoever wants that waits for an event first.
+  if (to.device().is_cpu() && !non_blocking) op_log().note_host_read("a copy to the host");
   host(to).copy_(host(from));
   return to;
 }

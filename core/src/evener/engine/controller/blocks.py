@@ -12,7 +12,8 @@ same.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 
 class BlockPool:
@@ -30,6 +31,9 @@ class BlockPool:
         self._free_slabs: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count // slab))
         self._free_blocks = defaultdict[int, OrderedDict[int, None]](OrderedDict)
         self._spare_slabs = 0
+        #: Called with a block and its key when it is taken for something else. Its contents stay until a plan writes
+        #: there.
+        self.on_eviction: Callable[[int, Any], None] | None = None
 
     @property
     def free(self) -> int:
@@ -99,6 +103,8 @@ class BlockPool:
         if key is not None:
             del self._by_key[key]
             self._keys[block] = None
+            if self.on_eviction is not None:
+                self.on_eviction(block, key)
 
     def _append_free(self, block: int, span: int) -> None:
         part = self._free_blocks[span]

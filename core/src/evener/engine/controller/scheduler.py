@@ -23,7 +23,8 @@ All else follows:
 - Prefill is a request with many tokens to compute, decode is one with a single token. Both share one step.
 - Chunked prefill is a request with more tokens to compute than the budget leaves, as B in step 1.
 - Requests join at any step and leave when they end. No request waits until a batch is finished.
-- After a prefix cache hit, a request starts with part of its tokens computed.
+- After a prefix cache hit, a request starts with part of its tokens computed. If a connector keeps more of its prefix
+  elsewhere, it waits until that is in the prefix cache.
 - Preemption sets the computed tokens to zero and keeps the tokens. The request computes them again later.
 
 Running requests come first. Waiting ones start while budget, slots and free blocks are left. If a running request needs
@@ -44,6 +45,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from evener.contracts.connector import Connector
 from evener.contracts.generation.drafts import Drafts
 from evener.contracts.outputs import FinishReason
 from evener.engine.batching import MicroBatches, StepLimit
@@ -114,16 +116,19 @@ class Scheduler:
         grammars: whether a request's grammar is compiled, for which it waits; default: no request has one.
         drafts: proposes tokens of requests (speculative decoding); default: none.
         adapters: those that requests may name; default: there are none.
+        connector: keeps state that leaves the prefix cache, for which requests may wait; default: nothing is kept.
     """
 
     def __init__(
         self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_and_age,
         batches: MicroBatches | None = None, media: MediaPlanner | None = None, limit: StepLimit | None = None,
         grammars: Grammars | None = None, drafts: Drafts | None = None, adapters: Adapters | None = None,
+        connector: Connector | None = None,
     ) -> None:  # fmt: skip
         self.state, self.step_tokens, self.policy, self.grammars = state, step_tokens, policy, grammars or Grammars()
         self.batches, self.limit, self.drafts = batches or MicroBatches(), limit or StepLimit(), drafts or Drafts()
         self.media, self.adapters = media or MediaPlanner(step_tokens, step_tokens), adapters or Adapters()
+        self.connector = connector or Connector()
         self.stats = Stats()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -140,6 +145,11 @@ class Scheduler:
     def in_flight(self) -> int:
         """Number of plans whose result was not read yet."""
         return len(self._in_flight)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether the result of a step, or a running request's next step, will give blocks back."""
+        return bool(self.running or self._in_flight)
 
     @property
     def blocked(self) -> bool:
@@ -200,7 +210,7 @@ class Scheduler:
             decoding = sum(request.tokens_to_compute == 1 for request in self.running)
             quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
             new = _NewPlan(self._next_plan, self.limit.allowed(self.step_tokens), quota)
-            if self._continue_running(new, early) or not (self.running or self._in_flight):
+            if self._continue_running(new, early) or not self._busy:
                 self._admit_waiting(new)
             if new.rows:
                 return self._build_plan(new)
@@ -237,6 +247,8 @@ class Scheduler:
             if drafted and self._plan_row(new, request, count, drafted):
                 continue
             while not self._plan_row(new, request, count):
+                if self.connector.give_back():
+                    continue
                 planned = [row.request for row in new.rows]
                 victim = next(r for r in reversed(self.running) if r not in planned)
                 # The results of its plans in flight are read first. It gets no new row, so that this is soon.
@@ -254,29 +266,33 @@ class Scheduler:
     def _admit_waiting(self, new: _NewPlan) -> None:
         self.waiting.sort(key=self.policy)
         while self._slots and new.budget and not any(r.exclusive for r in self.running):
-            ready = (r for r in self.waiting if not r.waits_for_parent and self.grammars.ready(r))
-            request = self.adapters.startable(ready)
+            request = self.adapters.startable(filter(self._is_ready, self.waiting))
             if request is None or not self._fits(new, request, decodes=False):
                 return
-            if request.exclusive and (self.running or self._in_flight):
+            if request.exclusive and self._busy:
                 return
-            if self._last_blocked == (request.id, self.state.pool.free):
+            if self._busy and self._last_blocked == (request.id, self.state.pool.free):
                 return  # it did not fit the last time, and no block became free
             copies = open_state(self.state, request)
+            self.connector.started(request)
             request.slot, request.adapter = self._slots.pop(), self.adapters.start(request.message.adapter)
             count = self.media.allowed_tokens(request, min(request.tokens_to_compute, new.budget))
             if not count or not self._plan_row(new, request, count, admit=True):
                 self._release(request)
                 if not count:
                     return  # this step has no more room for its media
-                if not (self.running or self._in_flight or request.exclusive):
-                    request.exclusive = True
+                if not (self._busy or request.exclusive):
+                    request.exclusive = not self.connector.give_back()
                     continue
                 self._last_blocked = (request.id, self.state.pool.free)
                 return
             self.waiting.remove(request)
             self.running.append(request)
             self._record_admission(new, request, copies)
+
+    def _is_ready(self, request: Request) -> bool:
+        waits = request.waits_for_parent or not self.grammars.ready(request)
+        return not waits and self.connector.ready(request, self._busy)
 
     def _record_admission(self, new: _NewPlan, request: Request, copies: list[BlockCopy] | None) -> None:
         """Count how much state a request starts with, and plan the copies from its parent."""
@@ -372,7 +388,7 @@ class Scheduler:
             penalized=[i for i, s in enumerate(wanted) if s.penalized],
             biased=[i for i, s in enumerate(wanted) if s.bias],
             scores=scores, top_scores=max((s.prompt_logprobs or 0 for s in scorers), default=0),
-            outputs=outputs, media=self.media.build_step_media(rows),
+            outputs=outputs, media=self.media.build_step_media(rows), moves=self.connector.moves(),
         )  # fmt: skip
         self._next_plan += 1
         self._in_flight.append(_SubmittedPlan(plan, rows, self.drafts.on))
@@ -393,7 +409,8 @@ class Scheduler:
         assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
         scores, pooled = iter(result.scores), iter(result.pooled)
         outputs = list(zip(plan.outputs, result.outputs, strict=True))
-        self.stats.counters.update(result.counters)
+        self.connector.done(result.transfers)
+        self.stats.counters.update({**result.counters, **self.connector.counters})
         logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
         scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
         events: list[FromController] = []
@@ -457,6 +474,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Finished:
         request.finish = reason
+        self.connector.dropped(request)
         del self._requests[request.id]
         self.stats.finished += 1
         if request.slot < 0:

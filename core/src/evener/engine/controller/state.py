@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evener.contracts.media import MediaItem
@@ -91,6 +91,11 @@ class StateManager:
         """Slabs that a request of ``tokens`` tokens holds at most, if a step adds at most ``step_tokens`` of them."""
         return slabs_needed(self.specs, self._kinds, self.cuts, self.block_size, tokens, step_tokens)
 
+    def new_table(self, salt: str, media: Sequence[MediaItem] = ()) -> BlockTable:
+        """A table without blocks."""
+        empty: list[list[int]] = [[] for _ in self.specs]
+        return BlockTable(hashlib.sha256(salt.encode()).digest(), empty, [0] * len(self.specs), media=media)
+
     def open(
         self, tokens: Sequence[int], salt: str, exclusive: bool = False, reuse: bool = True,
         media: Sequence[MediaItem] = (),
@@ -102,19 +107,18 @@ class StateManager:
         last token must be computed, because its logits are needed. ``exclusive`` is for a request that runs alone: the
         prefix cache is emptied, and no other table may hold a block.
         """
-        table = BlockTable(hashlib.sha256(salt.encode()).digest(), [[] for _ in self.specs], [0] * len(self.specs))
-        table.media = media
+        table = self.new_table(salt, media)
         if exclusive:
             table.exclusive = True
             self.pool.clear_keys()
         if not (self.prefix_cache and reuse) or exclusive:
             return table, 0
         columns = (len(tokens) - 1) // self.block_size
-        self._extend_digests(table, tokens, columns)
-        hit = self._longest_hit(table.digests, columns)
+        self.extend_digests(table, tokens, columns)
+        hit = self.longest_hit(table.digests[:columns], self.pool.find)
         del table.digests[hit:]
-        for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
-            first = kind.first_live_block(spec, hit * self.block_size, self.block_size)
+        for group in range(len(self.specs)):
+            first = self.first_live_block(group, hit * self.block_size)
             for column in range(hit):
                 block = self.pool.find((group, table.digests[column])) if column >= first else 0
                 assert block is not None, "the prefix cache has every live block of a hit"
@@ -125,12 +129,17 @@ class StateManager:
         table.cached_blocks = hit
         return table, hit * self.block_size
 
-    def _longest_hit(self, digests: Sequence[bytes], columns: int) -> int:
-        hit, before = columns, -1
+    def first_live_block(self, group: int, computed: int) -> int:
+        """Index of the first block of a group that the token at position ``computed`` or a later one reads."""
+        return self._kinds[group].first_live_block(self.specs[group], computed, self.block_size)
+
+    def longest_hit(self, digests: Sequence[bytes], find: Callable[[tuple[int, bytes]], int | None]) -> int:
+        """How many of the blocks with these digests are a prefix that can be reused, if ``find`` says which exist."""
+        hit, before = len(digests), -1
         while hit != before:
             before = hit
             for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
-                cached = [self.pool.find((group, digest)) is not None for digest in digests[:hit]]
+                cached = [find((group, digest)) is not None for digest in digests[:hit]]
                 hit = longest_prefix(kind, spec, cached, self.block_size)
         return hit
 
@@ -187,14 +196,14 @@ class StateManager:
         """
         if self.prefix_cache and not table.exclusive and computed // self.block_size > table.cached_blocks:
             columns = computed // self.block_size
-            self._extend_digests(table, tokens, columns)
+            self.extend_digests(table, tokens, columns)
             for group, (spec, kind, blocks) in enumerate(zip(self.specs, self._kinds, table.blocks, strict=True)):
                 for column in range(table.cached_blocks, columns):
                     if blocks[column] and kind.reusable(spec, column, self.block_size):
                         self.pool.set_key(blocks[column], (group, table.digests[column]))
             table.cached_blocks = columns
-        for group, (spec, kind) in enumerate(zip(self.specs, self._kinds, strict=True)):
-            first = kind.first_live_block(spec, computed, self.block_size)
+        for group in range(len(self.specs)):
+            first = self.first_live_block(group, computed)
             if first > table.first_live[group]:
                 blocks = table.blocks[group]
                 self.pool.release(blocks[table.first_live[group] : first])
@@ -207,7 +216,8 @@ class StateManager:
             self.pool.release(reversed(blocks))
             blocks.clear()
 
-    def _extend_digests(self, table: BlockTable, tokens: Sequence[int], columns: int) -> None:
+    def extend_digests(self, table: BlockTable, tokens: Sequence[int], columns: int) -> None:
+        """Compute the cache keys of the first ``columns`` blocks of a table."""
         size = self.block_size
         for column in range(len(table.digests), columns):
             parent = table.digests[-1] if table.digests else table.salt

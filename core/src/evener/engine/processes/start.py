@@ -22,6 +22,7 @@ from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
 from evener.engine.wire.client import EngineClient
+from evener.engine.wire.connector import find_connector
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Ready
 from evener.engine.wire.worker_facts import WorkerFacts
@@ -51,8 +52,9 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     Raises:
         EvenerError: the engine cannot start with this configuration.
     """
+    find_connector(config.infer)  # before weights are read
     if config.infer.proposes != "none":
-        find_drafter(config.infer)  # before weights are read
+        find_drafter(config.infer)
     if config.infer.stages:
         stage_devices(config, [package.name for package in installed_catalog().backends])
     executor, facts = _executor(config, serving)
@@ -93,9 +95,11 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
     media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
+    found = find_connector(infer)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
                           grammars=open_grammars(config, facts.info.vocab_size),
-                          drafts=open_drafts(infer, facts), adapters=Adapters(infer.adapter_slots))  # fmt: skip
+                          drafts=open_drafts(infer, facts), adapters=Adapters(infer.adapter_slots),
+                          connector=found and found.controller(config, facts, state))  # fmt: skip
     return Controller(scheduler, executor, plans_in_flight(config), config.serve.max_queue)
 
 

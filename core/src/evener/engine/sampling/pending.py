@@ -24,7 +24,7 @@ class PendingStep:
         drafts: the ids that a draft model proposed for each of ``plan.drafts``, once its own steps are done; None: the
             plan has those that were proposed.
         predicted: for ``StepResult``.
-        counters: for ``StepResult``.
+        counters: for ``StepResult``; transfers: says which are over by then.
     """
 
     logprobs: Sequence[Readback] = ()
@@ -32,6 +32,7 @@ class PendingStep:
     drafts: Callable[[], list[list[int]]] | None = None
     predicted: Readback | None = None
     counters: Mapping[str, int] = MappingProxyType({})
+    transfers: Callable[[], list[int]] = list
 
     def __init__(
         self, plan: Plan, ids: Readback | None, scores: Sequence[Readback] = (),
@@ -61,7 +62,8 @@ class PendingStep:
         outputs = [b"".join(part.wait().numpy().tobytes() for part in parts) for parts in self.outputs]
         return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled, outputs=outputs,
                           drafts=self.drafts() if self.drafts else [], counters=dict(self.counters),
-                          predicted=self.predicted.wait().tolist() if self.predicted else [])  # fmt: skip
+                          predicted=self.predicted.wait().tolist() if self.predicted else [],
+                          transfers=self.transfers())  # fmt: skip
 
 
 #: Samples the tokens of a step with its masks; None: it has none.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from evener.contracts.connector import BlockMoves
 from evener.engine.wire.media import StepMedia
 from evener.engine.wire.messages import LoadAdapter, Sampling, TokenLogprobs, UnloadAdapter
 
@@ -97,6 +98,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.
         outputs: prompt tokens of which rows are returned.
         media: the media of the step; None if it has none.
+        moves: what the connector does before the rows run; None: nothing.
     """
 
     id: int
@@ -123,6 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     top_scores: int = 0
     outputs: list[WantedOutputs] = []
     media: StepMedia | None = None
+    moves: BlockMoves | None = None
 
 
 class StepMasks(msgspec.Struct, frozen=True, kw_only=True, tag="masks"):
@@ -144,7 +147,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
     ``Plan.outputs``, in the same form. ``plan`` is the plan's id; ``drafts`` are the ids of each of ``Plan.drafts``, if
     the worker proposed them; ``predicted`` is what may follow each of ``ids``, if ``Plan.predict`` asked for it and the
-    model can tell; ``counters`` are those of this worker's ``Placement``."""
+    model can tell; ``counters`` are those of this worker's ``Placement`` and ``BlockMover``; ``transfers`` are those of
+    the latter that are over, each reported once."""
 
     plan: int
     ids: list[int] = []
@@ -155,3 +159,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     drafts: list[list[int]] = []
     predicted: list[int] = []
     counters: dict[str, int] = {}
+    transfers: list[int] = []

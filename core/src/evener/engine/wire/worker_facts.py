@@ -23,6 +23,7 @@ class WorkerFacts:
         block_size: tokens of a block.
         max_reqs, max_seq_len, step_tokens: the resolved limits of the configuration.
         media_rows: how many rows of media the worker keeps.
+        kept_slabs: for how many slabs the connector has places.
         info: what the front end is told.
     """
 
@@ -35,6 +36,7 @@ class WorkerFacts:
     step_tokens: int
     media_rows: int
     info: EngineInfo
+    kept_slabs: int = 0
 
     @property
     def kinds(self) -> list[tuple[str, int | None, str, int | None]]:
@@ -59,7 +61,8 @@ def merge_facts(found: Sequence[WorkerFacts]) -> WorkerFacts:
                 )
     if len(found) == 1:
         return first
-    least = {n: min(getattr(f, n) for f in found) for n in ("blocks", "max_reqs", "max_seq_len", "step_tokens")}
+    names = ("blocks", "max_reqs", "max_seq_len", "step_tokens", "kept_slabs")
+    least = {name: min(getattr(facts, name) for facts in found) for name in names}
     own = ("device", "backend", "memory", "layers")
     ranks = [RankInfo(**{name: getattr(f.info, name) for name in own}) for f in found]
     info = msgspec.structs.replace(first.info, max_model_len=least["max_seq_len"], ranks=ranks)

@@ -12,10 +12,12 @@ import torch
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
 from evener.contracts.architecture import Architecture
+from evener.contracts.connector import BlockMover
 from evener.distributed.communicators import JointCapture
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.pending import Draw, PendingStep
+from evener.engine.wire.connector import find_connector
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import LoadAdapter, UnloadAdapter
 from evener.engine.wire.plan import Order, StepMasks
@@ -76,13 +78,15 @@ class Worker:
         #: What the draft model proposed in the step that was submitted last.
         self._proposed: Callable[[], list[list[int]]] | None = None
         self._graphs: StepGraphs | None = None
+        self._mover: BlockMover | None = None
         #: Of the step that waits for its masks; None also on the stages that do not sample.
         self._draw: Draw | None = None
         measures = resolved.kv_memory is None
         if any(a.agreement.most([measures])):  # a step of all stages
             measured = self._measure(a, plan)
             resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
-        self._pool = a.geometry.bind(plan.blocks, a.device)
+        self._pool, found = a.geometry.bind(plan.blocks, a.device), find_connector(resolved.config.infer)
+        self._mover = found and found.worker(a, self._pool)
         self._graphs = self._step_graphs(a, self.runner)
         if a.draft is not None and self._drafter is not None and a.device.capabilities.max_captures is None:
             self._drafter.graphs = self._step_graphs(a.draft, self._drafter.runner)
@@ -92,6 +96,7 @@ class Worker:
             specs=[g.spec for g in a.geometry.groups], cuts=[g.cut for g in a.geometry.groups], blocks=plan.blocks,
             block_size=size, max_reqs=resolved.max_reqs, max_seq_len=length, step_tokens=resolved.step_tokens,
             media_rows=a.media_rows, info=self._info(a, plan, loaded, time.monotonic() - began),
+            kept_slabs=0 if self._mover is None else self._mover.slabs,
         )  # fmt: skip
 
     @property
@@ -111,18 +116,15 @@ class Worker:
                 return None
             if isinstance(order, StepMasks):
                 return self._draw_masked(order)
+            if order.moves is not None and self._mover is not None:
+                self._mover.begin(order.moves)
             plan = order
             if self._drafter is not None:
                 plan, self._proposed = self._drafter.run(order)
             replayed = self._graphs.execute(plan) if self._graphs is not None else None
             step = replayed or self.runner.execute(plan)
             self._draw = None if isinstance(step, PendingStep) else step
-            if not isinstance(step, PendingStep):
-                return None
-            step.drafts = self._proposed
-            if (place := self._assembly.placement) is not None:
-                step.counters = place.counters()
-            return step
+            return self._with_reports(step) if isinstance(step, PendingStep) else None
         except Exception as error:
             self._assembly.resolver.attribution.raise_attributed(error)
             raise
@@ -133,8 +135,15 @@ class Worker:
         if draw is None:
             return None
         with torch.inference_mode():
-            step = draw(masks)
+            return self._with_reports(draw(masks))
+
+    def _with_reports(self, step: PendingStep) -> PendingStep:
+        """The step with what else this worker has to say in its result."""
         step.drafts = self._proposed
+        parts = [each for each in (self._assembly.placement, self._mover) if each is not None]
+        step.counters = {name: value for part in parts for name, value in part.counters().items()}
+        if self._mover is not None:
+            step.transfers = self._mover.finished
         return step
 
     def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:

@@ -1,0 +1,189 @@
+"""The controller's half: which blocks the host keeps, and which requests wait for blocks.
+
+Places in host memory are managed as the pool of the device is: by a ``BlockPool`` with the same slabs, pages and spans,
+whose blocks are all free and have keys. So blocks of all sizes share the memory, and the least recently used go first.
+
+- A block that is taken for something else leaves the prefix cache. If the host does not keep it yet, it gets a place,
+  and the next plan copies it there before anything else writes to it.
+- When a request may start, the blocks of its prefix are looked up in both pools. Those that only the host has get
+  blocks of the device, which the next plan begins to fill. The request holds them, and waits until a rank reports that
+  they are there. Then it starts with an ordinary hit of the prefix cache.
+- A transfer is waited for by the first plan that could touch its blocks, on all ranks: the plan in which a request
+  starts that has one of them, or the next one after they were released. A report only says when waiting costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evener.contracts.connector import BlockMove, BlockMoves, BlockTransfer, Connector, StartingRequest
+from evener.engine.controller.blocks import BlockPool
+from evener.engine.controller.state import BlockTable, StateManager
+
+#: The most requests that wait for blocks at a time. They hold blocks that running ones may need.
+AT_A_TIME = 8
+#: A block's key: its group, and the digest of all tokens up to its end.
+_Key = tuple[int, bytes]
+
+
+@dataclass
+class _Load:
+    """What one request waits for: its transfer, the blocks that it holds, the length of its prefix in blocks, of which
+    so many tokens come from the host, and whether it may start."""
+
+    transfer: int
+    blocks: list[int]
+    columns: int
+    tokens: int
+    over: bool = False
+
+
+class HostBlocks(Connector):
+    """Keeps what leaves the prefix cache of ``state`` in ``slabs`` slabs of host memory."""
+
+    def __init__(self, state: StateManager, slabs: int) -> None:
+        self._state, self._pool = state, state.pool
+        self.places = BlockPool((slabs + 1) * state.pool.slab, state.pool.slab)
+        self._pool.on_eviction = self._keep
+        self._hits = Counter[str](kv_host_hits=0, kv_host_hit_tokens=0)
+        self.counters = self._hits
+        self._loads: dict[str, _Load] = {}
+        #: The digests of waiting requests, and the free pages when each was looked up last.
+        self._tables: dict[str, BlockTable] = {}
+        self._looked_up: dict[str, int] = {}
+        #: Blocks that a transfer writes to which no plan has waited for.
+        self._incoming: dict[int, int] = {}
+        self._next_transfer = 0
+        # For the next plan. The places that it reads are held until it is made, so that it does not write to them.
+        self._out: dict[_Key, BlockMove] = {}
+        self._back: list[BlockTransfer] = []
+        self._waits: set[int] = set()
+        self._reading: list[int] = []
+
+    def _keep(self, block: int, key: _Key) -> None:
+        """A block of the device leaves the prefix cache. One that a transfer still writes to is no exception: the next
+        plan waits for that first, because the block was released."""
+        place = self.places.find(key)
+        if place is None:
+            taken = self.places.allocate_all([(1, self._state.spans[key[0]])])
+            if taken is None:
+                return  # what is being read now fills the host's memory
+            ((place,),) = taken
+            self.places.set_key(place, key)
+            self._out[key] = BlockMove(key[0], block, place)
+        else:
+            self.places.retain(place)
+        self.places.release([place])
+
+    def ready(self, request: StartingRequest, busy: bool) -> bool:
+        load = self._loads.get(request.id)
+        if load is None:
+            if len(self._loads) >= AT_A_TIME:
+                return not busy
+            load = self._look_up(request)
+        return load is None or load.over or not busy
+
+    def _look_up(self, request: StartingRequest) -> _Load | None:
+        """Begin to load what the host has more of the request's prefix than the device; None if that is nothing."""
+        if request.exclusive:  # nobody may hold a block when it starts
+            self.give_back()
+        forks = request.parent is not None and request.parent.finish is None
+        if request.exclusive or request.needs_whole_prompt or forks:
+            return None
+        if self._looked_up.get(request.id) == self._pool.free:
+            return None
+        self._looked_up[request.id] = self._pool.free
+        table = self._tables.get(request.id)
+        if table is None:
+            message = request.message
+            table = self._tables[request.id] = self._state.new_table(message.cache_salt, message.media)
+        columns = (len(request.tokens) - 1) // self._state.block_size
+        self._state.extend_digests(table, request.tokens, columns)
+        digests = table.digests[:columns]
+        here = self._state.longest_hit(digests, self._pool.find)
+        found = self._state.longest_hit(digests, self._find)
+        while found > here:
+            if (load := self._load(digests[:found], here)) is not None:
+                self._loads[request.id] = load
+                return load
+            found = self._state.longest_hit(digests[: found * 3 // 4], self._find)  # what the free blocks may hold
+        return None
+
+    def _find(self, key: _Key) -> int | None:
+        return self._pool.find(key) or self.places.find(key)
+
+    def _load(self, digests: Sequence[bytes], here: int) -> _Load | None:
+        """Hold the blocks of a prefix, of which the device has the first ``here``, and plan copies of those that only
+        the host has. None, with nothing held, if too few blocks are free."""
+        state, size = self._state, self._state.block_size
+        firsts = [state.first_live_block(group, len(digests) * size) for group in range(len(state.specs))]
+        keys = [[(group, digest) for digest in digests[first:]] for group, first in enumerate(firsts)]
+        missing = [[key for key in group if self._pool.find(key) is None] for group in keys]
+        held = [block for group in keys for key in group if (block := self._pool.find(key)) is not None]
+        places = [[place for key in group if (place := self.places.find(key)) is not None] for group in missing]
+        reading = [place for group in places for place in group]
+        for block in held:
+            self._pool.retain(block)
+        for place in reading:
+            self.places.retain(place)
+        counts = [(len(group), span) for group, span in zip(missing, state.spans, strict=True)]
+        taken = self._pool.allocate_all(counts)
+        if taken is None:
+            self._pool.release(reversed(held))
+            self.places.release(reversed(reading))
+            return None
+        transfer, moves = self._next_transfer, list[BlockMove]()
+        self._next_transfer += 1
+        for group, blocks in enumerate(taken):
+            for key, block, place in zip(missing[group], blocks, places[group], strict=True):
+                self._pool.set_key(block, key)
+                self._incoming[block] = transfer
+                moves.append(BlockMove(group, block, place))
+            held += blocks
+        self._reading += reading
+        self._back.append(BlockTransfer(transfer, moves))
+        return _Load(transfer, held, len(digests), (len(digests) - here) * size)
+
+    def started(self, request: StartingRequest) -> None:
+        load = self._loads.get(request.id)
+        if load is not None:
+            assert request.table.cached_blocks >= load.columns, "a request starts with what it has waited for"
+            self._hits.update(kv_host_hits=1, kv_host_hit_tokens=load.tokens)
+        self.dropped(request)
+        if self._incoming:
+            self._waits |= {self._incoming[b] for part in request.table.blocks for b in part if b in self._incoming}
+
+    def dropped(self, request: StartingRequest) -> None:
+        self._tables.pop(request.id, None)
+        self._looked_up.pop(request.id, None)
+        self._release(request.id)
+
+    def _release(self, name: str) -> None:
+        load = self._loads.pop(name, None)
+        if load is not None:
+            self._waits.add(load.transfer)  # the blocks may be used for something else now
+            self._pool.release(reversed(load.blocks))
+
+    def give_back(self) -> bool:
+        names = list(self._loads)
+        for name in names:
+            self._release(name)
+        return bool(names)
+
+    def moves(self) -> BlockMoves | None:
+        # A place may have been taken for another block since.
+        out = [move for key, move in self._out.items() if self.places.find(key) == move.place]
+        back, waits = self._back, sorted(self._waits)
+        self.places.release(reversed(self._reading))
+        self._out, self._back, self._reading = {}, [], []
+        self._waits.clear()
+        if waits:
+            self._incoming = {block: each for block, each in self._incoming.items() if each not in waits}
+            self.done(waits)
+        return BlockMoves(out=out, back=back, waits=waits) if out or back or waits else None
+
+    def done(self, transfers: Sequence[int]) -> None:
+        for load in self._loads.values():
+            load.over = load.over or load.transfer in transfers
