@@ -86,7 +86,9 @@ def main() -> int:
     keys = dict(each.split("=", 1) for each in asked.set)
     for model in asked.models:
         found = measure(model, keys, asked.repeats)
-        about = {"device": cpu_name(), "date": date.today().isoformat(), "software": versions()}
+        words = " ".join(f"--set {each}" for each in asked.set)
+        command = f"python benchmarks/model_cache.py {Path(model).name} {words} --repeats {asked.repeats}"
+        about = {"device": cpu_name(), "date": date.today().isoformat(), "software": versions(), "command": command}
         line = json.dumps({**found, **about})
         print(line, flush=True)
         if asked.out is not None:
