@@ -20,6 +20,7 @@ module                  content
 ``options``             keys of the server itself
 ``stats_logger``        the periodic log line
 ``nodes``               one process started per machine: starts torchrun
+``router_info``         what routers ask: the server's and the model's limits
 ``kv_events``           events of the prefix cache, for routers
 ``service``             what the endpoints share
 ``page``                the page for people at /; ``web/`` has its files
