@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 import tarfile
@@ -26,6 +27,8 @@ REQUIREMENTS = ROOT / "scripts/peers-requirements.txt"
 #: Of agents and their clients, which need other versions.
 AGENTS = ROOT / "scripts/agents-requirements.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
+#: Ray, and routers of others.
+DEPLOY = ROOT / "scripts/deploy-requirements.txt"
 #: What the programs need.
 PYTHON = (3, 11)
 #: Clients for Node.js: OpenAI's, and Vercel's AI SDK with what it needs.
@@ -102,6 +105,16 @@ class Places:
         return self.agents / "bin/python"
 
     @property
+    def deploy(self) -> Path:
+        """The virtual environment with what ``deploy-requirements.txt`` lists, and with this one's packages."""
+        return self.root / "deploy"
+
+    @property
+    def deploy_python(self) -> Path:
+        """Its interpreter."""
+        return self.deploy / "bin/python"
+
+    @property
     def node(self) -> Path:
         """The folder with ``node_modules``."""
         return self.root / "node"
@@ -130,6 +143,21 @@ def install(places: Places) -> None:
     _environment(places.agents, AGENTS, None)
     _node(places)
     _vllm(places)
+
+
+def install_deploy(places: Places) -> None:
+    """Make the environment for ``evener deploy``, if it is not there.
+
+    Raises:
+        OSError: the cache cannot be written.
+        subprocess.CalledProcessError: pip failed.
+    """
+    places.root.mkdir(parents=True, exist_ok=True)
+    _environment(places.deploy, DEPLOY, None)
+    (packages,) = places.deploy.glob("lib/python3*/site-packages")
+    # evener, torch and the rest come from this environment; what Ray needs comes first.
+    ours = "\n".join(f"import site; site.addsitedir({path!r})" for path in site.getsitepackages())
+    (packages / "zz_development.pth").write_text(ours + "\n", "utf-8")
 
 
 def _environment(folder: Path, requirements: Path, torch: str | None) -> None:

@@ -22,8 +22,9 @@ CONFORMANCE = modules(ROOT / "conformance/src")
 INSPECTION = modules(ROOT / "inspection/src")
 OFFLOAD = modules(ROOT / "offload/src")
 SERVER = modules(ROOT / "server/src")
+DEPLOY = modules(ROOT / "deploy/src")
 BACKENDS = modules(*sorted(ROOT.glob("backends/*/src")))
-ALL = {**CORE, **FORMATS, **GENERATION, **MODELS, **INSPECTION, **OFFLOAD, **CONFORMANCE, **SERVER, **BACKENDS}
+ALL = {**CORE, **FORMATS, **GENERATION, **MODELS, **INSPECTION, **OFFLOAD, **CONFORMANCE, **SERVER, **DEPLOY, **BACKENDS}
 
 VENDOR_WORDS = {
     *("ascend", "npu", "cann", "hccl", "huawei"),
@@ -42,7 +43,7 @@ ALLOWED = {
 Judge = Callable[[str], bool]
 
 #: Distributions that know no vendor.
-SHARED_FOLDERS = ("core", "formats", "generation", "models", "inspection", "offload", "conformance", "server")
+SHARED_FOLDERS = ("core", "formats", "generation", "models", "inspection", "offload", "deploy", "conformance", "server")
 SHARED_TEXT = {".py", ".pyi", ".toml", ".md", ".json", ".yaml", ".yml", ".html", ".js", ".css", ".jinja", ".txt"}
 
 
@@ -197,6 +198,13 @@ def test_kept_state_imports_only_the_core_up_to_the_pools_of_the_controller() ->
     own, kept = allow_of_evener("evener_kv", "evener_offload.host_backend", "evener"), inside("evener_kv", OFFLOAD)
     allowed = lambda t: own(t) and (t in controller or not belongs(t, *above))  # noqa: E731
     assert kept and violations(kept, allowed, typing=True) == []
+
+
+def test_only_one_module_of_deployments_imports_ray_and_the_others_only_commands_and_keys_of_the_core() -> None:
+    own = allow_of_evener("evener_deploy", "evener.cli", "evener.config", "evener.logs", "evener.errors", "evener.contracts")
+    assert DEPLOY and violations(DEPLOY, own, typing=True) == []
+    rest = {name: module for name, module in DEPLOY.items() if name != "evener_deploy.ray_app"}
+    assert violations(rest, lambda target: target.split(".")[0] != "ray") == []
 
 
 #: Beside the contracts: what ops mean, and ready-made parts for those who want them. Parts that name vendors' libraries
