@@ -24,7 +24,8 @@ OFFLOAD = modules(ROOT / "offload/src")
 SERVER = modules(ROOT / "server/src")
 DEPLOY = modules(ROOT / "deploy/src")
 BACKENDS = modules(*sorted(ROOT.glob("backends/*/src")))
-ALL = {**CORE, **FORMATS, **GENERATION, **MODELS, **INSPECTION, **OFFLOAD, **CONFORMANCE, **SERVER, **DEPLOY, **BACKENDS}
+ALL = {**CORE, **FORMATS, **GENERATION, **MODELS, **INSPECTION, **OFFLOAD, **CONFORMANCE, **SERVER, **DEPLOY,
+       **BACKENDS}  # fmt: skip
 
 VENDOR_WORDS = {
     *("ascend", "npu", "cann", "hccl", "huawei"),
@@ -201,7 +202,8 @@ def test_kept_state_imports_only_the_core_up_to_the_pools_of_the_controller() ->
 
 
 def test_only_one_module_of_deployments_imports_ray_and_the_others_only_commands_and_keys_of_the_core() -> None:
-    own = allow_of_evener("evener_deploy", "evener.cli", "evener.config", "evener.logs", "evener.errors", "evener.contracts")
+    core = ("evener.cli", "evener.config", "evener.logs", "evener.errors", "evener.contracts")
+    own = allow_of_evener("evener_deploy", *core)
     assert DEPLOY and violations(DEPLOY, own, typing=True) == []
     rest = {name: module for name, module in DEPLOY.items() if name != "evener_deploy.ray_app"}
     assert violations(rest, lambda target: target.split(".")[0] != "ray") == []

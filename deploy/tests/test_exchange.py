@@ -98,7 +98,8 @@ async def test_an_answer_comes_back_without_the_headers_of_the_connection() -> N
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request)
-        return httpx.Response(429, headers={"retry-after": "1", "connection": "close"}, stream=httpx.ByteStream(b"busy"))
+        headers = {"retry-after": "1", "connection": "close"}
+        return httpx.Response(429, headers=headers, stream=httpx.ByteStream(b"busy"))
 
     head, *pieces = await answer(handler)
     assert isinstance(head, Head) and head.status == 429

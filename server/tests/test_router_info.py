@@ -1,4 +1,4 @@
-"""What routers ask for: /server_info and /model_info, and the metrics that the Gateway API inference extension scrapes."""
+"""What routers ask for: /server_info, /model_info, and metrics for the Gateway API inference extension."""
 
 from __future__ import annotations
 

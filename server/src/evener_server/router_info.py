@@ -1,7 +1,7 @@
 """What routers ask a server before they send it requests: ``GET /server_info`` and ``GET /model_info``.
 
-The fields are those of SGLang's endpoints that SGLang's router reads. Its older routers ask for ``/get_server_info`` and
-``/get_model_info``. Nothing secret is in them: no key, no token, no address.
+The fields are those of SGLang's endpoints that SGLang's router reads. Its older routers ask for ``/get_server_info``
+and ``/get_model_info``. Nothing secret is in them: no key, no token, no address.
 """
 
 from __future__ import annotations
