@@ -187,12 +187,13 @@ def page(tests: Sequence[Record], clients: Sequence[Record]) -> str:
 def deploy_page(records: Sequence[Record]) -> str:
     """The page about several servers behind one address, from the records of its tests."""
     first = records[0]
-    rows = [(str(each["client"]), str(each["what"]), str(each["outcome"])) for each in records]
+    names = ("client", "what", "outcome", "figures")
+    rows = [tuple(str(each.get(name, "")) for name in names) for each in records]
     return "\n".join([
         "# Several servers behind one address", "",
         f"Written by `{first['command']}` from [peers-deploy.jsonl](peers-deploy.jsonl): {first['date']}, "
         f"{first['device']}, {first['model']} in each server. [deploy.md](../deploy.md) says how to do the same.", "",
-        *_table(("program", "what it does", "outcome"), rows), "",
+        *_table(("program", "what it does", "outcome", "figures"), rows), "",
     ])  # fmt: skip
 
 

@@ -29,6 +29,7 @@ AGENTS = ROOT / "scripts/agents-requirements.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
 #: Ray, and routers of others.
 DEPLOY = ROOT / "scripts/deploy-requirements.txt"
+DYNAMO = ROOT / "scripts/dynamo-requirements.txt"
 #: What the programs need.
 PYTHON = (3, 11)
 #: Clients for Node.js: OpenAI's, and Vercel's AI SDK with what it needs.
@@ -115,6 +116,16 @@ class Places:
         return self.deploy / "bin/python"
 
     @property
+    def dynamo(self) -> Path:
+        """The virtual environment with what ``dynamo-requirements.txt`` lists, and with this one's packages."""
+        return self.root / "dynamo"
+
+    @property
+    def dynamo_python(self) -> Path:
+        """Its interpreter."""
+        return self.dynamo / "bin/python"
+
+    @property
     def node(self) -> Path:
         """The folder with ``node_modules``."""
         return self.root / "node"
@@ -146,7 +157,7 @@ def install(places: Places) -> None:
 
 
 def install_deploy(places: Places) -> None:
-    """Make the environment for ``evener deploy``, if it is not there.
+    """Make the environments for Ray and for Dynamo, if they are not there.
 
     Raises:
         OSError: the cache cannot be written.
@@ -154,14 +165,16 @@ def install_deploy(places: Places) -> None:
     """
     places.root.mkdir(parents=True, exist_ok=True)
     _environment(places.deploy, DEPLOY, None)
-    (packages,) = places.deploy.glob("lib/python3*/site-packages")
-    # evener, torch and the rest come from this environment; what Ray needs comes first.
+    _environment(places.dynamo, DYNAMO, None, "--no-deps")
+    # evener, torch and the rest come from this environment; what Ray and Dynamo need comes first.
     ours = "\n".join(f"import site; site.addsitedir({path!r})" for path in site.getsitepackages())
-    (packages / "zz_development.pth").write_text(ours + "\n", "utf-8")
+    for folder in (places.deploy, places.dynamo):
+        (packages,) = folder.glob("lib/python3*/site-packages")
+        (packages / "zz_development.pth").write_text(ours + "\n", "utf-8")
 
 
-def _environment(folder: Path, requirements: Path, torch: str | None) -> None:
-    """An environment with ``requirements``, and with ``torch`` unless nothing in it needs it."""
+def _environment(folder: Path, requirements: Path, torch: str | None, *options: str) -> None:
+    """An environment with ``requirements``, and with ``torch`` unless nothing in it needs it; ``options`` are pip's."""
     wanted = hashlib.sha256((torch or "").encode() + requirements.read_bytes()).hexdigest()
     stamp = folder / "requirements.sha256"
     if stamp.is_file() and stamp.read_text("utf-8") == wanted:
@@ -173,7 +186,7 @@ def _environment(folder: Path, requirements: Path, torch: str | None) -> None:
         # First and alone, as for development: what follows finds it there and leaves it as it is.
         subprocess.run([*pip, torch], check=True)
         pip += ["--constraint", str(CONSTRAINTS)]
-    subprocess.run([*pip, "--requirement", str(requirements)], check=True)
+    subprocess.run([*pip, *options, "--requirement", str(requirements)], check=True)
     stamp.write_text(wanted, "utf-8")
 
 

@@ -196,7 +196,8 @@ def client_records(report: Path) -> list[Record]:
         words = {each.get("name"): each.get("value") for each in case.iter("property")}
         expected = case.find("skipped")
         outcome = "passed" if expected is None else str(expected.get("message"))
-        records.append({"client": words["client"], "what": words["what"], "outcome": outcome})
+        figures = {"figures": words["figures"]} if "figures" in words else {}
+        records.append({"client": words["client"], "what": words["what"], "outcome": outcome, **figures})
     return records
 
 

@@ -201,12 +201,14 @@ def test_kept_state_imports_only_the_core_up_to_the_pools_of_the_controller() ->
     assert kept and violations(kept, allowed, typing=True) == []
 
 
-def test_only_one_module_of_deployments_imports_ray_and_the_others_only_commands_and_keys_of_the_core() -> None:
-    core = ("evener.cli", "evener.config", "evener.logs", "evener.errors", "evener.contracts")
+def test_deployments_import_the_core_s_commands_and_python_api_and_one_module_each_of_ray_and_dynamo() -> None:
+    core = ("evener.cli", "evener.config", "evener.logs", "evener.errors", "evener.contracts", "evener.async_llm",
+            "evener.sampling_params")  # fmt: skip
     own = allow_of_evener("evener_deploy", *core)
     assert DEPLOY and violations(DEPLOY, own, typing=True) == []
-    rest = {name: module for name, module in DEPLOY.items() if name != "evener_deploy.ray_app"}
-    assert violations(rest, lambda target: target.split(".")[0] != "ray") == []
+    for name, foreign in (("evener_deploy.ray_app", "ray"), ("evener_deploy.dynamo_engine", "dynamo")):
+        rest = {other: module for other, module in DEPLOY.items() if other != name}
+        assert violations(rest, lambda target, foreign=foreign: target.split(".")[0] != foreign) == []
 
 
 #: Beside the contracts: what ops mean, and ready-made parts for those who want them. Parts that name vendors' libraries

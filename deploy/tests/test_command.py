@@ -10,8 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from served import tiny_model
+from source_tree import ROOT
 
+from evener.cli.command import Command, read_config
 from evener.errors import ConfigError, EngineError
 from evener_deploy import command
 from evener_deploy.engine_process import EngineProcess
@@ -89,3 +92,20 @@ def test_a_child_that_dies_is_reported_and_one_whose_parent_is_gone_ends(model: 
 def test_a_child_that_does_not_start_is_an_error_with_the_end_of_its_log(model: Path) -> None:
     with pytest.raises(EngineError, match=r"before it was ready(.|\n)*infer.tp_sise"):
         EngineProcess([str(model), "infer.tp_sise=2"], {}, lambda code: None)
+
+
+def test_the_example_for_kubernetes_has_keys_that_a_server_takes(model: Path) -> None:
+    pods, service, policy = yaml.safe_load_all((ROOT / "docs/examples/kubernetes.yaml").read_text("utf-8"))
+    (container,) = pods["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["evener", "serve"]
+    serve = Command("serve", "")
+    serve.option("--drain-timeout", type=float)
+    arguments, config = read_config(serve, [str(model), *container["args"][1:]], ranks=False)
+    assert arguments.drain_timeout < pods["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    own = config.options["server"]
+    assert ports["http"] == config.serve.port and own["kv_events"].endswith(f":{ports['kv-events']}")
+    assert own["kv_events_replay"].endswith(f":{ports['kv-replay']}")
+    open_to_all, for_routers = policy["spec"]["ingress"]
+    assert [port["port"] for port in open_to_all["ports"]] == [ports["http"]] and for_routers["from"]
+    assert service["spec"]["selector"] == pods["spec"]["selector"]["matchLabels"]

@@ -6,6 +6,8 @@ module               holds
 ``command``          ``evener deploy``: starts it, and ends it with a signal
 ``options``          what the command line says of it
 ``ray_app``          the application of Ray Serve: the only module that imports Ray
+``dynamo_engine``    an engine of Dynamo: the only module that imports it
+``dynamo_request``   what Dynamo says of a request, as our parameters
 ``engine_process``   one ``evener serve`` as a child of a replica
 ``child``            how that child ends with its parent
 ``exchange``         a request and its answer between the address and a replica
