@@ -12,7 +12,7 @@ from evener.sampling_params import SamplingParams
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty",
          "presence_penalty")  # fmt: skip
 #: Values of other options that change nothing.
-_NOTHING = (None, False, 1, 1.0, [], {})
+_NOTHING: tuple[Any, ...] = (None, False, 1, 1.0, [], {})
 
 
 def sampling(request: Mapping[str, Any]) -> SamplingParams:

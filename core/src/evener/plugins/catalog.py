@@ -25,12 +25,11 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "drafters": "drafter", "checkpoints": "checkpoint reader", "weight_files": "weight file reader",
     "state_formats": "state format", "model_sources": "model source", "executors": "executor",
     "placements": "placement of experts", "worker_drafters": "worker drafter", "connectors": "connector",
-    "cache_listeners": "cache listener",
     "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
     "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
     "draft_policies": "draft policy", "layer_splitters": "layer splitter",
     "grammar_masks": "maker of masks", "weight_makers": "maker of weights",
-    "old_spellings": "old spellings", "config_readers": "config reader",
+    "old_spellings": "old spellings", "config_readers": "config reader", "cache_listeners": "cache listener",
 }  # fmt: skip
 T = TypeVar("T")
 
