@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 
 # Every folder with a distribution in it; a new backend is found without an edit here.
 PROJECTS := $(wildcard core/pyproject.toml formats/pyproject.toml generation/pyproject.toml models/pyproject.toml server/pyproject.toml \
-	inspection/pyproject.toml offload/pyproject.toml conformance/pyproject.toml backends/*/pyproject.toml)
+	inspection/pyproject.toml offload/pyproject.toml deploy/pyproject.toml conformance/pyproject.toml backends/*/pyproject.toml)
 DISTRIBUTIONS := $(PROJECTS:/pyproject.toml=)
 
 LLAMACPP ?= $(HOME)/.cache/evener/llamacpp
@@ -78,7 +78,7 @@ test-slow: models llamacpp  ## the slow tests that a change since their record c
 test-all: models llamacpp  ## every test, the slow ones too; the record of slow tests says which files passed
 	@$(RECORDED) $(PYTEST) -p slow_tests -m "not gpu" $(ARGS)
 
-test-peers: model  ## vLLM's tests of the HTTP API and other clients against the server (ARGS="clients", "vllm --only TEXT")
+test-peers: model  ## vLLM's tests of the HTTP API and other clients against the server (ARGS="clients", "deploy", "vllm --only TEXT")
 	@$(PY) scripts/run_peers.py $(ARGS)
 
 # torch_npu's wheel over a fake runtime, in a folder of the cache whose name is a hash of both; once for each chip.

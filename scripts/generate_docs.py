@@ -30,6 +30,7 @@ from evener.contracts.descriptor import Descriptor
 from evener.contracts.ops import OpSchema, Tensor
 from evener.ops.schemas import BUILTIN
 from evener_conformance import descriptor as conformance
+from evener_deploy import descriptor as deploy
 from evener_inspection import descriptor as inspection
 from evener_inspection.models_command import facts
 from evener_models import descriptor
@@ -54,7 +55,7 @@ LAYERS = {
 #: Every command, in the order in which they are met.
 COMMANDS = (
     "run", "chat", "client", "serve", "explain", "why-not", "tune", "convert", "config", "plugins", "doctor", "models",
-    "new", "conformance", "first-contact", "evidence", "version", "completion",
+    "deploy", "new", "conformance", "first-contact", "evidence", "version", "completion",
 )  # fmt: skip
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
 
@@ -201,7 +202,8 @@ def configuration() -> str:
 
 def commands() -> str:
     """The reference of the command line."""
-    found = {*BUILTIN_NAMES, *server.commands, *inspection.commands, *conformance.commands, *converter.commands}
+    found = {*BUILTIN_NAMES, *server.commands, *inspection.commands, *conformance.commands, *converter.commands,
+             *deploy.commands}  # fmt: skip
     if found != set(COMMANDS):
         raise SystemExit(f"COMMANDS in {__file__} and those that there are differ: {sorted(found ^ set(COMMANDS))}")
     parts = [

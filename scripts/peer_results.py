@@ -184,6 +184,19 @@ def page(tests: Sequence[Record], clients: Sequence[Record]) -> str:
     )  # fmt: skip
 
 
+def deploy_page(records: Sequence[Record]) -> str:
+    """The page about several servers behind one address, from the records of its tests."""
+    first = records[0]
+    names = ("client", "what", "outcome", "figures")
+    rows = [tuple(str(each.get(name, "")) for name in names) for each in records]
+    return "\n".join([
+        "# Several servers behind one address", "",
+        f"Written by `{first['command']}` from [peers-deploy.jsonl](peers-deploy.jsonl): {first['date']}, "
+        f"{first['device']}, {first['model']} in each server. [deploy.md](../deploy.md) says how to do the same.", "",
+        *_table(("program", "what it does", "outcome", "figures"), rows), "",
+    ])  # fmt: skip
+
+
 def read_records(path: Path) -> list[Record]:
     """The records of a file, one a line."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 import tarfile
@@ -26,6 +27,9 @@ REQUIREMENTS = ROOT / "scripts/peers-requirements.txt"
 #: Of agents and their clients, which need other versions.
 AGENTS = ROOT / "scripts/agents-requirements.txt"
 CONSTRAINTS = ROOT / "constraints.txt"
+#: Ray, and routers of others.
+DEPLOY = ROOT / "scripts/deploy-requirements.txt"
+DYNAMO = ROOT / "scripts/dynamo-requirements.txt"
 #: What the programs need.
 PYTHON = (3, 11)
 #: Clients for Node.js: OpenAI's, and Vercel's AI SDK with what it needs.
@@ -102,6 +106,26 @@ class Places:
         return self.agents / "bin/python"
 
     @property
+    def deploy(self) -> Path:
+        """The virtual environment with what ``deploy-requirements.txt`` lists, and with this one's packages."""
+        return self.root / "deploy"
+
+    @property
+    def deploy_python(self) -> Path:
+        """Its interpreter."""
+        return self.deploy / "bin/python"
+
+    @property
+    def dynamo(self) -> Path:
+        """The virtual environment with what ``dynamo-requirements.txt`` lists, and with this one's packages."""
+        return self.root / "dynamo"
+
+    @property
+    def dynamo_python(self) -> Path:
+        """Its interpreter."""
+        return self.dynamo / "bin/python"
+
+    @property
     def node(self) -> Path:
         """The folder with ``node_modules``."""
         return self.root / "node"
@@ -132,8 +156,25 @@ def install(places: Places) -> None:
     _vllm(places)
 
 
-def _environment(folder: Path, requirements: Path, torch: str | None) -> None:
-    """An environment with ``requirements``, and with ``torch`` unless nothing in it needs it."""
+def install_deploy(places: Places) -> None:
+    """Make the environments for Ray and for Dynamo, if they are not there.
+
+    Raises:
+        OSError: the cache cannot be written.
+        subprocess.CalledProcessError: pip failed.
+    """
+    places.root.mkdir(parents=True, exist_ok=True)
+    _environment(places.deploy, DEPLOY, None)
+    _environment(places.dynamo, DYNAMO, None, "--no-deps")
+    # evener, torch and the rest come from this environment; what Ray and Dynamo need comes first.
+    ours = "\n".join(f"import site; site.addsitedir({path!r})" for path in site.getsitepackages())
+    for folder in (places.deploy, places.dynamo):
+        (packages,) = folder.glob("lib/python3*/site-packages")
+        (packages / "zz_development.pth").write_text(ours + "\n", "utf-8")
+
+
+def _environment(folder: Path, requirements: Path, torch: str | None, *options: str) -> None:
+    """An environment with ``requirements``, and with ``torch`` unless nothing in it needs it; ``options`` are pip's."""
     wanted = hashlib.sha256((torch or "").encode() + requirements.read_bytes()).hexdigest()
     stamp = folder / "requirements.sha256"
     if stamp.is_file() and stamp.read_text("utf-8") == wanted:
@@ -145,7 +186,7 @@ def _environment(folder: Path, requirements: Path, torch: str | None) -> None:
         # First and alone, as for development: what follows finds it there and leaves it as it is.
         subprocess.run([*pip, torch], check=True)
         pip += ["--constraint", str(CONSTRAINTS)]
-    subprocess.run([*pip, "--requirement", str(requirements)], check=True)
+    subprocess.run([*pip, *options, "--requirement", str(requirements)], check=True)
     stamp.write_text(wanted, "utf-8")
 
 

@@ -5,6 +5,7 @@
     python scripts/run_peers.py vllm --again chat    # those, in place of what the last run says of them
     python scripts/run_peers.py vllm --judge     # judge the last run again, after a change of the reviewed list
     python scripts/run_peers.py clients
+    python scripts/run_peers.py deploy       # `evener deploy` on Ray Serve, and routers; not part of the whole
 
 The exit code is 1 if a test of vLLM fails for a reason that nobody has judged, if a judgement is out of date, or if a
 client fails.
@@ -24,8 +25,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model_sources import SOURCES, models_root, problem
-from peer_results import LEFT_OUT, Record, judge, page, read_records, read_reviewed, shortened, write_records
-from peer_sources import ROOT, TESTS, VLLM, PeerError, Places, install
+from peer_results import (
+    LEFT_OUT,
+    Record,
+    deploy_page,
+    judge,
+    page,
+    read_records,
+    read_reviewed,
+    shortened,
+    write_records,
+)
+from peer_sources import ROOT, TESTS, VLLM, PeerError, Places, install, install_deploy
 
 # At the end: this folder has a module named like one of Python's own, profile.
 sys.path.append(str(ROOT / "benchmarks"))
@@ -35,6 +46,8 @@ from machine import cpu_name
 RESULTS = ROOT / "docs/results"
 TEST_RECORDS = RESULTS / "peers-vllm-tests.jsonl"
 CLIENT_RECORDS = RESULTS / "peers-clients.jsonl"
+DEPLOY_RECORDS, DEPLOY_PAGE = RESULTS / "peers-deploy.jsonl", RESULTS / "deploy.md"
+DEPLOY_TESTS = "tests/peers/test_deploy.py"
 PAGE = RESULTS / "peers.md"
 REVIEWED = ROOT / "tests/peers/vllm_reviewed.yaml"
 #: Seconds that one test of vLLM may take.
@@ -45,7 +58,7 @@ _INI = "[pytest]\nasyncio_default_fixture_loop_scope = function\naddopts = --imp
 def main(argv: Sequence[str]) -> int:
     """Run what was asked for; 0 if everything is as it was judged."""
     parser = argparse.ArgumentParser(description="Drive evener serve with programs of others.")
-    parser.add_argument("what", nargs="?", choices=("vllm", "clients"), help="default: both")
+    parser.add_argument("what", nargs="?", choices=("vllm", "clients", "deploy"), help="default: the first two")
     parser.add_argument("--only", metavar="TEXT", help="with 'vllm': tests with this in their id; nothing is written")
     parser.add_argument("--judge", action="store_true", help="with 'vllm': judge the last run of all of them again")
     parser.add_argument("--again", metavar="TEXT", help="with 'vllm': run these again, and judge all as the last run")
@@ -55,10 +68,13 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--only, --again and --judge are about vLLM's tests; type for example: vllm --only TEXT")
     places = Places.default()
     model, larger = (models_root() / SOURCES[name].name for name in ("smollm2", "qwen2.5"))
-    for name in ("smollm2",) if options.what == "clients" else ("smollm2", "qwen2.5"):
+    for name in ("smollm2",) if options.what in ("clients", "deploy") else ("smollm2", "qwen2.5"):
         if (reason := problem(SOURCES[name], models_root())) is not None:
             parser.error(f"{models_root() / SOURCES[name].name}: {reason}; run 'make models ONLY={name}'")
     try:
+        if options.what == "deploy":
+            install_deploy(places)
+            return run_deploy(model)
         install(places)
         failed = _drive(options, places, model, larger)
     except (PeerError, OSError, subprocess.CalledProcessError) as error:
@@ -150,16 +166,26 @@ def judge_vllm(report: Path, model: Path, larger: Path, complete: bool) -> int:
     return len(problems)
 
 
-def run_clients(model: Path) -> int:
-    """The tests marked ``peers``; how many failed."""
+def run_deploy(model: Path) -> int:
+    """The tests of several servers behind one address, and the page of them; 1 if any failed."""
+    failed = run_clients(model, DEPLOY_RECORDS, DEPLOY_TESTS)
+    if not failed:
+        DEPLOY_PAGE.write_text(deploy_page(read_records(DEPLOY_RECORDS)), "utf-8")
+    return failed
+
+
+def run_clients(model: Path, records: Path = CLIENT_RECORDS, *tests: str) -> int:
+    """The tests marked ``peers``, ``tests`` or all but those of several servers; pytest's exit status."""
+    chosen = tests or ("tests/peers", f"--ignore={DEPLOY_TESTS}")
+    what = "make test-peers" + (" ARGS=deploy" if tests else "")
     with tempfile.TemporaryDirectory() as temp:
         report = Path(temp) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "peers", "-q", "tests/peers"]
+        command = [sys.executable, "-m", "pytest", "-m", "peers", "-q", *chosen]
         # The older form has the tests' properties.
         done = subprocess.run([*command, f"--junitxml={report}", "-o", "junit_family=xunit1"], cwd=ROOT)
         if done.returncode == 0:
-            common = {"model": model.name, **_where(), "command": "make test-peers"}
-            write_records(CLIENT_RECORDS, client_records(report), common)
+            common = {"model": model.name, **_where(), "command": what}
+            write_records(records, client_records(report), common)
     return done.returncode
 
 
@@ -170,7 +196,8 @@ def client_records(report: Path) -> list[Record]:
         words = {each.get("name"): each.get("value") for each in case.iter("property")}
         expected = case.find("skipped")
         outcome = "passed" if expected is None else str(expected.get("message"))
-        records.append({"client": words["client"], "what": words["what"], "outcome": outcome})
+        figures = {"figures": words["figures"]} if "figures" in words else {}
+        records.append({"client": words["client"], "what": words["what"], "outcome": outcome, **figures})
     return records
 
 

@@ -80,6 +80,6 @@ def test_every_excerpt_stands_word_for_word_in_its_file() -> None:
 @pytest.mark.parametrize("name", ["backend-author-advanced", "quantization-author", "state-author", "model-author"])
 def test_every_path_that_a_page_names_exists(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text("utf-8")
-    folders = "core|formats|generation|models|inspection|offload|conformance|server|backends|tests|docs"
+    folders = "core|formats|generation|models|inspection|offload|deploy|conformance|server|backends|tests|docs"
     paths = re.findall(rf"`((?:{folders})/[\w./*-]*)`", text)
     assert [path for path in paths if not list(ROOT.glob(path.rstrip("/")))] == []

@@ -17,8 +17,8 @@ from evener.ops.schemas import BUILTIN
 from evener.plugins.hook_check import hook_arguments
 
 _LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
-_FOLDERS = (r"core|formats|generation|models|inspection|offload|conformance|server|backends|tests|scripts|benchmarks"
-            r"|docs|\.ci")  # fmt: skip
+_FOLDERS = (r"core|formats|generation|models|inspection|offload|deploy|conformance|server|backends|tests|scripts"
+            r"|benchmarks|docs|\.ci")  # fmt: skip
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 

@@ -13,7 +13,7 @@ from build_wheels import build, dependencies
 from packaging.requirements import Requirement
 from source_tree import ROOT
 
-SHARED = ("core", "formats", "generation", "models", "inspection", "offload", "conformance", "server")
+SHARED = ("core", "formats", "generation", "models", "inspection", "offload", "deploy", "conformance", "server")
 FOLDERS = [*(ROOT / name for name in SHARED), *(p.parent for p in ROOT.glob("backends/*/pyproject.toml"))]
 
 

@@ -30,6 +30,7 @@ _DESCRIPTOR_FIELDS: Mapping[str, str] = {
     "adapter_readers": "adapter reader", "drafters": "drafter", "draft_policies": "draft policy",
     "worker_drafters": "worker drafter",
     "layer_splitters": "layer splitter", "grammar_masks": "maker of masks", "placements": "placement of experts",
+    "cache_listeners": "cache listener",
 }  # fmt: skip
 #: Providers that are part of the core.
 _BUILTIN_PROVIDERS = ("reference", "expanded")

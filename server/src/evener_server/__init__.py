@@ -20,6 +20,8 @@ module                  content
 ``options``             keys of the server itself
 ``stats_logger``        the periodic log line
 ``nodes``               one process started per machine: starts torchrun
+``router_info``         what routers ask: the server's and the model's limits
+``kv_events``           events of the prefix cache, for routers
 ``service``             what the endpoints share
 ``page``                the page for people at /; ``web/`` has its files
 ``adapters``            adapters (LoRA) that are loaded while the server runs
@@ -131,6 +133,14 @@ descriptor = Descriptor(
             type=str, default=None, help="Folder below which clients may load adapters (LoRA) while the server runs; "
             "none: they may not.",
         ),
+        "kv_events": Option(
+            type=str, default=None, help="ZMQ address, such as tcp://127.0.0.1:5557, on which to publish what the "
+            "prefix cache has, in vLLM's form, for routers; none: nothing. Prompts can be read from it.",
+        ),
+        "kv_events_replay": Option(
+            type=str, default=None, help="ZMQ address on which routers ask for events that they missed."
+        ),
+        "kv_events_topic": Option(type=str, default="", help="Topic of these events."),
         "trust_request_chat_template": Option(
             type=bool,
             default=False,
@@ -140,6 +150,7 @@ descriptor = Descriptor(
             type=str, default=None, help="Text file with a secret key: sampled answers get a watermark of it."
         ),
     },
+    cache_listeners={"kv_events": "evener_server.kv_events:open_kv_events"},
     commands={
         "serve": "evener_server.command:main",
         "run": "evener_server.run_command:main",

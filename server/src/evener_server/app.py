@@ -40,6 +40,7 @@ from evener_server.responses.background import BackgroundResponses
 from evener_server.responses.body import ResponsesBody
 from evener_server.responses.job import ResponseJob
 from evener_server.responses.store import ResponseStore
+from evener_server.router_info import add_router_info
 from evener_server.scores import RerankBody, RerankJob, ScoreBody, ScoreJob
 from evener_server.service import Service
 from evener_server.streaming import GenerationResponse, to_json
@@ -104,6 +105,7 @@ def create_app(
     if service.options.page:
         add_page(app)
     _add_status(app, service)
+    add_router_info(app, service)
     _add_generation(app, service)
     _add_pooled(app, service)
     _add_translated(app, service)

@@ -43,6 +43,8 @@ class ServerOptions:
         trust_request_chat_template: requests may bring their chat template.
         token_ids: log-probabilities name tokens by their ids by default.
         watermark_key_file: a file with the key of the watermark.
+        kv_events, kv_events_replay: ZMQ addresses on which events of the prefix cache are published, and sent again.
+        kv_events_topic: the first part of each of these messages.
         lora_folder: a folder below which clients may load adapters; None: they may not.
     """
 
@@ -68,6 +70,9 @@ class ServerOptions:
     token_ids: bool = False
     watermark_key_file: str | None = None
     lora_folder: str | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    kv_events_topic: str = ""
 
     def read_chat_template(self) -> str | None:
         """The text of ``chat_template``.

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from prometheus_client.registry import Collector
 
 from evener.async_llm import AsyncLLM
 from evener.errors import EngineDeadError
 from evener_server.errors import ApiError
 from evener_server.key_use import KeyFamilies
+from evener_server.router_info import cache_labels, setting
 from evener_server.service import Service
-from evener_server.vllm_metrics import VllmFamilies
+from evener_server.vllm_metrics import AdapterFamily, VllmFamilies
 
 
 def model_card(service: Service, name: str | None = None) -> dict[str, Any]:
@@ -77,7 +79,11 @@ async def metrics(service: Service) -> bytes:
         report = None
     names = ("", "", "") if info is None else (info.backend, info.model, info.served_name)
     labels = {"version": service.version, "backend": names[0], "model": names[1]}
-    vllm = [VllmFamilies(service.metrics, names[2], report)] if service.options.vllm_metrics else []
+    vllm: list[Collector] = []
+    if service.options.vllm_metrics:
+        vllm.append(VllmFamilies(service.metrics, names[2], report, {} if info is None else cache_labels(info)))
+        if llm.ready and llm.info is not None and llm.info.adapters is not None:
+            vllm.append(AdapterFamily(setting(llm.info, "infer.max_loras", 0), service.adapters))
     keys = [KeyFamilies(service.key_uses)] if service.key_uses else []
     return service.metrics.text(names[2], report, labels, [*vllm, *keys])
 

@@ -6,7 +6,8 @@ is a summary: ``…_sum`` and ``…_count``, without buckets. What this engine d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -29,10 +30,13 @@ class VllmFamilies(Collector):
     Args:
         model: the label ``model_name``. The label ``engine`` is 0: a server has one engine.
         report: the engine's statistics; None: there is no engine, and its metrics are left out.
+        cache: labels of the KV cache, which routers read.
     """
 
-    def __init__(self, metrics: Metrics, model: str, report: StatsReport | None) -> None:
-        self._metrics, self._values, self._report = metrics, (model, "0"), report
+    def __init__(
+        self, metrics: Metrics, model: str, report: StatsReport | None, cache: Mapping[str, str] | None = None
+    ) -> None:
+        self._metrics, self._values, self._report, self._cache = metrics, (model, "0"), report, dict(cache or {})
 
     def collect(self) -> Iterator[Metric]:
         own = self._metrics
@@ -86,7 +90,7 @@ class VllmFamilies(Collector):
             "iteration_tokens_total", "Tokens computed in a step.", report.steps, report.computed_tokens
         )
         cache = InfoMetricFamily("vllm:cache_config", "The KV cache.", labels=_LABELS)
-        cache.add_metric(self._values, {"num_gpu_blocks": str(report.blocks)})
+        cache.add_metric(self._values, {"num_gpu_blocks": str(report.blocks), **self._cache})
         yield cache
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
@@ -106,3 +110,23 @@ class VllmFamilies(Collector):
 
     def _histogram(self, name: str, text: str, found: Histogram) -> Metric:
         return histogram_family(f"vllm:{name}", text, found, _LABELS, self._values)
+
+
+class AdapterFamily(Collector):
+    """``vllm:lora_requests_info``: which adapters a router finds here, as the Gateway API inference extension reads it.
+
+    Args:
+        slots: adapters on the device at a time; 0: as many as were named at start.
+        loaded: names of the loaded adapters.
+    """
+
+    def __init__(self, slots: int, loaded: Iterable[str]) -> None:
+        self._loaded = sorted(loaded)
+        self._slots = slots or len(self._loaded)
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters (LoRA); the value is the time.", labels=labels)
+        # Requests do not wait for an adapter to be read: a loaded one is ready, so none is listed as waiting.
+        family.add_metric((str(self._slots), ",".join(self._loaded), ""), time.time())
+        yield family

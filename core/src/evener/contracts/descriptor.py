@@ -131,6 +131,9 @@ class Descriptor:
             it.
         connectors: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: keeps state
             that leaves the prefix cache; see ``evener.contracts.connector``.
+        cache_listeners: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
+            what hears of blocks that enter and leave the prefix cache, or returns None; called with the configuration
+            and the worker's facts; see ``engine.controller.blocks``.
     """
 
     name: str
@@ -168,6 +171,7 @@ class Descriptor:
     grammar_masks: Mapping[str, str] = field(default_factory=dict)
     placements: Mapping[str, str] = field(default_factory=dict)
     connectors: Mapping[str, str] = field(default_factory=dict)
+    cache_listeners: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)

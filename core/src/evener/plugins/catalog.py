@@ -29,7 +29,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
     "draft_policies": "draft policy", "layer_splitters": "layer splitter",
     "grammar_masks": "maker of masks", "weight_makers": "maker of weights",
-    "old_spellings": "old spellings", "config_readers": "config reader",
+    "old_spellings": "old spellings", "config_readers": "config reader", "cache_listeners": "cache listener",
 }  # fmt: skip
 T = TypeVar("T")
 

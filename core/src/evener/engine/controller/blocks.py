@@ -16,12 +16,31 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 
+class CacheListener:
+    """Hears which keys the prefix cache gets and loses. This one ignores it; see ``engine.controller.state`` for keys.
+    The engine calls it between steps, so it must return at once."""
+
+    def stored(self, key: Hashable, parent: bytes | None, tokens: Sequence[int], plain: bool) -> None:
+        """A block entered the cache. ``parent``: the digest of the block before it; None: it is the first.
+        ``tokens``: its ids. ``plain``: nothing but token ids made its key, neither a salt nor an adapter nor media."""
+
+    def removed(self, key: Hashable) -> None:
+        """The block with this key was given out again."""
+
+    def cleared(self) -> None:
+        """The cache is empty."""
+
+    def close(self) -> None:
+        """The engine ends."""
+
+
 class BlockPool:
     """Reference counts and cache keys of the blocks in ``count`` pages, with ``slab`` pages in each slab. The blocks of
     the first slab are null blocks, which are never given out."""
 
     def __init__(self, count: int, slab: int = 1) -> None:
         self.count, self.slab = count, slab
+        self.listener = CacheListener()
         self._references = [0] * count
         self._keys: list[Hashable | None] = [None] * count
         self._by_key: dict[Hashable, int] = {}
@@ -105,6 +124,7 @@ class BlockPool:
             self._keys[block] = None
             if self.on_eviction is not None:
                 self.on_eviction(block, key)
+            self.listener.removed(key)
 
     def _append_free(self, block: int, span: int) -> None:
         part = self._free_blocks[span]
@@ -149,13 +169,15 @@ class BlockPool:
         if not self._has_key(slab):
             self._free_slabs.move_to_end(slab, last=False)
 
-    def set_key(self, block: int, key: Hashable) -> None:
-        """Record what a held block contains. If another block has this key already, that one keeps it."""
-        if key not in self._by_key and self._keys[block] is None:
+    def set_key(self, block: int, key: Hashable) -> bool:
+        """Record what a held block contains. Returns False if another block has this key already; that one keeps it."""
+        if new := key not in self._by_key and self._keys[block] is None:
             self._by_key[key] = block
             self._keys[block] = key
+        return new
 
     def clear_keys(self) -> None:
         """Forget all keys: the prefix cache is empty then."""
         self._by_key.clear()
         self._keys = [None] * self.count
+        self.listener.cleared()

@@ -65,6 +65,7 @@ class Controller:
             events += self.step() if not self.idle else self.check()
             if events:
                 mailbox.put(events)
+        self.scheduler.state.pool.listener.close()
 
     def handle(self, received: Iterable[ToController]) -> list[FromController]:
         """Process messages in order. Returns the events for the front end."""

@@ -24,6 +24,8 @@ from evener.engine.wire.media import overlapping_items
 from evener.engine.wire.plan import BlockCopy
 from evener.engine.wire.slabs import find_kinds, slabs_needed
 
+_NO_SALT = hashlib.sha256(b"").digest()
+
 
 @dataclass
 class BlockTable:
@@ -199,8 +201,10 @@ class StateManager:
             self.extend_digests(table, tokens, columns)
             for group, (spec, kind, blocks) in enumerate(zip(self.specs, self._kinds, table.blocks, strict=True)):
                 for column in range(table.cached_blocks, columns):
-                    if blocks[column] and kind.reusable(spec, column, self.block_size):
-                        self.pool.set_key(blocks[column], (group, table.digests[column]))
+                    key = (group, table.digests[column])
+                    if (blocks[column] and kind.reusable(spec, column, self.block_size)
+                            and self.pool.set_key(blocks[column], key)):  # fmt: skip
+                        self._announce(table, key, column, tokens)
             table.cached_blocks = columns
         for group in range(len(self.specs)):
             first = self.first_live_block(group, computed)
@@ -209,6 +213,11 @@ class StateManager:
                 self.pool.release(blocks[table.first_live[group] : first])
                 blocks[table.first_live[group] : first] = [0] * (first - table.first_live[group])
                 table.first_live[group] = first
+
+    def _announce(self, table: BlockTable, key: tuple[int, bytes], column: int, tokens: Sequence[int]) -> None:
+        first, end = column * self.block_size, (column + 1) * self.block_size
+        plain = table.salt == _NO_SALT and not any(overlapping_items(table.media, 0, end))
+        self.pool.listener.stored(key, table.digests[column - 1] if column else None, tokens[first:end], plain)
 
     def close(self, table: BlockTable) -> None:
         """Give back all blocks. The last ones go first, so that the beginning of a prefix is evicted last."""

@@ -94,6 +94,8 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     infer, kinds = config.infer, _kinds(facts, config)
     limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
+    for listener in installed_catalog().answers("cache listener", config, facts):
+        state.pool.listener = listener
     media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
     found = find_connector(infer)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,

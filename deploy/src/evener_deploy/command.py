@@ -1,0 +1,67 @@
+"""``evener deploy MODEL [key=value …]``: several servers behind one address."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from importlib.util import find_spec
+
+from evener.cli.command import Command, read_config
+from evener.errors import ConfigError
+from evener.logs import set_up_logging
+from evener_deploy.options import DeployOptions, check_keys, read_resources
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str]) -> int:
+    """Deploy until a signal comes. Returns the exit code.
+
+    Raises:
+        ConfigError: a wrong option or key, or Ray is not installed.
+        EngineError: a replica does not start.
+    """
+    command = Command("deploy", "Serve a model with several servers behind one address, on Ray Serve.")
+    command.option("--replicas", metavar="N", type=int, default=1,
+                   help="servers at the start, and at least (default 1)")  # fmt: skip
+    command.option("--max-replicas", metavar="N", type=int, default=0,
+                   help="servers at most; more are started while they are busy (default: as --replicas)")  # fmt: skip
+    command.option("--target", metavar="N", type=int, default=32,
+                   help="running requests of a server above which more are started (default 32)")  # fmt: skip
+    command.option("--spread", metavar="N", type=int, default=16,
+                   help="running requests by which two servers may differ before a prompt goes to the less busy one, "
+                   "although the other has its beginning in the cache (default 16)")  # fmt: skip
+    command.option("--resources", metavar="NAME=AMOUNT,...", default="",
+                   help="what Ray reserves for each server, as in GPU=2,CPU=4 (default CPU=1)")  # fmt: skip
+    # Keys that are wrong are an error here, and not in every replica.
+    arguments, config = read_config(command, argv, ranks=False)
+    check_keys(config)
+    words = command.parse(argv)[1]
+    for name in ("replicas", "target", "spread"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name} {getattr(arguments, name)} is not valid; it takes 1 or more")
+    most = arguments.max_replicas or arguments.replicas
+    if most < arguments.replicas:
+        raise ConfigError(f"--max-replicas {most} is less than --replicas {arguments.replicas}; give at least as many")
+    options = DeployOptions(
+        words=(*words, *(("--config", os.path.abspath(arguments.config)) if arguments.config else ())),
+        host=config.serve.host, port=config.serve.port, replicas=arguments.replicas, max_replicas=most,
+        target=arguments.target, spread=arguments.spread, resources=read_resources(arguments.resources),
+        environ={name: value for name, value in os.environ.items() if name.startswith(("EVENER_", "CONFIG_NAME"))},
+    )  # fmt: skip
+    if find_spec("ray") is None:
+        raise ConfigError("evener deploy needs Ray, which is not installed; type: pip install 'evener-deploy[ray]'")
+    set_up_logging(config.log, logging.INFO)
+    from evener_deploy import ray_app
+
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        logger.info("serving %d replicas at %s", options.replicas, ray_app.start(options))
+        ended.wait()
+        return 0
+    finally:
+        ray_app.stop()
