@@ -23,10 +23,9 @@ _HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
 #: Pages for the owners of one kind of card, written shorter in Chinese; they only lead to each other.
 _SHORTER = {"install-ascend", "install-gcu", "install-hygon", "install-muxi"}
 TRANSLATED = (
-    "README.md",
-    *(f"docs/{name}.md" for name in ("serving", "operator", "troubleshooting", "hybrid", "first-contact", "from-other-engines", "api",
-      "backend-author", "backend-author-advanced", "model-author", "quantization-author", "state-author", "architecture",
-      "simulated-devices", "conformance")),
+    "README", "docs/serving", "docs/operator", "docs/troubleshooting", "docs/hybrid", "docs/first-contact",
+    "docs/from-other-engines", "docs/api", "docs/backend-author", "docs/backend-author-advanced", "docs/model-author",
+    "docs/quantization-author", "docs/state-author", "docs/architecture", "docs/simulated-devices", "docs/conformance",
 )  # fmt: skip
 CHINESE = sorted([*ROOT.glob("*.zh.md"), *DOCS.rglob("*.zh.md")])
 EQUAL = [page for page in CHINESE if page.name.removesuffix(".zh.md") not in _SHORTER]
@@ -112,35 +111,49 @@ def test_each_page_leads_to_its_other_language_at_the_top(page: Path) -> None:
 
 
 def test_each_page_for_users_and_authors_of_packages_has_a_chinese_one() -> None:
-    assert [name for name in TRANSLATED if chinese(ROOT / name) not in EQUAL] == []
+    assert [name for name in TRANSLATED if ROOT / f"{name}.zh.md" not in EQUAL] == []
+
+
+def code(text: str) -> Counter[str]:
+    """The code that a text names, each once."""
+    return Counter(set(spans(text)))
+
+
+def check_headings(page: Path) -> None:
+    """Fail with the first heading that a Chinese page lacks or has too much: where levels or the code below differ."""
+    ours, theirs = headings(page), headings(english(page))
+    if [level for level, _ in ours] == [level for level, _ in theirs]:
+        return
+    pairs = zip_longest(ours, theirs, sections(page), sections(english(page)), fillvalue="")
+    for mine, other, below, there in pairs:
+        if mine[:1] != other[:1] or code(below) != code(there):
+            place = f"{named(english(page))} has “{' '.join(other)}” where it has “{' '.join(mine)}”"
+            pytest.fail(f"{named(page)} has {len(ours)} headings and must have {len(theirs)}; first difference: {place}")
+    pytest.fail(f"{named(page)} has other headings than {named(english(page))}")
 
 
 @pytest.mark.parametrize("page", EQUAL, ids=lambda page: page.name)
 def test_a_chinese_page_has_the_headings_of_the_english_one(page: Path) -> None:
-    last = ""
-    for ours, theirs in zip_longest(headings(page), headings(english(page)), fillvalue=("", "")):
-        here, there = " ".join(ours), " ".join(theirs)
-        what = f"lacks the heading “{there}” of {named(english(page))}" if there else f"must not have “{here}”"
-        assert ours[0] == theirs[0], f"{named(page)} {what}, after “{last}” (has “{here}” there)"
-        last = here
+    check_headings(page)
 
 
 @pytest.mark.parametrize("page", EQUAL, ids=lambda page: page.name)
 def test_a_chinese_page_has_the_code_blocks_of_the_english_one_byte_for_byte(page: Path) -> None:
     ours, theirs = list(blocks(page)), list(blocks(english(page)))
     for mine, block in zip(ours, theirs, strict=False):
-        same = (mine.language, mine.flags, mine.values, mine.text) == (block.language, block.flags, block.values, block.text)
-        assert same, f"copy the block at {block} to {mine}, comments too"
-    assert len(ours) == len(theirs), f"{named(page)} has {len(ours)} code blocks, {named(english(page))} has {len(theirs)}"
+        a, b = ((each.language, each.flags, each.values, each.text) for each in (mine, block))
+        assert a == b, f"copy the block at {block} to {mine}, comments too"
+    assert len(ours) == len(theirs), f"{named(page)} has {len(ours)} code blocks and must have {len(theirs)}"
 
 
 @pytest.mark.parametrize("page", EQUAL, ids=lambda page: page.name)
 def test_a_chinese_page_names_the_same_code_in_each_section(page: Path) -> None:
-    pairs = zip(headings(page), sections(page), sections(english(page)), strict=False)
+    check_headings(page)
+    pairs = zip(headings(page), sections(page), sections(english(page)), strict=True)
     wrong = [
         f"{named(page)}, “{title}”: {found}"
         for (_, title), ours, theirs in pairs
-        if (found := differences(Counter(set(spans(ours))), Counter(set(spans(theirs)))))
+        if (found := differences(code(ours), code(theirs)))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -157,6 +170,7 @@ def test_a_chinese_page_has_the_tables_of_the_english_one(page: Path) -> None:
 
 @pytest.mark.parametrize("page", EQUAL, ids=lambda page: page.name)
 def test_a_chinese_page_has_the_links_of_the_english_one(page: Path) -> None:
+    check_headings(page)  # anchors are found by the place of their heading
     ours = Counter(set(_LINK.findall(prose(page))))
     theirs = Counter({translated(link, english(page)) for link in _LINK.findall(prose(english(page)))})
     found = differences(ours, theirs)
