@@ -128,7 +128,8 @@ def check_headings(page: Path) -> None:
     for mine, other, below, there in pairs:
         if mine[:1] != other[:1] or code(below) != code(there):
             place = f"{named(english(page))} has “{' '.join(other)}” where it has “{' '.join(mine)}”"
-            pytest.fail(f"{named(page)} has {len(ours)} headings and must have {len(theirs)}; first difference: {place}")
+            count = f"{len(ours)} headings and must have {len(theirs)}"
+            pytest.fail(f"{named(page)} has {count}; first difference: {place}")
     pytest.fail(f"{named(page)} has other headings than {named(english(page))}")
 
 
