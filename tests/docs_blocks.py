@@ -61,8 +61,9 @@ def blocks(document: Path) -> Iterator[Block]:
 
 
 def documents() -> list[Path]:
-    """README, CONTRIBUTING, SECURITY and everything in ``docs``."""
-    return [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted(DOCS.rglob("*.md"))]
+    """README in both languages, CONTRIBUTING, SECURITY and everything in ``docs``."""
+    names = ("README", "README.zh", "CONTRIBUTING", "SECURITY")
+    return [*(ROOT / f"{name}.md" for name in names), *sorted(DOCS.rglob("*.md"))]
 
 
 def package_files(document: Path, smallest: bool = False) -> dict[str, str]:
