@@ -33,7 +33,8 @@ class EvenerEngine(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
     """One engine in processes of its own."""
 
     def __init__(self, config: Config) -> None:
-        self._config, self._llm = config, None
+        self._config = config
+        self._llm: AsyncLLM | None = None
         self._events = config.options["server"]["kv_events"]
 
     @classmethod
