@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from evener.engine.wire.messages import ChangeWeights
 from evener.engine.wire.plan import Order, StepResult
 
 
@@ -17,6 +18,14 @@ class Executor(ABC):
     @abstractmethod
     def read(self) -> StepResult:
         """Block until the oldest submitted step is done and return its result.
+
+        Raises:
+            EngineDeadError: a worker has died.
+        """
+
+    @abstractmethod
+    def change_weights(self, order: ChangeWeights) -> str | None:
+        """Have every worker do ``order`` while no step is in flight, and wait for it. Returns why a worker could not.
 
         Raises:
             EngineDeadError: a worker has died.

@@ -19,7 +19,7 @@ from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.connector import find_connector
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import LoadAdapter, UnloadAdapter
+from evener.engine.wire.messages import ChangeWeights, LoadAdapter, UnloadAdapter, WeightsChanged
 from evener.engine.wire.plan import Order, StepMasks
 from evener.engine.wire.worker_facts import WorkerFacts
 from evener.engine.worker.assembly import Assembly, captured_prompt_sizes, find_graph_capture
@@ -30,7 +30,8 @@ from evener.engine.worker.memory import MemoryPlan, min_across_ranks, require_me
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import one_request
-from evener.engine.worker.weights import load_stage
+from evener.engine.worker.weights import load_stage, release, reopen
+from evener.errors import CheckpointError, EvenerError
 from evener.loading.loader import WeightBytes
 from evener.plugins.discover import installed_catalog
 from evener.pooling.names import registered_name
@@ -128,6 +129,32 @@ class Worker:
         except Exception as error:
             self._assembly.resolver.attribution.raise_attributed(error)
             raise
+
+    def change_weights(self, order: ChangeWeights) -> WeightsChanged:
+        """Check, load or release weights while no step is in flight. After a load that failed, another must follow."""
+        a = self._assembly
+        try:
+            if a.placement is not None:
+                raise CheckpointError("experts are in host memory, which have tables on the device; start again with "
+                                      "other weights")  # fmt: skip
+            source = reopen(a, order.folder) if order.folder else a
+            if order.action != "check":
+                self._graphs = None  # captures hold the addresses of weights and state
+            if order.action == "release":
+                release(a)
+                self._pool = None
+                a.geometry.bind(1, a.device)
+                a.device.synchronize()
+                cache = getattr(torch, a.device.torch_device.type)
+                if hasattr(cache, "empty_cache"):  # torch keeps freed memory of some devices
+                    cache.empty_cache()
+            if order.action == "load":
+                load_stage(source, tables=False)
+                self._pool = a.geometry.bind(self.facts.blocks, a.device) if self._pool is None else self._pool
+                self._graphs = self._step_graphs(a)
+        except (EvenerError, OSError) as error:
+            return WeightsChanged(str(error))
+        return WeightsChanged()
 
     def _draw_masked(self, masks: StepMasks) -> PendingStep | None:
         # It holds the step's logits, and the memory plan has room for those of one step.
