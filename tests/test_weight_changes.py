@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -166,3 +165,65 @@ def test_a_folder_that_does_not_fit_is_refused_and_the_old_weights_serve(
             tokens(llm)
         llm.wake_up()
         assert tokens(llm) == want
+
+
+def own_memory() -> int:
+    """Bytes of this process's own memory, without pages of files."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))) * 1024
+
+
+def test_an_engine_that_sleeps_gives_the_memory_of_its_weights_and_cache_back(tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    folder.mkdir()
+    shape = find_architecture("LlamaForCausalLM").tiny_config()
+    size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16,
+            "num_key_value_heads": 16, "head_dim": 64}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({**shape, **size}))
+    with LLM(folder, **{**KEYS, "infer.kv_memory": 2**25}, load="dummy") as llm:
+        want, weights = tokens(llm), llm.info.memory["measured_weights"]
+        awake = own_memory()
+        assert weights > 2**27
+        llm.sleep()
+        assert awake - own_memory() > 0.95 * weights
+        llm.wake_up()
+        assert own_memory() > awake - 0.1 * weights
+        assert tokens(llm) == want
+
+
+def test_processes_replace_weights_while_others_wait_and_end_what_is_too_long(old: Path, new: Path) -> None:
+    want = fresh(old), fresh(new)
+
+    async def run() -> None:
+        config = from_overrides(str(old), {**KEYS, "infer.tp_size": 2})
+        llm = await AsyncLLM.start(config, "process")
+        try:
+            async def ask() -> list[int]:
+                return [o async for o in llm.generate(PROMPT, GREEDY)][-1].outputs[0].token_ids
+
+            assert await ask() == want[0]
+            # One that runs ends with the weights that it began with.
+            running = asyncio.ensure_future(ask())
+            while llm.num_open == 0:
+                await asyncio.sleep(0.001)
+            await llm.update_weights(new)
+            assert await running == want[0] and await ask() == want[1]
+            long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
+            stream = await llm.submit(PROMPT, long)
+            await llm.update_weights(old, "back", timeout=0)
+            last = [delta async for delta in stream][-1]
+            assert last.finish_reason == "error" and last.status == 503 and "weights were changed" in (last.error or "")
+            assert await ask() == want[0] and llm.weights_version == "back"
+            await llm.sleep()
+            assert llm.asleep and not llm.ready
+            with pytest.raises(EngineDeadError, match="asleep"):
+                await ask()
+            with pytest.raises(CheckpointError, match="nowhere"):
+                await llm.update_weights(old.with_name("nowhere"))
+            assert llm.asleep
+            await llm.update_weights(new)
+            assert await ask() == want[1]
+        finally:
+            await llm.close()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))

@@ -75,6 +75,8 @@ class AsyncLLM:
         self._draining = False
         #: Why requests are refused for now; None: they are accepted.
         self.paused: str | None = None
+        #: Whether the weights were released.
+        self.asleep = False
         #: Of the weights that answers are computed with: "1" at the start.
         self.weights_version, self._updates = "1", 1
         self._changing, self._changed = asyncio.Lock(), asyncio.Event()
@@ -380,7 +382,8 @@ class AsyncLLM:
                 self._alive_frontend()
                 if self._change_error is not None:
                     raise CheckpointError(self._change_error)
-                before = "the engine is asleep; wake it up first" if order.action == "release" else None
+                self.asleep = order.action == "release"
+                before = "the engine is asleep; wake it up first" if self.asleep else None
                 if order.folder:
                     self._updates += 1
                     self.weights_version = version or str(self._updates)

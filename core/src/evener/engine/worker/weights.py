@@ -47,12 +47,13 @@ def reopen(a: Assembly, folder: str) -> Assembly:
 
 
 def release(a: Assembly) -> None:
-    """Free the weights; tables stay."""
+    """Free the weights, and what kernels hold of them and of the state; tables stay."""
     for item in a.build.weights:
         if not isinstance(item, Table):
             item.value = None
     for group in a.build.groups:
         group.values = None
+    a.resolver.rebuild(a.build.sites)
 
 
 def load_stage(a: Assembly, tables: bool = True) -> WeightBytes:

@@ -140,8 +140,8 @@ class Worker:
             source = reopen(a, order.folder) if order.folder else a
             if order.action != "check":
                 self._graphs = None  # captures hold the addresses of weights and state
+                release(a)  # before others are loaded: there is not room for both
             if order.action == "release":
-                release(a)
                 self._pool = None
                 a.geometry.bind(1, a.device)
                 a.device.synchronize()
