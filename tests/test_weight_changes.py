@@ -1,4 +1,4 @@
-"""Sleep and wake, and weights that are replaced while the engine runs: on one rank and two, in threads and processes."""
+"""Sleep and wake, and weights that are replaced while the engine runs: one rank and two, in threads and processes."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ thread::
 ``script`` replaces the echo. With ``pooling`` in its info it gives rows (``fake_row``) and no tokens. Rows of
 prompt tokens are ``fake_rows``. ``hold`` stops
 the steps and ``release`` continues them, so that a test can look at a running request without sleeping. ``fail`` and
-``die`` inject errors; with ``weights_error`` weights cannot be changed. ``sent`` has every message, ``open_ids`` the requests that have not ended.
+``die`` inject errors; with ``weights_error`` weights cannot be changed.
+``sent`` has every message, ``open_ids`` the requests that have not ended.
 """
 
 from __future__ import annotations

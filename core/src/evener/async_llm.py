@@ -23,7 +23,15 @@ from evener.contracts.outputs import Delta, RequestOutput
 from evener.engine.processes.launch import join_script
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import ChangeWeights, Dead, FromController, GetStats, Ready, StatsReport, WeightsChanged
+from evener.engine.wire.messages import (
+    ChangeWeights,
+    Dead,
+    FromController,
+    GetStats,
+    Ready,
+    StatsReport,
+    WeightsChanged,
+)
 from evener.errors import CheckpointError, EngineDeadError, EngineError, EvenerError, RenderTimeoutError
 from evener.frontend.adapters import Adapters
 from evener.frontend.capacity import Capacity, Reservation

@@ -162,7 +162,7 @@ class LLM:
         return self._frontend.adapters
 
     def sleep(self) -> None:
-        """Release the memory of weights and KV cache, until ``wake_up`` or ``update_weights``. Until then requests fail.
+        """Release the memory of weights and KV cache; requests fail until ``wake_up`` or ``update_weights``.
 
         Raises:
             CheckpointError: this engine cannot; EngineDeadError: it has stopped.

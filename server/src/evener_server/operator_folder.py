@@ -1,4 +1,4 @@
-"""A folder that a client names, below one that the operator has given: a client must not make the server read any other."""
+"""A folder that a client names, below one of the operator's: a client must not make the server read any other."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ class Resolver:
             )
 
     def rebuild(self, sites: Sequence[CallSite]) -> None:
-        """Replace the callables of sites that were filled by new ones. The old ones may hold weights of their last call;
-        this lets go of them. The manifest stays as it is."""
+        """Replace the callables of sites that were filled by new ones: the old ones may hold weights of their last
+        call. The manifest stays as it is."""
         again = Resolver(self.available)
         again.sites(sites)
         self._tables, self.attribution = again._tables, again.attribution

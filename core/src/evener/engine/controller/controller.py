@@ -107,7 +107,7 @@ class Controller:
                 return [] if message.drain else self.scheduler.end_all("abort")
 
     def _change_weights(self, order: messages.ChangeWeights) -> list[FromController]:
-        events = self.scheduler.end_all("error", "the weights were changed before this request had ended; send it again")
+        events = self.scheduler.end_all("error", "the weights were changed before this request ended; send it again")
         while self.scheduler.in_flight and not self.dead:
             events += self.step()
         try:

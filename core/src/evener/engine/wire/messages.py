@@ -2,7 +2,8 @@
 
 Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``LoadAdapter``, ``UnloadAdapter``,
 ``ChangeWeights``, ``GetStats``, ``Shutdown``. Controller to front end:
-``Tokens``, ``Finished``, ``WeightsChanged``, ``StatsReport``, ``Ready``, ``Dead``. Controller and worker exchange what ``plan`` defines.
+``Tokens``, ``Finished``, ``WeightsChanged``, ``StatsReport``, ``Ready``, ``Dead``.
+Controller and worker exchange what ``plan`` defines.
 Every request ends in exactly one ``Finished``, also one that was refused.
 """
 

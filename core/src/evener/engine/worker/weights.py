@@ -18,7 +18,6 @@ from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.match import check_match, match_context
 from evener.plugins.discover import installed_catalog
 
-
 #: Of ``config.json``: who wrote it, with what.
 _OF_THE_WRITER = frozenset({"_name_or_path", "transformers_version"})
 
