@@ -227,3 +227,20 @@ def test_processes_replace_weights_while_others_wait_and_end_what_is_too_long(ol
             await llm.close()
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_a_model_cache_of_the_old_weights_is_not_taken_for_the_new_ones(old: Path, new: Path, tmp_path: Path) -> None:
+    with LLM(old, **KEYS, model_cache=str(tmp_path / "cache")) as llm:
+        llm.update_weights(new)
+        assert tokens(llm) == fresh(new)
+        llm.update_weights(old)
+        assert tokens(llm) == fresh(old)
+
+
+def test_an_engine_whose_tokens_a_model_proposes_refuses_before_anything_changes(old: Path, new: Path) -> None:
+    with LLM(old, **KEYS, **{"infer.draft_model": str(new)}) as llm:
+        want = tokens(llm)
+        for change in (llm.sleep, llm.wake_up, lambda: llm.update_weights(new)):
+            with pytest.raises(CheckpointError, match="a model proposes tokens"):
+                change()
+        assert tokens(llm) == want and llm.weights_version == "1"

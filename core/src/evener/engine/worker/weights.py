@@ -10,7 +10,7 @@ import torch
 from evener.contracts.declared import Declared, Table
 from evener.contracts.device import Device
 from evener.contracts.quant import Packing
-from evener.engine.worker.assembly import Assembly, view_weights
+from evener.engine.worker.assembly import Assembly, view_model
 from evener.engine.worker.memory import divide_weights
 from evener.errors import CheckpointError
 from evener.loading.checkpoint import open_checkpoint
@@ -36,13 +36,15 @@ def reopen(a: Assembly, folder: str) -> Assembly:
     if names:
         raise CheckpointError(f"config.json of {folder} differs from the running model's in {', '.join(names[:10])}; "
                               "give weights of the same model")  # fmt: skip
-    checkpoint, scheme = view_weights(a.config, a.loaded, checkpoint, type(a.model), a.ranks.world)
-    old, new = a.headers, checkpoint.headers
+    checkpoint, new, scheme, _ = view_model(a.config, a.loaded, a.ranks, checkpoint, type(a.model))
+    old = a.headers
     if other := next((name for name in old if name in new and new[name] != old[name]), None):
         raise CheckpointError(f"{other} is {new[other]} in {folder}, and {old[other]} in the running model; store it "
                               "like that")  # fmt: skip
     check_match(a.build.weights, new, scheme, where=folder, **match_context(a.build, a.other_stages))
-    return replace(a, checkpoint=checkpoint, scheme=scheme, headers=new)
+    # A model cache holds the weights of the start.
+    config = replace(a.config, config=replace(a.config.config, model_cache=None))
+    return replace(a, config=config, checkpoint=checkpoint, scheme=scheme, headers=new)
 
 
 def release(a: Assembly) -> None:

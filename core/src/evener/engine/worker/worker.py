@@ -86,7 +86,8 @@ class Worker:
         if any(a.agreement.most([measures])):  # a step of all stages
             measured = self._measure(a, plan)
             resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
-        self._pool, found = a.geometry.bind(plan.blocks, a.device), find_connector(resolved.config.infer)
+        self._pool: torch.Tensor | None = a.geometry.bind(plan.blocks, a.device)
+        found = find_connector(resolved.config.infer)
         self._mover = found and found.worker(a, self._pool)
         self._graphs = self._step_graphs(a, self.runner)
         if a.draft is not None and self._drafter is not None and a.device.capabilities.max_captures is None:
@@ -134,9 +135,10 @@ class Worker:
         """Check, load or release weights while no step is in flight. After a load that failed, another must follow."""
         a = self._assembly
         try:
-            if a.placement is not None:
-                raise CheckpointError("experts are in host memory, which have tables on the device; start again with "
-                                      "other weights")  # fmt: skip
+            others = {"experts are in host memory": a.placement, "a model proposes tokens": self._drafter,
+                      "blocks of the KV cache are in host memory": self._mover}  # fmt: skip
+            if what := next((what for what, other in others.items() if other is not None), None):
+                raise CheckpointError(f"weights cannot be changed or released while {what}; start the engine again")
             source = reopen(a, order.folder) if order.folder else a
             if order.action != "check":
                 self._graphs = None  # captures hold the addresses of weights and state
@@ -145,13 +147,13 @@ class Worker:
                 self._pool = None
                 a.geometry.bind(1, a.device)
                 a.device.synchronize()
-                cache = getattr(torch, a.device.torch_device.type)
+                cache = getattr(torch, a.device.torch_device.type, None)
                 if hasattr(cache, "empty_cache"):  # torch keeps freed memory of some devices
                     cache.empty_cache()
             if order.action == "load":
                 load_stage(source, tables=False)
                 self._pool = a.geometry.bind(self.facts.blocks, a.device) if self._pool is None else self._pool
-                self._graphs = self._step_graphs(a)
+                self._graphs = self._step_graphs(a, self.runner)
         except (EvenerError, OSError) as error:
             return WeightsChanged(str(error))
         return WeightsChanged()
