@@ -237,10 +237,15 @@ def test_a_model_cache_of_the_old_weights_is_not_taken_for_the_new_ones(old: Pat
         assert tokens(llm) == fresh(old)
 
 
-def test_an_engine_whose_tokens_a_model_proposes_refuses_before_anything_changes(old: Path, new: Path) -> None:
-    with LLM(old, **KEYS, **{"infer.draft_model": str(new)}) as llm:
+@pytest.mark.parametrize(("keys", "why"), [({"infer.draft_model": "new"}, "a model proposes tokens"),
+                                           ({"infer.kv_host_memory": 2**22}, "KV cache are in host memory")])  # fmt: skip
+def test_an_engine_that_cannot_change_its_weights_refuses_before_anything_changes(
+    keys: dict[str, Any], why: str, old: Path, new: Path
+) -> None:
+    keys = {name: str(new) if value == "new" else value for name, value in keys.items()}
+    with LLM(old, **KEYS, **keys) as llm:
         want = tokens(llm)
         for change in (llm.sleep, llm.wake_up, lambda: llm.update_weights(new)):
-            with pytest.raises(CheckpointError, match="a model proposes tokens"):
+            with pytest.raises(CheckpointError, match=why):
                 change()
         assert tokens(llm) == want and llm.weights_version == "1"
