@@ -23,13 +23,14 @@ class Executor(ABC):
             EngineDeadError: a worker has died.
         """
 
-    @abstractmethod
     def change_weights(self, order: ChangeWeights) -> str | None:
-        """Have every worker do ``order`` while no step is in flight, and wait for it. Returns why a worker could not.
+        """(optional) Have every worker do ``order`` while no step is in flight, and wait for it. Returns why a worker
+        could not. Default: none can.
 
         Raises:
             EngineDeadError: a worker has died.
         """
+        return f"{type(self).__name__} cannot {order.action} weights"
 
     def attach(self) -> None:
         """(optional) Called once by the thread that will call ``submit``, which may differ from the one that made the

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -147,7 +148,7 @@ class Worker:
                 self._pool = None
                 a.geometry.bind(1, a.device)
                 a.device.synchronize()
-                cache = getattr(torch, a.device.torch_device.type, None)
+                cache: Any = getattr(torch, a.device.torch_device.type, None)
                 if hasattr(cache, "empty_cache"):  # torch keeps freed memory of some devices
                     cache.empty_cache()
             if order.action == "load":
