@@ -10,7 +10,8 @@ thread::
 ``script`` replaces the echo. With ``pooling`` in its info it gives rows (``fake_row``) and no tokens. Rows of
 prompt tokens are ``fake_rows``. ``hold`` stops
 the steps and ``release`` continues them, so that a test can look at a running request without sleeping. ``fail`` and
-``die`` inject errors. ``sent`` has every message, ``open_ids`` the requests that have not ended.
+``die`` inject errors; with ``weights_error`` weights cannot be changed.
+``sent`` has every message, ``open_ids`` the requests that have not ended.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import (
     Abort,
+    ChangeWeights,
     Dead,
     Finish,
     Finished,
@@ -38,6 +40,7 @@ from evener.engine.wire.messages import (
     ToController,
     TokenLogprobs,
     Tokens,
+    WeightsChanged,
 )
 
 Script = Callable[[NewRequest], list[int]]
@@ -85,6 +88,7 @@ class FakeEngine(EngineClient):
         self.info = EngineInfo(**fields)
         self.sent: list[ToController] = []
         self.closed = False
+        self.weights_error: str | None = None
         self._script, self._tokens_per_step, self._cached = script, tokens_per_step, cached
         self._steps_left = hold_after
         self._running: dict[str, _Running] = {}
@@ -103,6 +107,8 @@ class FakeEngine(EngineClient):
                 self._running[message.id] = _Running(message, self._script(message)[: message.max_tokens])
             elif isinstance(message, (Abort, Finish)):
                 self._end(message.id, "abort" if isinstance(message, Abort) else "stop")
+            elif isinstance(message, ChangeWeights):
+                self._events.append(WeightsChanged(self.weights_error))
             elif isinstance(message, GetStats):
                 self._events.append(self._stats())
             elif isinstance(message, Shutdown) and not message.drain:

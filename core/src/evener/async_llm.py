@@ -7,6 +7,7 @@ all events of a step, however many requests run. Everything else happens on the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 import uuid
@@ -22,8 +23,16 @@ from evener.contracts.outputs import Delta, RequestOutput
 from evener.engine.processes.launch import join_script
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import Dead, FromController, GetStats, Ready, StatsReport
-from evener.errors import EngineDeadError, EngineError, EvenerError, RenderTimeoutError
+from evener.engine.wire.messages import (
+    ChangeWeights,
+    Dead,
+    FromController,
+    GetStats,
+    Ready,
+    StatsReport,
+    WeightsChanged,
+)
+from evener.errors import CheckpointError, EngineDeadError, EngineError, EvenerError, RenderTimeoutError
 from evener.frontend.adapters import Adapters
 from evener.frontend.capacity import Capacity, Reservation
 from evener.frontend.frontend import Frontend, Kind, PreparedRequest
@@ -72,6 +81,14 @@ class AsyncLLM:
         self.dead_reason: str | None = None
         self._start_error: EvenerError | None = None
         self._draining = False
+        #: Why requests are refused for now; None: they are accepted.
+        self.paused: str | None = None
+        #: Whether the weights were released.
+        self.asleep = False
+        #: Of the weights that answers are computed with: "1" at the start.
+        self.weights_version, self._updates = "1", 1
+        self._changing, self._changed = asyncio.Lock(), asyncio.Event()
+        self._change_error: str | None = None
         self._streams: dict[str, RequestStream] = {}
         self._report: asyncio.Future[StatsReport] | None = None
         self._ready_or_dead = asyncio.Event()
@@ -126,7 +143,7 @@ class AsyncLLM:
     @property
     def ready(self) -> bool:
         """Whether requests are accepted."""
-        return self._frontend is not None and self.dead_reason is None and not self._draining
+        return self._frontend is not None and self.dead_reason is None and not (self._draining or self.paused)
 
     @property
     def alive(self) -> bool:
@@ -337,6 +354,50 @@ class AsyncLLM:
             return False
         return True
 
+    async def sleep(self, timeout: float | None = None) -> None:
+        """As ``LLM.sleep``; requests are refused meanwhile. Those that run have ``timeout`` seconds to end (None: as
+        long as they take), then they end with an error.
+
+        Raises:
+            CheckpointError, EngineDeadError: as ``LLM.sleep``.
+        """
+        await self._change(ChangeWeights("release"), timeout)
+
+    async def wake_up(self) -> None:
+        """As ``LLM.wake_up``."""
+        await self._change(ChangeWeights("load"), None)
+
+    async def update_weights(
+        self, folder: str | Path, version: str | None = None, timeout: float | None = None
+    ) -> None:  # fmt: skip
+        """As ``LLM.update_weights``; with running requests as ``sleep``."""
+        await self._change(ChangeWeights("load", str(Path(folder).absolute())), timeout, version)
+
+    async def _change(self, order: ChangeWeights, timeout: float | None, version: str | None = None) -> None:
+        # A task: a caller that is cancelled must not leave the engine half changed.
+        await asyncio.shield(asyncio.ensure_future(self._change_alone(order, timeout, version)))
+
+    async def _change_alone(self, order: ChangeWeights, timeout: float | None, version: str | None) -> None:
+        async with self._changing:
+            self._alive_frontend()
+            before, self.paused = self.paused, "the weights are being changed; try again in a moment"
+            try:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._idle.wait(), timeout)
+                self._changed.clear()
+                self._client.send(order)
+                await self._changed.wait()
+                self._alive_frontend()
+                if self._change_error is not None:
+                    raise CheckpointError(self._change_error)
+                self.asleep = order.action == "release"
+                before = "the engine is asleep; wake it up first" if self.asleep else None
+                if order.folder:
+                    self._updates += 1
+                    self.weights_version = version or str(self._updates)
+            finally:
+                self.paused = before
+
     async def close(self) -> None:
         """Stop the engine; open requests end with an error. Calling it again does nothing."""
         if self._closing.is_set():
@@ -355,6 +416,8 @@ class AsyncLLM:
         frontend = self._alive_frontend()
         if self._draining:
             raise EngineDeadError("the engine is shutting down and takes no new requests")
+        if self.paused is not None:
+            raise EngineDeadError(self.paused)
         return frontend
 
     def _alive_frontend(self) -> Frontend:
@@ -415,6 +478,9 @@ class AsyncLLM:
             waiting, self._report = self._report, None
             if waiting is not None and not waiting.done():
                 waiting.set_result(event)
+        elif isinstance(event, WeightsChanged):
+            self._change_error = event.error
+            self._changed.set()
         elif self._frontend is not None:
             deltas, replies = self._frontend.handle(event)
             for reply in replies:
@@ -437,6 +503,7 @@ class AsyncLLM:
             self._report.set_exception(EngineDeadError(f"the engine has stopped: {self.dead_reason}"))
             self._report.exception()  # read once, or asyncio warns if no caller waits any more
         self._ready_or_dead.set()
+        self._changed.set()
         self.died.set()
 
     def _deliver(self, deltas: list[Delta]) -> None:

@@ -15,8 +15,8 @@ from evener.contracts.outputs import RequestOutput
 from evener.engine.processes.launch import join_script
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import Dead, Ready
-from evener.errors import EngineDeadError, EngineError, RequestError
+from evener.engine.wire.messages import ChangeWeights, Dead, Ready, WeightsChanged
+from evener.errors import CheckpointError, EngineDeadError, EngineError, RequestError
 from evener.frontend.adapters import Adapters
 from evener.frontend.frontend import Kind
 from evener.frontend.outputs import OutputBuilder
@@ -70,6 +70,8 @@ class LLM:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._dead_reason: str | None = None
+        #: Of the weights that answers are computed with: "1" at the start.
+        self.weights_version, self._updates = "1", 1
         try:
             self.info = self._wait_ready()
             self._frontend, self._chat = settings.build(self.info, client.send)
@@ -159,6 +161,51 @@ class LLM:
         """The adapters (LoRA) that requests may name: to load and to unload them."""
         return self._frontend.adapters
 
+    def sleep(self) -> None:
+        """Release the memory of weights and KV cache; requests fail until ``wake_up`` or ``update_weights``.
+
+        Raises:
+            CheckpointError: this engine cannot; EngineDeadError: it has stopped.
+        """
+        self._change(ChangeWeights("release"))
+
+    def wake_up(self) -> None:
+        """Load the weights again. They must still be where they were.
+
+        Raises:
+            CheckpointError: they cannot be loaded, and the engine stays asleep; EngineDeadError: it has stopped.
+        """
+        self._change(ChangeWeights("load"))
+
+    def update_weights(self, folder: str | Path, version: str | None = None) -> None:
+        """Replace the weights by those of another folder of the same model, also of an engine that is asleep. Cached
+        prefixes are forgotten.
+
+        Args:
+            version: becomes ``weights_version``; None: the number of updates, and one.
+
+        Raises:
+            CheckpointError: the folder does not fit, and nothing has changed; EngineDeadError: the engine has stopped.
+        """
+        self._change(ChangeWeights("load", str(Path(folder).absolute())))
+        self._updates += 1
+        self.weights_version = version or str(self._updates)
+
+    def _change(self, order: ChangeWeights) -> None:
+        with self._lock:
+            self._check_open()
+            self._client.send(order)
+            answer: WeightsChanged | None = None
+            while answer is None:
+                for event in self._client.receive(None):
+                    self._frontend.handle(event)
+                    if isinstance(event, Dead):
+                        self._dead_reason = event.reason
+                        raise EngineDeadError(f"the engine has stopped: {event.reason}")
+                    answer = event if isinstance(event, WeightsChanged) else answer
+        if answer.error is not None:
+            raise CheckpointError(answer.error)
+
     def close(self) -> None:
         """Stop the engine and free what it holds. Calling it again does nothing."""
         self._end()
@@ -181,10 +228,7 @@ class LLM:
         params = self._each(sampling_params, len(prompts))
         params = params if lora is None else [replace(each, lora=lora) for each in params]
         with self._lock:
-            if not self._end.alive:
-                raise EngineDeadError("this LLM was closed: make another")
-            if self._dead_reason is not None:
-                raise EngineDeadError(f"the engine has stopped: {self._dead_reason}")
+            self._check_open()
             names = [str(next(self._numbers)) for _ in prompts]
             given = zip(prompts, params, names, strict=True)
             changed = [self._frontend.plugins.preprocess(p, s, kind, name) for p, s, name in given]
@@ -211,6 +255,12 @@ class LLM:
             error = EngineError if self._dead_reason is None else EngineDeadError
             raise error(f"prompt {outputs.index(failed)} failed: {failed.error}")
         return outputs
+
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise EngineDeadError("this LLM was closed: make another")
+        if self._dead_reason is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._dead_reason}")
 
     def _collect(self, builders: dict[str, OutputBuilder]) -> None:
         unfinished = set(builders)

@@ -25,6 +25,8 @@ module                  content
 ``service``             what the endpoints share
 ``page``                the page for people at /; ``web/`` has its files
 ``adapters``            adapters (LoRA) that are loaded while the server runs
+``weights``             sleep and wake, and new weights while the server runs
+``operator_folder``     folders that clients name, below one of the operator's
 ``api_keys``            which keys requests may have, and the check of each
 ``key_file``            the file that they are in; ``key_use``: what each uses, and limits
 ``tls``                 the certificate
@@ -141,6 +143,10 @@ descriptor = Descriptor(
             type=str, default=None, help="ZMQ address on which routers ask for events that they missed."
         ),
         "kv_events_topic": Option(type=str, default="", help="Topic of these events."),
+        "weights_folder": Option(
+            type=str, default=None, help="Folder below which clients may replace the weights while the server runs, "
+            "and let the engine sleep; none: they may not.",
+        ),
         "trust_request_chat_template": Option(
             type=bool,
             default=False,

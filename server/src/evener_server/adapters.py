@@ -7,13 +7,13 @@ client must not make the server read any folder that it can read.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from evener.errors import CheckpointError, RequestError
 from evener_server.errors import ApiError
+from evener_server.operator_folder import folder_below
 from evener_server.protocol import PromptBody
 from evener_server.service import Service
 
@@ -45,14 +45,7 @@ async def load_adapter(service: Service, root: str, body: LoadAdapterBody) -> st
     """
     if body.lora_name in service.own_names:
         raise RequestError(f"lora_name {body.lora_name!r} is a name of the model; choose another", "lora_name")
-    try:
-        above, folder = Path(root).expanduser().resolve(), Path(root).expanduser().joinpath(body.lora_path).resolve()
-        inside = folder.is_relative_to(above) and folder.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, links in a circle
-        raise RequestError(f"lora_path is no path of a folder: {error}", "lora_path") from error
-    if not inside:
-        raise ApiError(404, "lora_path is no folder below server.lora_folder; send one that is", "lora_path",
-                       "adapter_not_found")  # fmt: skip
+    folder = folder_below(root, body.lora_path, "lora_path", "server.lora_folder", "adapter_not_found")
     try:
         await asyncio.to_thread(service.llm.adapters.load, body.lora_name, folder, bool(body.load_inplace))
     except CheckpointError as error:

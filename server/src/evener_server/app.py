@@ -46,6 +46,7 @@ from evener_server.service import Service
 from evener_server.streaming import GenerationResponse, to_json
 from evener_server.tokens import DetokenizeBody, TokenizeChat, TokenizeText, TokenService, tokenize_body
 from evener_server.unknown_fields import header
+from evener_server.weights import UpdateWeightsBody, VersionHeader, add_weights
 
 B = TypeVar("B", bound=PromptBody)
 
@@ -97,6 +98,8 @@ def create_app(
     if hosts is not None:
         app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(RequestLog)
+    if service.options.weights_folder is not None:
+        app.add_middleware(VersionHeader, llm=llm)
     if root := service.options.root_path.strip("/"):
         app.add_middleware(RootPath, root=f"/{root}")
     app.add_exception_handler(HTTPException, handle_unknown_url)
@@ -113,6 +116,8 @@ def create_app(
     _add_tokens(app, service)
     if service.options.lora_folder is not None:
         _add_adapters(app, service, service.options.lora_folder)
+    if service.options.weights_folder is not None:
+        add_weights(app, service, service.options.weights_folder, _schema(UpdateWeightsBody), _errors())
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]  # FastAPI's way to add schemas
     return app
 
@@ -323,7 +328,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         kinds = (ChatBody, BatchBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, EmbeddingBody,
                  RerankBody, ScoreBody, GenerateBody, ForwardBody, TokenizeText, TokenizeChat, DetokenizeBody,
-                 LoadAdapterBody, UnloadAdapterBody)  # fmt: skip
+                 LoadAdapterBody, UnloadAdapterBody, UpdateWeightsBody)  # fmt: skip
         for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))

@@ -46,6 +46,7 @@ class ServerOptions:
         kv_events, kv_events_replay: ZMQ addresses on which events of the prefix cache are published, and sent again.
         kv_events_topic: the first part of each of these messages.
         lora_folder: a folder below which clients may load adapters; None: they may not.
+        weights_folder: a folder below which clients may replace the weights; None: they may not.
     """
 
     vllm_metrics: bool = True
@@ -73,6 +74,7 @@ class ServerOptions:
     kv_events: str | None = None
     kv_events_replay: str | None = None
     kv_events_topic: str = ""
+    weights_folder: str | None = None
 
     def read_chat_template(self) -> str | None:
         """The text of ``chat_template``.

@@ -203,4 +203,5 @@ class Service:
             "created": int(time.time()),
             "model": self.adapter(model) or self.model_name,
             "system_fingerprint": self.fingerprint,
+            **({} if self.options.weights_folder is None else {"weight_version": self.llm.weights_version}),
         }

@@ -47,6 +47,8 @@ def not_ready_reason(llm: AsyncLLM) -> str | None:
         return None
     if not llm.alive:
         return f"the engine has stopped: {llm.dead_reason}"
+    if llm.paused is not None:
+        return llm.paused
     return "the server is shutting down" if llm.info else "the engine is starting"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -27,26 +28,30 @@ def available(state: Path = _STATE) -> bool:
 
 
 class Arena:
-    """Memory for weights, one after another, so that small ones share huge pages. A tensor keeps its chunk alive."""
+    """Memory for weights, one after another, so that small ones share huge pages. Only tensors keep a chunk alive."""
 
     def __init__(self) -> None:
-        self._chunk, self._at = mmap.mmap(-1, mmap.PAGESIZE), mmap.PAGESIZE
+        self._chunk: Callable[[], mmap.mmap | None] = lambda: None
+        self._at = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor, aligned to 64 bytes."""
         count, size = prod(shape), dtype.itemsize
         if not count:
             return torch.empty(tuple(shape), dtype=dtype)
-        if self._at + count * size > len(self._chunk):
-            self._open(count * size)
+        chunk = self._chunk()
+        if chunk is None or self._at + count * size > len(chunk):
+            chunk = self._open(count * size)
         at, self._at = self._at, self._at + -(-count * size // 64) * 64
-        return torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=at).view(tuple(shape))
+        return torch.frombuffer(chunk, dtype=dtype, count=count, offset=at).view(tuple(shape))
 
-    def _open(self, nbytes: int) -> None:
+    def _open(self, nbytes: int) -> mmap.mmap:
         size = -(-max(nbytes, _CHUNK) // _PAGE) * _PAGE + _PAGE
-        self._chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._chunk.madvise(mmap.MADV_HUGEPAGE)
-        self._at = -ctypes.addressof(ctypes.c_char.from_buffer(self._chunk)) % _PAGE
+        chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        chunk.madvise(mmap.MADV_HUGEPAGE)
+        self._at = -ctypes.addressof(ctypes.c_char.from_buffer(chunk)) % _PAGE
+        self._chunk = weakref.ref(chunk)
+        return chunk
 
 
 class HugePacking(PlainPacking):

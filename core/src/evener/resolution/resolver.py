@@ -99,6 +99,13 @@ class Resolver:
                 "install a kernel package that serves them (or announce them in yours), or set --max-fallback any"
             )
 
+    def rebuild(self, sites: Sequence[CallSite]) -> None:
+        """Replace the callables of sites that were filled by new ones: the old ones may hold weights of their last
+        call. The manifest stays as it is."""
+        again = Resolver(self.available)
+        again.sites(sites)
+        self._tables, self.attribution = again._tables, again.attribution
+
     def resolve(
         self, op: str, path: str, static: Mapping[str, Any], bucket: Bucket, known: Mapping[str, int] | None = None
     ) -> OpFunction:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from evener.config.schema import InferConfig
 from evener.engine.batching.step_limit import MeasuredStepLimit, StepLimit
 from evener.engine.wire.executor import Executor
+from evener.engine.wire.messages import ChangeWeights
 from evener.engine.wire.plan import Order, Plan, StepMasks, StepResult
 
 
@@ -63,6 +64,9 @@ class TimedExecutor(Executor):
         if step.plan.media is None:
             self._limit.record(sum(step.plan.counts), step.seconds + self._clock() - began)
         return result
+
+    def change_weights(self, order: ChangeWeights) -> str | None:
+        return self.inner.change_weights(order)
 
     def attach(self) -> None:
         self.inner.attach()

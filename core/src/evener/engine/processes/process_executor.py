@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import TypeVar
 
 import msgspec
 
@@ -13,6 +14,7 @@ from evener.distributed.world import RankPlacement, World
 from evener.engine.processes.child_process import ADVICE, ChildFailure, ChildProcess, describe_silence, read_failure
 from evener.engine.processes.control_channel import SHUTDOWN, ControlServer
 from evener.engine.wire.executor import Executor
+from evener.engine.wire.messages import ChangeWeights, WeightsChanged
 from evener.engine.wire.plan import Order, StepResult
 from evener.engine.wire.worker_facts import WorkerFacts, merge_facts
 from evener.errors import EngineDeadError
@@ -20,8 +22,9 @@ from evener.errors import EngineDeadError
 #: Seconds between two checks whether the workers are alive, and for the search for the first cause of a failure. While
 #: a worker starts, the heartbeat timeout is so many times longer: loading a library may hold Python's lock for long.
 _POLL_INTERVAL, _FAILURE_GRACE, _STARTUP_FACTOR = 0.2, 0.5, 6
+_A = TypeVar("_A", StepResult, WeightsChanged)
 _ENCODER = msgspec.msgpack.Encoder()
-_RESULTS = msgspec.msgpack.Decoder(StepResult | ChildFailure)
+_RESULTS = msgspec.msgpack.Decoder(StepResult | WeightsChanged | ChildFailure)
 
 
 class ProcessExecutor(Executor):
@@ -86,6 +89,15 @@ class ProcessExecutor(Executor):
         return [child.process.pid for _, child in sorted(self._children.items())]
 
     def submit(self, order: Order) -> None:
+        self._send(order)
+
+    def change_weights(self, order: ChangeWeights) -> str | None:
+        self._send(order)
+        # Reading weights takes as long as it takes; dead workers are noticed.
+        answers = [self._receive(WeightsChanged, 0).error for _ in self._worlds]
+        return next((error for error in answers if error is not None), None)
+
+    def _send(self, order: Order | ChangeWeights) -> None:
         data = _ENCODER.encode(order)
         for world in self._worlds:
             try:
@@ -95,19 +107,23 @@ class ProcessExecutor(Executor):
                 raise self._worker_dead(f"the {world.name} process cannot be reached: {error}") from None
 
     def read(self) -> StepResult:
+        return self._receive(StepResult, self._step_timeout)
+
+    def _receive(self, kind: type[_A], timeout: float) -> _A:
         began = time.monotonic()
         while True:
             if (received := self._control.receive(_POLL_INTERVAL)) is not None:
                 rank, data = received
-                result: StepResult | ChildFailure = _RESULTS.decode(data)
+                result: StepResult | WeightsChanged | ChildFailure = _RESULTS.decode(data)
                 if not isinstance(result, ChildFailure):
+                    assert isinstance(result, kind), "weights change while no step is in flight"
                     return result
                 # A rank also fails when another one was killed: then that one is reported.
                 self._raise_if_worker_dead(_FAILURE_GRACE)
                 raise self._worker_dead(f"the {self._worlds[rank].name} process failed: {result.message}")
             self.check()
-            if self._step_timeout and time.monotonic() - began > self._step_timeout:
-                limit = f"infer.step_timeout={self._step_timeout:g} s"
+            if timeout and time.monotonic() - began > timeout:
+                limit = f"infer.step_timeout={timeout:g} s"
                 raise self._worker_dead(f"a step has taken more than {limit} (a kernel or a collective may hang)")
 
     def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from evener.engine.wire.messages import ChangeWeights
 from evener.engine.wire.plan import Order, StepResult
 
 
@@ -21,6 +22,15 @@ class Executor(ABC):
         Raises:
             EngineDeadError: a worker has died.
         """
+
+    def change_weights(self, order: ChangeWeights) -> str | None:
+        """(optional) Have every worker do ``order`` while no step is in flight, and wait for it. Returns why a worker
+        could not. Default: none can.
+
+        Raises:
+            EngineDeadError: a worker has died.
+        """
+        return f"{type(self).__name__} cannot {order.action} weights"
 
     def attach(self) -> None:
         """(optional) Called once by the thread that will call ``submit``, which may differ from the one that made the

@@ -1,14 +1,16 @@
 """The messages between front end and controller: plain msgspec structs, the same in memory and between processes.
 
-Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``LoadAdapter``, ``UnloadAdapter``, ``GetStats``,
-``Shutdown``. Controller to front end:
-``Tokens``, ``Finished``, ``StatsReport``, ``Ready``, ``Dead``. Controller and worker exchange what ``plan`` defines.
+Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``LoadAdapter``, ``UnloadAdapter``,
+``ChangeWeights``, ``GetStats``, ``Shutdown``. Controller to front end:
+``Tokens``, ``Finished``, ``WeightsChanged``, ``StatsReport``, ``Ready``, ``Dead``.
+Controller and worker exchange what ``plan`` defines.
 Every request ends in exactly one ``Finished``, also one that was refused.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Literal
 
 import msgspec
 
@@ -126,6 +128,15 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
     id: str
 
 
+class ChangeWeights(msgspec.Struct, frozen=True, tag="change_weights"):
+    """Requests that are still open end with an error; then the workers ``release`` their weights and state, or ``load``
+    the weights of a folder ("": of the model as it was started). To ranks also: ``check`` whether a folder fits. It is
+    answered with one ``WeightsChanged``."""
+
+    action: Literal["check", "load", "release"]
+    folder: str = ""
+
+
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Answer with one ``StatsReport``."""
 
@@ -136,7 +147,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain: bool = True
 
 
-ToController = NewRequest | Abort | Finish | LoadAdapter | UnloadAdapter | GetStats | Shutdown
+ToController = NewRequest | Abort | Finish | LoadAdapter | UnloadAdapter | ChangeWeights | GetStats | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -226,6 +237,12 @@ class StatsReport(Stats, kw_only=True, tag="stats"):
     blocks_used: int
 
 
+class WeightsChanged(msgspec.Struct, frozen=True, tag="weights_changed"):
+    """A ``ChangeWeights`` was done; ``error``: why nothing has changed."""
+
+    error: str | None = None
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine takes requests. ``info`` says what runs: model, limits, backend, memory."""
 
@@ -238,4 +255,4 @@ class Dead(msgspec.Struct, frozen=True, tag="dead"):
     reason: str
 
 
-FromController = Tokens | Finished | StatsReport | Ready | Dead
+FromController = Tokens | Finished | WeightsChanged | StatsReport | Ready | Dead

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.connector import find_connector
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import LoadAdapter, UnloadAdapter
+from evener.engine.wire.messages import ChangeWeights, LoadAdapter, UnloadAdapter, WeightsChanged
 from evener.engine.wire.plan import Order, StepMasks
 from evener.engine.wire.worker_facts import WorkerFacts
 from evener.engine.worker.assembly import Assembly, captured_prompt_sizes, find_graph_capture
@@ -30,7 +31,8 @@ from evener.engine.worker.memory import MemoryPlan, min_across_ranks, require_me
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import one_request
-from evener.engine.worker.weights import load_stage
+from evener.engine.worker.weights import load_stage, release, reopen
+from evener.errors import CheckpointError, EvenerError
 from evener.loading.loader import WeightBytes
 from evener.plugins.discover import installed_catalog
 from evener.pooling.names import registered_name
@@ -85,7 +87,8 @@ class Worker:
         if any(a.agreement.most([measures])):  # a step of all stages
             measured = self._measure(a, plan)
             resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
-        self._pool, found = a.geometry.bind(plan.blocks, a.device), find_connector(resolved.config.infer)
+        self._pool: torch.Tensor | None = a.geometry.bind(plan.blocks, a.device)
+        found = find_connector(resolved.config.infer)
         self._mover = found and found.worker(a, self._pool)
         self._graphs = self._step_graphs(a, self.runner)
         if a.draft is not None and self._drafter is not None and a.device.capabilities.max_captures is None:
@@ -128,6 +131,33 @@ class Worker:
         except Exception as error:
             self._assembly.resolver.attribution.raise_attributed(error)
             raise
+
+    def change_weights(self, order: ChangeWeights) -> WeightsChanged:
+        """Check, load or release weights while no step is in flight. After a load that failed, another must follow."""
+        a = self._assembly
+        try:
+            others = {"experts are in host memory": a.placement, "a model proposes tokens": self._drafter,
+                      "blocks of the KV cache are in host memory": self._mover}  # fmt: skip
+            if what := next((what for what, other in others.items() if other is not None), None):
+                raise CheckpointError(f"weights cannot be changed or released while {what}; start the engine again")
+            source = reopen(a, order.folder) if order.folder else a
+            if order.action != "check":
+                self._graphs = None  # captures hold the addresses of weights and state
+                release(a)  # before others are loaded: there is not room for both
+            if order.action == "release":
+                self._pool = None
+                a.geometry.bind(1, a.device)
+                a.device.synchronize()
+                cache: Any = getattr(torch, a.device.torch_device.type, None)
+                if hasattr(cache, "empty_cache"):  # torch keeps freed memory of some devices
+                    cache.empty_cache()
+            if order.action == "load":
+                load_stage(source, tables=False)
+                self._pool = a.geometry.bind(self.facts.blocks, a.device) if self._pool is None else self._pool
+                self._graphs = self._step_graphs(a, self.runner)
+        except (EvenerError, OSError) as error:
+            return WeightsChanged(str(error))
+        return WeightsChanged()
 
     def _draw_masked(self, masks: StepMasks) -> PendingStep | None:
         # It holds the step's logits, and the memory plan has room for those of one step.
