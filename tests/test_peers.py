@@ -20,6 +20,7 @@ from peer_sources import UNPACKED, PeerError, unpack
 # The plugin's package, as PYTHONPATH has it in the other environment.
 sys.path.append(str(run_peers.REVIEWED.parent))
 
+from vllm_peer.adapters import adapter_name
 from vllm_peer.flags import MissingFeature, NotHere, settings
 from vllm_peer.package import OwnCode, Package
 
@@ -126,7 +127,7 @@ def test_flags_become_keys_and_a_flag_without_a_key_is_a_missing_feature() -> No
     keys = settings("org/model", ["--max_model_len", "512", "--enforce-eager", "--lora-modules", "a=b", "--seed=3"])
     assert keys == {
         "serve.served_model_name": "org/model", "infer.max_seq_len": "512", "infer.use_cuda_graph": "false",
-        "seed": "3",
+        "infer.lora_modules": "a=b", "seed": "3",
     }  # fmt: skip
     assert settings("m", ["--runner", "pooling", "--dtype", "float32"]).items() >= {
         "infer.task": "embed", "dtype": "float32",
@@ -222,3 +223,8 @@ def test_clients_do_not_run_unless_they_are_asked_for(expression: str, left: int
     both = list(items)
     conftest.pytest_collection_modifyitems(SimpleNamespace(getoption={"markexpr": expression}.get, hook=hook), items)
     assert items == both[-left:] and told == both[:-left]
+
+
+def test_an_adapter_is_named_as_in_vllms_flag_in_either_form() -> None:
+    assert adapter_name("sql=/data/sql") == "sql"
+    assert adapter_name('{"name": "sql", "path": "/data/sql"}') == "sql"

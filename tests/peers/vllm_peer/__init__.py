@@ -9,5 +9,6 @@ module        content
 ``utilities`` stands where vLLM's ``tests/utils.py`` would be
 ``server``    its ``RemoteOpenAIServer``, which starts ``evener serve``
 ``flags``     vLLM's command-line flags as keys of evener
+``adapters``  an adapter of the served model, for tests that download one
 ============  ==============================================================================
 """

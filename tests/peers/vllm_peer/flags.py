@@ -49,7 +49,6 @@ class Elsewhere:
 
 Meaning = Key | Unneeded | Missing | Elsewhere
 
-_ADAPTERS = "requests name the adapter; those for the base model need none"
 #: Tests ask for it because it is fast, which this is on a CPU.
 _HALF = {"half": "bfloat16", "float16": "bfloat16"}
 #: Parsers of the same formats.
@@ -68,15 +67,15 @@ FLAGS: Mapping[str, Meaning] = {
     "--seed": Key("seed"),
     "--served-model-name": Key("serve.served_model_name"),
     "--enable-chunked-prefill": Unneeded("prompts are always computed in chunks"),
-    "--enable-lora": Unneeded(_ADAPTERS),
+    "--enable-lora": Unneeded("a server with adapters needs no switch for them"),
     "--enable-per-request-metrics": Key("server.request_metrics", "true"),
     "--enable-prompt-tokens-details": Unneeded("the details are always there"),
     "--gpu-memory-utilization": Unneeded("the device is the CPU", words=1),
-    "--lora-module": Unneeded(_ADAPTERS, words=1),
+    "--lora-module": Key("infer.lora_modules"),
     "--limit-mm-per-prompt": Unneeded("the limit is fixed", words=1),
-    "--lora-modules": Unneeded(_ADAPTERS, words=1),
-    "--max-cpu-loras": Unneeded(_ADAPTERS, words=1),
-    "--max-lora-rank": Unneeded(_ADAPTERS, words=1),
+    "--lora-modules": Key("infer.lora_modules"),
+    "--max-cpu-loras": Key("infer.max_cpu_loras"),
+    "--max-lora-rank": Key("infer.max_lora_rank"),
     "--max-logprobs": Unneeded("the limit is fixed; a test that asks for more is refused", words=1),
     "--show-hidden-metrics-for-version": Unneeded("no metric is hidden", words=1),
     "--trust-remote-code": Unneeded("the model needs no code of its own"),
@@ -96,7 +95,7 @@ FLAGS: Mapping[str, Meaning] = {
     "--skip-tokenizer-init": Missing("a server without a tokenizer"),
     "--speculative-config": Missing("speculative decoding"),
     "--structured-outputs-config.backend": Unneeded("the installed library is used", words=1),
-    "--trust-request-chat-template": Unneeded("tests of such a template show that it is refused"),
+    "--trust-request-chat-template": Key("server.trust_request_chat_template", "true"),
     "--tool-call-parser": Key("server.tool_parser", names=_TOOLS),
     "--tool-server": Elsewhere("tools that the server runs; with evener, clients run them"),
     "--watermark-config": Key("server.watermark_key_file"),

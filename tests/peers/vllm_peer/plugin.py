@@ -96,7 +96,7 @@ def hf_runner(pytestconfig: pytest.Config) -> type[Reference]:
 
 @pytest.fixture(scope="session")
 def opt125_lora_files() -> str:
-    """Of vLLM's top conftest: the folder of an adapter, which servers here do not read."""
+    """Of vLLM's top conftest: the folder of an adapter; a server gets one of its own model."""
     return "/not/downloaded/adapter"
 
 

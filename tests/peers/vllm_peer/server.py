@@ -20,6 +20,7 @@ import httpx
 import openai
 import pytest
 
+from .adapters import adapter_name, write_adapter
 from .flags import NotHere, settings
 
 #: Seconds: the first start compiles kernels.
@@ -105,6 +106,10 @@ class RemoteOpenAIServer:
             keys["server.chat_template"] = self._in_file(template)
         if "server.watermark_key_file" in keys:  # vLLM has the key itself, and its algorithm
             keys["server.watermark_key_file"] = self._in_file(keys["server.watermark_key_file"])
+        if "infer.lora_modules" in keys:  # adapters of other models: one of this model has the name
+            name, folder = adapter_name(keys["infer.lora_modules"]), Path(tempfile.mkdtemp())
+            write_adapter(folder, self.launcher.config(model))
+            keys["infer.lora_modules"] = f"{name}={folder}"
         if keys.keys() & _PARSERS:
             keys |= self._parsed(keys)
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])
