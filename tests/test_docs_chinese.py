@@ -26,6 +26,7 @@ TRANSLATED = (
     "README", "docs/serving", "docs/operator", "docs/troubleshooting", "docs/hybrid", "docs/first-contact",
     "docs/from-other-engines", "docs/api", "docs/backend-author", "docs/backend-author-advanced", "docs/model-author",
     "docs/quantization-author", "docs/state-author", "docs/architecture", "docs/simulated-devices", "docs/conformance",
+    "docs/deploy",
 )  # fmt: skip
 CHINESE = sorted([*ROOT.glob("*.zh.md"), *DOCS.rglob("*.zh.md")])
 EQUAL = [page for page in CHINESE if page.name.removesuffix(".zh.md") not in _SHORTER]
