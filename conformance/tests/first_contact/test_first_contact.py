@@ -74,6 +74,7 @@ def test_a_kernel_that_crashes_fails_alone_and_the_other_kernel_is_still_checked
     assert found.counts["failed"] == 1 and found.counts["passed"] > 50
 
 
+@pytest.mark.slow  # each check imports torch
 def test_with_two_jobs_each_check_has_a_process_and_the_file_has_the_same_cases(site: Path, tmp_path: Path) -> None:
     words = ("--part", "device", "--part", "primitives", "--seed", "3")
     _, alone, _ = contact(site, tmp_path / "1.json", "a kernel crashes", *words)
