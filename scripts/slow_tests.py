@@ -46,7 +46,7 @@ SHARED = (
 )
 #: What chooses among tests decides nothing about how they end.
 SELECTION = {"scripts/slow_tests.py", "Makefile", ".ci/run"}
-TEST_MODULE = re.compile(r"(\w+/)*tests/\w+\.py")
+TEST_MODULE = re.compile(r"(\w+/)*tests/(\w+/)*\w+\.py")
 #: A file with this line has no test for a machine without a GPU.
 ALL_GPU = re.compile(r"^pytestmark = .*\bmark\.gpu\b", re.MULTILINE)
 #: With these a run has every slow test of its files.

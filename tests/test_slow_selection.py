@@ -32,6 +32,8 @@ def test_a_test_that_starts_processes_reaches_everything() -> None:
     found = slow_tests.reached(ROOT / "tests/test_http_fuzz.py")
     assert "server/src/evener_server/app.py" in found
     assert "core/src/evener/cli/main.py" in found
+    # But not the modules of other tests, in whatever folder they are.
+    assert not {"core/tests/engine/test_forks.py", "core/tests/test_logs.py"} & found
 
 
 def test_a_script_that_is_named_stands_for_the_process_that_runs_it() -> None:
