@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -226,8 +227,109 @@ def test_a_full_list_becomes_one_event_that_all_is_forgotten_and_no_step_waits(
     go_on.set()
     received = subscriber.receive()[2].events
     assert received[0] == AllBlocksCleared()
-    assert [each.token_ids[0] for each in received[1:]] == [300, 400]
+    assert [each.token_ids[0] for each in received[1:]] == [400]
     assert "routers are told to forget all blocks" in caplog.text
+
+
+def test_after_a_full_list_a_block_that_is_announced_is_also_removed(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, events, subscriber = make(blocks=5)
+    monkeypatch.setattr(kv_events, "MAX_WAITING", 1)
+    held, go_on, send = threading.Event(), threading.Event(), events._send_waiting
+
+    def hold() -> None:
+        held.set()
+        assert go_on.wait(60)
+        send()
+
+    monkeypatch.setattr(events, "_send_waiting", hold)
+    assert held.wait(60)  # the thread sends nothing from here on
+    for start in (0, 100):
+        state.close(compute(state, list(range(start, start + 4))))
+    monkeypatch.setattr(kv_events, "MAX_WAITING", 100)
+    compute(state, [7] * 16)  # takes all blocks
+    go_on.set()
+    there: set[Any] = set()
+    for event in subscriber.receive()[2].events:
+        if isinstance(event, AllBlocksCleared):
+            there.clear()
+        elif isinstance(event, BlockStored):
+            there |= set(event.block_hashes)
+        else:
+            there -= set(event.block_hashes)
+    assert there == {kv_events.block_hash(digest) for _, digest in state.pool._by_key}  # type: ignore[misc]
+
+
+class Asker:
+    """Asks the replay socket, as who connects to it may."""
+
+    def __init__(self, events: KvEvents) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(events.addresses[1])
+
+    def ask(self, first: int) -> None:
+        self.socket.send_multipart([b"", first.to_bytes(8, "big")])
+
+
+@pytest.fixture
+def ask(make: Any) -> Iterator[tuple[StateManager, KvEvents, Asker]]:
+    state, events, _ = make()
+    asker = Asker(events)
+    yield state, events, asker
+    asker.context.destroy(0)
+
+
+def test_a_replay_has_all_batches_that_are_kept_and_its_end_though_the_subscriber_reads_late(ask: Any) -> None:
+    _, events, asker = ask
+    first = events._next
+    with events._lock:  # the thread waits meanwhile
+        events._kept.extend((first + n, bytes(1000)) for n in range(5000))
+    asker.ask(first)
+    time.sleep(0.5)
+    numbers = [int.from_bytes(asker.socket.recv_multipart()[1], "big", signed=True) for _ in range(5001)]
+    assert numbers == [*range(first, first + 5000), -1]
+
+
+def test_who_asks_without_end_keeps_neither_events_nor_the_end_of_the_engine_waiting(ask: Any) -> None:
+    _, events, asker = ask
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            asker.ask(0)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        time.sleep(0.2)
+        before = events._next
+        events.cleared()
+        until = time.monotonic() + 5
+        while events._next == before and time.monotonic() < until:
+            time.sleep(0.01)
+        assert events._next == before + 1
+        closing = threading.Thread(target=events.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_large_message_to_the_sockets_is_not_read(ask: Any, caplog: pytest.LogCaptureFixture) -> None:
+    _, events, asker = ask
+    asker.socket.send_multipart([b"", bytes(1 << 20)])
+    time.sleep(0.3)
+    other = Asker(events)
+    other.ask(1 << 40)
+    assert other.socket.recv_multipart()[1] == kv_events._END
+    other.context.destroy(0)
+    assert "is not an empty part and a number of 8 bytes" not in caplog.text, "it was read"
 
 
 def test_an_address_that_is_taken_is_an_error_that_names_the_key() -> None:

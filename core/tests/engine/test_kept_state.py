@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from evener.contracts.connector import BlockMove, BlockMoves
+from evener.contracts.connector import BlockMove, BlockMoves, BlockTransfer
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import Abort, GetStats, NewRequest, Sampling, StatsReport
@@ -201,6 +201,20 @@ def test_copies_on_streams_may_take_their_time(
     shrink_pool(controller, least_blocks(controller))
     assert talk(controller, play, together=together) == expected(NaiveModel(config.model, max_positions=128))
     assert counters(controller)["kv_host_hits"] >= CHATS
+
+
+def test_a_place_is_written_only_after_an_earlier_copy_has_read_it(late: None, make_config: Any) -> None:
+    controller, _ = build_controller(make_config("Llama", **HOST))
+    worker = controller.executor.worker  # type: ignore[attr-defined]
+    mover, pages = worker._mover, worker._mover._groups[0]._blocks
+    for block in (1, 2, 3):
+        pages[block] = block
+    mover.begin(BlockMoves(out=[BlockMove(0, 1, 1)]))
+    mover.begin(BlockMoves(back=[BlockTransfer(0, [BlockMove(0, 3, 1)])]))
+    mover.begin(BlockMoves(out=[BlockMove(0, 2, 1)]))  # the same place, for another block
+    mover._streams[0].run(len(mover._streams[0].work))  # as fast as this direction may be
+    mover.begin(BlockMoves(waits=[0]))
+    assert pages[3].unique().tolist() == [1]
 
 
 def skip_waits(self: HostMemory, moves: BlockMoves) -> None:

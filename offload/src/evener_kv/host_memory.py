@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -55,9 +55,10 @@ class HostMemory(BlockMover):
         self._buffers = [torch.empty(buffer, dtype=torch.uint8, device=device.torch_device) for _ in range(3)]
         self._copied: list[Any] = [None, None]
         self._turn = 0
-        #: Places that are being written, the oldest first; and the transfers that are not reported.
+        #: Places that are being written, the oldest first; and the transfers that no plan has waited for, with the
+        #: places that they read. Each is an event, None without streams.
         self._writing: deque[tuple[Any, frozenset[int]]] = deque()
-        self._transfers: dict[int, Any] = {}
+        self._transfers: dict[int, tuple[Any, frozenset[int]]] = {}
         self._reported: set[int] = set()
         self._counters = {"kv_host_stored_bytes": 0, "kv_host_loaded_bytes": 0}
 
@@ -99,17 +100,25 @@ class HostMemory(BlockMover):
             self._wait(moves.waits)
 
     def finished(self) -> list[int]:
-        over = [id for id, event in self._transfers.items() if event is None or event.query()]
-        over = [id for id in over if id not in self._reported]
+        known = self._reported
+        over = [id for id, (e, _) in self._transfers.items() if id not in known and (e is None or e.query())]
         self._reported.update(over)
         return over
 
     def _wait(self, transfers: Sequence[int]) -> None:
         """Let the step's queue wait for those that were begun."""
         for id in transfers:
-            if (event := self._transfers.pop(id, None)) is not None:
+            event, _ = self._transfers.pop(id, (None, None))
+            if event is not None:
                 event.wait()
             self._reported.discard(id)
+
+    @staticmethod
+    def _wait_for(copies: Iterable[tuple[Any, frozenset[int]]], places: frozenset[int]) -> None:
+        """Let the current stream wait for those copies of the other one that use some of these places."""
+        for event, used in copies:
+            if not places.isdisjoint(used):
+                event.wait()
 
     def _store(self, moves: Sequence[BlockMove]) -> None:
         while self._writing and self._writing[0][0].query():
@@ -124,13 +133,14 @@ class HostMemory(BlockMover):
                 copied.wait()
             rows = buffer[: len(part) * group.nbytes].view(len(part), group.nbytes)
             group.read([move.block for move in part], rows)
-            gathered = self._mark()
+            gathered, places = self._mark(), frozenset(move.place for move in part)
             with self._streams[0]:
                 gathered.wait()
+                self._wait_for(self._transfers.values(), places)  # a place that is still read may be given out again
                 for run, memory in self._runs(group, part):
                     memory.copy_(rows[run].view(-1), non_blocking=True)
                 self._copied[self._turn] = event = self._mark()
-            self._writing.append((event, frozenset(move.place for move in part)))
+            self._writing.append((event, places))
             self._turn = 1 - self._turn
             self._counters["kv_host_stored_bytes"] += rows.nbytes
 
@@ -138,21 +148,19 @@ class HostMemory(BlockMover):
         if not self._streams:
             for move in transfer.moves:
                 self._at_once(move, out=False)
-            self._transfers[transfer.id] = None
+            self._transfers[transfer.id] = None, frozenset()
             return
-        places = {move.place for move in transfer.moves}
+        places = frozenset(move.place for move in transfer.moves)
         with self._streams[1]:
             free.wait()
-            for event, written in self._writing:
-                if not places.isdisjoint(written):
-                    event.wait()
+            self._wait_for(self._writing, places)
             for group, part in self._pieces(transfer.moves):
                 rows = self._buffers[2][: len(part) * group.nbytes].view(len(part), group.nbytes)
                 for run, memory in self._runs(group, part):
                     rows[run].view(-1).copy_(memory, non_blocking=True)
                 group.write([move.block for move in part], rows)
                 self._counters["kv_host_loaded_bytes"] += rows.nbytes
-            self._transfers[transfer.id] = self._mark()
+            self._transfers[transfer.id] = self._mark(), places
 
     def _at_once(self, move: BlockMove, out: bool) -> None:
         group = self._groups[move.group]

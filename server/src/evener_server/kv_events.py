@@ -7,7 +7,7 @@ A router that knows the blocks of each server sends a prompt where most of it is
 an unsigned integer; it depends on nothing but token ids, so servers with equal block sizes agree on it.
 
 A subscriber that sees a gap asks the replay socket (ROUTER) with the first number that it lacks, and gets the batches
-from there on that are still kept, then the number -1 and an empty part.
+from there on that are still kept, as fast as it reads them, then the number -1 and an empty part.
 
 Blocks whose state depends on more than token ids (a ``cache_salt``, an adapter, media) are not announced: a router
 would take them for those of the plain tokens.
@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -40,8 +41,11 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 100_000
 #: Batches, and bytes of them, that are kept for replays.
 KEPT_BATCHES, KEPT_BYTES = 10_000, 64 << 20
-#: Seconds between two looks at the replay socket while no event comes.
-_REPLAY_INTERVAL = 0.05
+#: Seconds between two looks at the replay socket while no event comes, and while a replay is under way.
+_REPLAY_INTERVAL, _BUSY_INTERVAL = 0.05, 0.005
+#: Anybody who reaches the sockets may send anything: the bytes of a message, the replays at a time, and the batches of
+#: one that wait to be read.
+_MAX_MESSAGE, _MAX_REPLAYS, _UNREAD = 1024, 32, 128
 _END = (-1).to_bytes(8, "big", signed=True)
 #: vLLM's names of the kinds of state.
 _KINDS = {"full": "full_attention", "latent": "mla_attention", "window": "sliding_window"}
@@ -103,15 +107,22 @@ class KvEvents(CacheListener):
             (index, _KINDS.get(kind, kind), window) for index, (kind, window) in enumerate(groups)
         ]  # fmt: skip
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
+        self._warned = False
         self._waiting: list[_Event] = []
         self._known: set[Hashable] = set()
         self._kept, self._kept_bytes, self._next = deque[tuple[int, bytes]](), 0, 0
+        #: Who gets a replay, and the first number that was not sent to them yet; the oldest first.
+        self._replays: dict[bytes, int] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._publisher, self._replay = self._context.socket(zmq.PUB), None
         self._bind(self._publisher, "server.kv_events", address)
         if replay is not None:
             self._replay = self._context.socket(zmq.ROUTER)
+            # Who reads slowly is known, so that no batch is left out for them, and no copies wait for them.
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._replay.setsockopt(zmq.SNDHWM, _UNREAD)
+            self._replay.copy_threshold = 0
             self._bind(self._replay, "server.kv_events_replay", replay)
         sockets = filter(None, (self._publisher, self._replay))
         self.addresses = [str(socket.getsockopt_string(zmq.LAST_ENDPOINT)) for socket in sockets]
@@ -121,6 +132,7 @@ class KvEvents(CacheListener):
     def _bind(self, socket: zmq.Socket[bytes], key: str, address: str) -> None:
         try:
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
             socket.bind(address)
         except zmq.ZMQError as error:
             self._context.destroy(0)
@@ -157,21 +169,21 @@ class KvEvents(CacheListener):
                 logger.warning("%d events of the prefix cache wait to be sent: routers are told to forget all blocks",
                                len(self._waiting))  # fmt: skip
                 self._waiting = [AllBlocksCleared()]
-                self._known.clear()
-                if not isinstance(event, BlockStored):
-                    return
-                # The block was just added: it is the first that subscribers hear of again.
-                self._waiting.append(event)
+                self._known.clear()  # also of the block of this event, which subscribers do not hear of
                 return
             self._waiting.append(event)
         self._wake.set()
 
     def _run(self) -> None:
         while not self._closed:
-            self._wake.wait(None if self._replay is None else _REPLAY_INTERVAL)
+            pause = _BUSY_INTERVAL if self._replays else _REPLAY_INTERVAL
+            self._wake.wait(None if self._replay is None else pause)
             self._wake.clear()
             self._send_waiting()
-            self._answer_replays()
+            if self._replay is not None:
+                self._read_requests(self._replay)
+                for client in list(self._replays):
+                    self._repeat(self._replay, client)
         self._send_waiting()
         self._context.destroy(0)
 
@@ -189,17 +201,37 @@ class KvEvents(CacheListener):
         # A PUB socket never blocks: it leaves messages out for subscribers that are too slow, who see the gap.
         self._publisher.send_multipart((self._topic, number.to_bytes(8, "big"), batch))
 
-    def _answer_replays(self) -> None:
-        while self._replay is not None and self._replay.poll(0):
-            request = self._replay.recv_multipart()
-            if len(request) != 3 or len(request[2]) != 8:
-                logger.warning("a request for a replay is not an empty part and a number of 8 bytes: ignored")
+    def _read_requests(self, socket: zmq.Socket[bytes]) -> None:
+        """Note who asks for a replay: a bounded number at a time, so that events do not wait for them."""
+        for _ in range(_MAX_REPLAYS):
+            if not socket.poll(0):
+                return
+            client, *request = socket.recv_multipart()
+            if len(request) != 2 or len(request[1]) != 8:
+                if not self._warned:
+                    logger.warning("a request for a replay is not an empty part and a number of 8 bytes: it and others "
+                                   "like it are ignored")  # fmt: skip
+                self._warned = True
                 continue
-            client, first = request[0], int.from_bytes(request[2], "big")
-            for number, batch in self._kept:
-                if number >= first:
-                    self._replay.send_multipart((client, b"", number.to_bytes(8, "big"), batch))
-            self._replay.send_multipart((client, b"", _END, b""))
+            self._replays[client] = int.from_bytes(request[1], "big")
+            if len(self._replays) > _MAX_REPLAYS:
+                del self._replays[next(iter(self._replays))]
+
+    def _repeat(self, socket: zmq.Socket[bytes], client: bytes) -> None:
+        """Send a client what it takes now, and the end after the last batch."""
+        first = self._replays[client]
+        oldest = self._kept[0][0] if self._kept else first
+        try:
+            for number, batch in islice(self._kept, max(0, first - oldest), None):
+                parts = client, b"", number.to_bytes(8, "big"), batch
+                socket.send_multipart(parts, zmq.DONTWAIT, copy=False)
+                self._replays[client] = number + 1
+            socket.send_multipart((client, b"", _END, b""), zmq.DONTWAIT)
+        except zmq.Again:
+            return  # it goes on when the client has read
+        except zmq.ZMQError as error:
+            logger.debug("a replay ends: %s", error)  # the client is gone
+        del self._replays[client]
 
 
 def merged(events: Iterable[_Event]) -> list[_Event]:
