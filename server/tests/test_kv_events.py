@@ -105,7 +105,7 @@ def make() -> Iterator[Callable[..., tuple[StateManager, KvEvents, Subscriber]]]
                 subscriber.receive()
         except zmq.Again:
             subscriber.socket.setsockopt(zmq.RCVTIMEO, 60_000)
-        state.pool.listener = events
+        state.pool.listeners.append(events)
         return state, events, subscriber
 
     yield build
