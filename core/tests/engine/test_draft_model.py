@@ -111,19 +111,25 @@ def test_preempted_requests_get_right_drafts_again(make_lively: Any, play: Any, 
     assert stats.accepted_tokens == stats.drafted_tokens > 0
 
 
-def test_draft_state_comes_back_from_host_memory_with_the_rest(make_lively: Any, play: Any, shrink_pool: Any) -> None:
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+def test_draft_state_comes_back_from_host_memory_with_the_rest(
+    streams: bool, together: bool, make_lively: Any, play: Any, shrink_pool: Any, request: pytest.FixtureRequest
+) -> None:
+    if streams:
+        request.getfixturevalue("late")
     config = make_lively("Llama", TWO_LAYERS, **{**LIMITS, "infer.kv_host_memory": "8MiB", "infer.block_size": 16})
     first = [NewRequest(id=f"a{i}", prompt=[7 + i, 9] * 20, max_tokens=20, sampling=GREEDY) for i in range(3)]
     plain = strict_controller(config)[0]
     answers = play(plain, first).tokens
     second = [longer(m, f"b{m.id}", m.prompt + answers[m.id]) for m in first]
     want = {**answers, **play(plain, second).tokens}
-    controller, _ = strict_controller(drafted(config))
+    controller = always(strict_controller(drafted(config))[0])
     shrink_pool(controller, controller.scheduler.state.blocks_for(80, controller.scheduler.step_tokens) + 2)
-    always(controller)
-    found = {name: tokens for one in (*first, *second) for name, tokens in play(controller, [one]).tokens.items()}
+    turns = [first, second] if together else [[one] for one in (*first, *second)]
+    found = {name: tokens for turn in turns for name, tokens in play(controller, turn).tokens.items()}
     stats = controller.scheduler.stats
-    assert found == want and stats.counters["kv_host_hits"] == 3
+    assert found == want and stats.counters["kv_host_hits"] >= 3
     assert stats.accepted_tokens == stats.drafted_tokens > 30
 
 
