@@ -133,6 +133,20 @@ def test_draft_state_comes_back_from_host_memory_with_the_rest(
     assert stats.accepted_tokens == stats.drafted_tokens > 30
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"), [("Llama", TWO_LAYERS), ("DeepseekV3", {**TWO_LAYERS, "first_k_dense_replace": 2})]
+)
+def test_the_dtype_of_the_models_state_is_not_that_of_the_draft_models(
+    family: str, changes: dict[str, int], make_lively: Any, play: Any
+) -> None:
+    config = make_lively(family, changes, **LIMITS, **{"infer.kv_dtype": "fp8_e4m3"})
+    expected = play(strict_controller(config)[0], requests(*[GREEDY] * 4)).tokens
+    controller, executor = strict_controller(drafted(config))
+    assert play(always(controller), requests(*[GREEDY] * 4)).tokens == expected
+    found = [{tensor.dtype for tensor in group.spec.tensors} for group in executor.worker.assembly.geometry.groups]
+    assert found == [{"float8_e4m3fn"}, {"float32"}]
+
+
 def test_forks_and_aborts_leave_no_draft_without_its_state(make_lively: Any, play: Any) -> None:
     config = make_lively("Llama", TWO_LAYERS, **LIMITS)
     prompt = [*range(20, 61)]
