@@ -36,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--resources", "GPU"], "GPU=2,CPU=4"),
         (["--resources", "GPU=-1"], "GPU=2,CPU=4"),
         (["server.kv_events=tcp://127.0.0.1:5557"], "server.kv_events is for one server"),
+        (["server.weights_folder=/models"], "start the deployment again with other weights"),
         (["server.tls_cert=a.pem"], "put a proxy with the certificate before the address"),
         (["infer.tp_sise=2"], "infer.tp_size"),
     ],
