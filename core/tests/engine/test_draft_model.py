@@ -16,11 +16,13 @@ from evener_drafts.model import DraftRunner
 
 from evener.config.schema import Config
 from evener.contracts.device import MemoryInfo
+from evener.contracts.generation.drafts import Drafts
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError, MemoryPlanError
 from evener_conformance.reference.device import HostDevice
+from evener_conformance.reference.engine import RunResult
 from evener_conformance.reference.executor import strict_controller
 from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.speculation import Speculation
@@ -194,6 +196,35 @@ def test_a_step_without_drafts_is_one_step_of_the_draft_model(
     sizes.clear()
     play(controller, [NewRequest(id="r", prompt=[3] * 20, max_tokens=5, sampling=GREEDY)])
     assert sizes == [(16, 0), (4, 0), (1, 0), (1, 0), (1, 0), (1, 0)]
+
+
+def test_tokens_that_the_draft_model_has_left_over_do_not_make_a_step_larger_than_the_budget(
+    make_lively: Any, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_lively("Llama", TWO_LAYERS, **LIMITS)
+    messages = [NewRequest(id=f"r{i}", prompt=[7 + i, 9], max_tokens=40, sampling=GREEDY) for i in range(3)]
+    late = NewRequest(id="late", prompt=[3, 4] * 30, max_tokens=9, sampling=GREEDY)
+    expected = play(strict_controller(config)[0], [*messages, late]).tokens
+    controller = always(strict_controller(drafted(config))[0])
+    sizes: list[int] = []
+    execute = DraftRunner.execute
+    monkeypatch.setattr(
+        DraftRunner, "execute", lambda self, plan: (sizes.append(sum(plan.counts)), execute(self, plan))[1]
+    )
+    controller.handle(messages)
+    played = RunResult()
+    while controller.scheduler.stats.accepted_tokens < 12:
+        played.see(controller.step())
+    drafts, controller.scheduler.drafts = controller.scheduler.drafts, Drafts()  # as when they no longer pay
+    controller.handle([late])
+    for _ in range(4):
+        played.see(controller.step())
+    controller.scheduler.drafts = drafts
+    while not controller.idle:
+        played.see(controller.step())
+    assert not played.dead and played.tokens == expected and max(sizes) == 16
+    stats = controller.scheduler.stats
+    assert stats.accepted_tokens == stats.drafted_tokens
 
 
 def test_two_ranks_share_the_draft_model(make_lively: Any, play: Any) -> None:
