@@ -144,8 +144,10 @@ def start(options: DeployOptions) -> str:
 def stop() -> None:
     """End the application, and the cluster if ``start`` made it. Other applications of a cluster go on."""
     if ray.is_initialized():
-        serve.delete(APP)
-        ray.shutdown()
+        try:
+            serve.delete(APP)
+        finally:
+            ray.shutdown()
 
 
 def build(options: DeployOptions) -> Any:
