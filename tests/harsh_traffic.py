@@ -39,7 +39,8 @@ def shrink(controller: Controller, blocks: int) -> None:
     kept = old.connector.places if isinstance(old.connector, HostBlocks) else None
     connector = HostBlocks(state, kept.count // kept.slab - 1) if kept else None
     controller.scheduler = Scheduler(
-        state, len(old._slots), old.step_tokens, batches=old.batches, connector=connector
+        state, len(old._slots), old.step_tokens, old.policy, old.batches, old.media, old.limit, old.grammars,
+        old.drafts, old.adapters, connector,
     )
 
 

@@ -13,6 +13,8 @@ import zmq
 from served import Served, free_port, tiny_model
 from warm import warm
 
+from evener import LLM, SamplingParams
+
 KEYS = ("load=dummy", "dtype=float32", "infer.kv_memory=4194304", "infer.block_size=16")
 
 
@@ -65,6 +67,14 @@ def test_a_server_announces_the_blocks_of_a_prompt_that_it_then_finds_in_its_cac
         while (message := socket.recv_multipart())[1] == number:
             pass
         assert message[0] == b"kv" and msgspec.msgpack.decode(message[2])[1][0]["type"] == "BlockStored"
+
+
+def test_an_engine_that_was_closed_leaves_its_address_to_the_next_one(tmp_path: Path) -> None:
+    model, address = tiny_model(tmp_path / "m"), f"tcp://127.0.0.1:{free_port()}"
+    keys = dict(each.split("=") for each in KEYS)
+    for _ in range(2):
+        with LLM(model, **keys, **{"server.kv_events": address}) as llm:
+            assert len(llm.generate([5] * 20, SamplingParams(max_tokens=1))) == 1
 
 
 def test_events_without_a_prefix_cache_or_at_a_wrong_address_are_refused_at_the_start(tmp_path: Path) -> None:

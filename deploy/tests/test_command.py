@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ import yaml
 from served import tiny_model
 from source_tree import ROOT
 
+import evener_deploy
 from evener.cli.command import Command, read_config
 from evener.errors import ConfigError, EngineError
 from evener_deploy import command
 from evener_deploy.engine_process import EngineProcess
-from evener_deploy.options import read_resources
+from evener_deploy.options import DeployOptions, read_resources
 
 KEYS = ("load=dummy", "dtype=float32", "infer.kv_memory=4194304", "log.level=warning")
 
@@ -36,6 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--resources", "GPU"], "GPU=2,CPU=4"),
         (["--resources", "GPU=-1"], "GPU=2,CPU=4"),
         (["server.kv_events=tcp://127.0.0.1:5557"], "server.kv_events is for one server"),
+        (["server.weights_folder=/models"], "start the deployment again with other weights"),
         (["server.tls_cert=a.pem"], "put a proxy with the certificate before the address"),
         (["infer.tp_sise=2"], "infer.tp_size"),
     ],
@@ -51,6 +55,36 @@ def test_without_ray_the_message_says_what_to_install(model: Path, monkeypatch: 
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'evener-deploy\[ray\]'"):
         command.main([str(model)])
+
+
+@pytest.mark.parametrize("moment", ["start", "ready"])
+def test_a_signal_ends_a_deployment_also_while_ray_waits_for_resources(
+    moment: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def start(options: DeployOptions) -> str:
+        if moment == "start":
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(10)
+        else:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        said.append("started")
+        return "http://127.0.0.1"
+
+    fake = types.SimpleNamespace(start=start, stop=lambda: said.append("stopped"))
+    monkeypatch.setitem(sys.modules, "evener_deploy.ray_app", fake)
+    monkeypatch.setattr(evener_deploy, "ray_app", fake, raising=False)
+    monkeypatch.setattr(command, "find_spec", lambda name: object())
+    monkeypatch.setattr(command, "set_up_logging", lambda *args: None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(SystemExit, match="0"):
+            command.main([str(model)])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert said == (["stopped"] if moment == "start" else ["started", "stopped"])
 
 
 def test_resources_have_rays_names() -> None:

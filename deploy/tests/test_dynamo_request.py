@@ -14,7 +14,7 @@ def test_what_dynamo_and_we_both_have_is_taken_over() -> None:
     found = sampling({
         "token_ids": [1],
         "sampling_options": {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "seed": 7, "n": 1, "best_of": None,
-                             "frequency_penalty": 0.25, "use_beam_search": None},
+                             "frequency_penalty": 0.25, "use_beam_search": False, "length_penalty": 1.0},
         "stop_conditions": {"max_tokens": 9, "min_tokens": 2, "ignore_eos": True, "stop": ["x"],
                             "stop_token_ids_hidden": [2, 3]},
         "output_options": {"logprobs": None, "skip_special_tokens": True},
@@ -36,6 +36,9 @@ def test_a_request_that_says_nothing_has_our_defaults() -> None:
         ("sampling_options", {"guided_decoding": {"json": {}}}, "guided_decoding"),
         ("stop_conditions", {"max_thinking_tokens": 5}, "max_thinking_tokens"),
         ("output_options", {"logprobs": 2}, "logprobs"),
+        ("output_options", {"logprobs": 1}, "logprobs"),
+        ("output_options", {"logprobs": 0}, "logprobs"),
+        ("sampling_options", {"use_beam_search": True}, "use_beam_search"),
         ("sampling_options", {"temperature": -1.0}, "temperature"),
     ],
 )

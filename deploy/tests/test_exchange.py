@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from evener_deploy import retries
-from evener_deploy.exchange import PREFIX_CHARS, Head, Question, ReplicaLost, ask, prompt_prefix
+from evener_deploy.exchange import PREFIX_CHARS, Head, Question, ReplicaLost, ask, passed_on, prompt_prefix, replica_url
 from evener_deploy.retries import begin
 
 QUESTION = Question("POST", "/v1/completions", (("authorization", "Bearer key"),), b"{}", "p")
@@ -115,6 +116,45 @@ async def test_a_server_that_is_gone_or_about_to_go_is_a_lost_replica() -> None:
         await answer(gone)
     with pytest.raises(ReplicaLost, match="503: shutting down"):
         await answer(lambda request: httpx.Response(503, text="shutting down"))
+
+
+async def test_headers_pass_in_any_encoding() -> None:
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, headers=[(b"x-name", "Zoë, 名".encode())], stream=httpx.ByteStream(b""))
+
+    question = dataclasses.replace(QUESTION, headers=passed_on([(b"X-User", b"Jos\xe9"), (b"Host", b"address")]))
+    async with httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://replica") as client:
+        head, *_ = [part async for part in ask(client, question)]
+    sent = dict(seen[0].headers.raw)
+    assert sent[b"X-User"] == b"Jos\xe9" and sent[b"Host"] == b"replica"
+    assert isinstance(head, Head) and dict(head.headers)["x-name"].encode("latin-1") == "Zoë, 名".encode()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "url"),
+    [
+        ("POST", "/v1/completions", "/v1/completions?a=%20b"),
+        ("GET", "/v1/models/org/my model?", "/v1/models/org/my%20model%3F?a=%20b"),
+        ("GET", "/v1/models/\n", "/v1/models/%0A?a=%20b"),
+        ("GET", "/v1/completions", None),
+        ("POST", "/v1/models/m", None),
+        ("GET", "/v1/models/../../stats", None),
+        ("GET", "/v1/models/./x", None),
+        ("GET", "/v1/models//x", None),
+        ("GET", "/v1/models/", None),
+        ("GET", "/stats", None),
+        ("GET", "//host/v1/models/m", None),
+    ],
+)
+async def test_a_path_leads_to_nothing_else_on_a_replica_than_it_says(method: str, path: str, url: str | None) -> None:
+    assert replica_url(method, path, "a=%20b") == url
+    if url is not None:
+        async with httpx.AsyncClient(base_url="http://replica") as client:
+            asked = client.build_request(method, url).url
+        assert asked.path == path and asked.host == "replica"
 
 
 @pytest.mark.parametrize(

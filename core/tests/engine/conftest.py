@@ -23,7 +23,11 @@ from evener.engine.wire.messages import NewRequest, Ready
 from evener_conformance.distributions import install_reference_backend
 from evener_conformance.naive.model import NaiveModel
 from evener_conformance.reference import engine as reference_engine
+from evener_conformance.reference.device import HostDevice
 from evener_conformance.reference.engine import RunResult, small_config
+from evener_kv import host_memory
+
+from .late_streams import LateEvent, LateStream
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +92,14 @@ def shrink_pool() -> Callable[[Controller, int], None]:
     """``shrink_pool(controller, 9)``: the scheduler may use 9 blocks of the pool only, so that few requests fill it."""
 
     return shrink
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference device has streams, on which work is done as late as it may be."""
+    monkeypatch.setattr(host_memory, "_streams", lambda device: [LateStream(), LateStream()])
+    monkeypatch.setattr(HostDevice, "new_event", lambda self: LateEvent())
+    monkeypatch.setattr(host_memory, "_BUFFER", 1)  # a block at a time
 
 
 @pytest.fixture

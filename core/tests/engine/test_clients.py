@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
 import pytest
 
+from evener.engine.controller.blocks import CacheListener
 from evener.engine.processes.local_clients import InlineClient, ThreadClient
 from evener.engine.processes.start import build_controller
+from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Dead, Finished, NewRequest, Ready
 from evener.engine.wire.plan import Plan, StepResult
-from evener.errors import EngineDeadError, EngineError
+from evener.engine.worker.inline_executor import InlineExecutor
+from evener.errors import ConfigError, EngineDeadError, EngineError
+from evener.plugins.catalog import Catalog
 
 MESSAGES = [NewRequest(id=name, prompt=[1, 2, 3], max_tokens=9) for name in "ab"]
 
@@ -73,6 +78,55 @@ def test_a_dead_worker_ends_every_request_once_and_then_nothing_more_comes(faili
     assert isinstance(events[-1], Dead) and events[-1].reason == "the worker is gone"
     assert client.receive(0) == []
     client.close()
+
+
+class Ears(CacheListener):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def stored(self, key: Any, parent: bytes | None, tokens: Any, plain: bool) -> None:
+        self.heard.append("stored")
+
+    def close(self) -> None:
+        self.heard.append("close")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [None, EngineDeadError("gone"), ZeroDivisionError("ours")])
+@pytest.mark.parametrize("kind", [InlineClient, ThreadClient])
+def test_all_who_listen_to_the_prefix_cache_hear_and_are_closed_once_with_the_client(
+    make_config: Any, failing: Any, kind: Any, error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, answers = [Ears(), Ears()], Catalog.answers
+    monkeypatch.setattr(
+        Catalog, "answers",
+        lambda self, name, *asked: iter(both) if name == "cache listener" else answers(self, name, *asked),
+    )  # fmt: skip
+    controller, ready = failing(error) if error else build_controller(make_config(**{"infer.block_size": 16}))
+    client = kind(controller, ready)
+    if error is None:
+        client.send(NewRequest(id="a", prompt=[5] * 16, max_tokens=1))
+        while not any(isinstance(event, Finished) for event in client.receive(120)):
+            pass
+    else:
+        send_all(client, controller.executor)
+        with contextlib.suppress(ZeroDivisionError):
+            everything(client)
+    client.close()
+    client.close()
+    assert [ears.heard for ears in both] == [["close"] if error else ["stored", "close"]] * 2
+
+
+def test_workers_end_if_what_listens_to_the_prefix_cache_cannot_start(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Executor] = []
+    monkeypatch.setattr(InlineExecutor, "close", lambda self: closed.append(self))
+    with pytest.raises(ConfigError, match=r"server\.kv_events=nonsense cannot be used"):
+        build_controller(make_config(**{"server.kv_events": "nonsense"}))
+    assert len(closed) == 1
 
 
 def test_a_defect_inside_an_inline_step_reaches_the_caller_and_leaves_no_request_open(failing: Any) -> None:

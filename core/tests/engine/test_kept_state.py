@@ -25,8 +25,6 @@ from evener_kv.block_bytes import ExportedBlocks, PooledBlocks
 from evener_kv.host_blocks import HostBlocks
 from evener_kv.host_memory import HostMemory
 
-from .late_streams import LateEvent, LateStream
-
 GREEDY = Sampling(temperature=0.0)
 HOST = {"infer.kv_host_memory": "8MiB"}
 CHATS = 5
@@ -178,14 +176,6 @@ def test_workers_in_processes_of_their_own_do_as_plans_say(make_lively: Any, pla
         assert counters(controller)["kv_host_hits"] >= CHATS
     finally:
         controller.executor.close()
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference device has streams, on which work is done as late as it may be."""
-    monkeypatch.setattr(host_memory, "_streams", lambda device: [LateStream(), LateStream()])
-    monkeypatch.setattr(HostDevice, "new_event", lambda self: LateEvent())
-    monkeypatch.setattr(host_memory, "_BUFFER", 1)  # a block at a time
 
 
 @pytest.mark.parametrize("blocks", [1, 100])

@@ -14,6 +14,7 @@ from evener.logs import set_up_logging
 from evener_deploy.options import DeployOptions, check_keys, read_resources
 
 logger = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main(argv: list[str]) -> int:
@@ -56,12 +57,19 @@ def main(argv: list[str]) -> int:
     set_up_logging(config.log, logging.INFO)
     from evener_deploy import ray_app
 
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+    for number in _SIGNALS:
+        signal.signal(number, _end)
     try:
+        # Ray waits for ever for resources that the cluster does not have: a signal ends that too.
         logger.info("serving %d replicas at %s", options.replicas, ray_app.start(options))
-        ended.wait()
+        threading.Event().wait()
         return 0
     finally:
         ray_app.stop()
+
+
+def _end(*_: object) -> None:
+    """End the deployment; a second signal ends this process at once."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(0)

@@ -11,8 +11,8 @@ from evener.sampling_params import SamplingParams
 #: Of Dynamo's sampling options: those that mean what our parameters of the same name mean.
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty",
          "presence_penalty")  # fmt: skip
-#: Values of other options that change nothing.
-_NOTHING: tuple[Any, ...] = (None, False, 1, 1.0, [], {})
+#: Values of other options that change nothing, beside those that are the same for all.
+_NEUTRAL: Mapping[str, float] = {"n": 1, "best_of": 1, "length_penalty": 1.0}
 
 
 def sampling(request: Mapping[str, Any]) -> SamplingParams:
@@ -31,6 +31,7 @@ def sampling(request: Mapping[str, Any]) -> SamplingParams:
     for name in ("skip_special_tokens", "formatted_prompt", "return_tokens_as_token_ids"):
         output.pop(name, None)  # about text, which the frontend makes
     for name, value in {**options, **stops, **output}.items():
-        if value not in _NOTHING:
+        neutral = name in _NEUTRAL and value == _NEUTRAL[name]
+        if not (value is None or value is False or value in ([], {}) or neutral):
             raise RequestError(f"{name} is not supported by evener under Dynamo; leave it out", name)
     return SamplingParams(stop_token_ids=ids, detokenize=False, **found)

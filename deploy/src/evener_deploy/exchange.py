@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -56,9 +57,24 @@ class Head:
     headers: tuple[tuple[str, str], ...]
 
 
-def passed_on(headers: Mapping[str, str] | httpx.Headers) -> tuple[tuple[str, str], ...]:
-    """The headers that do not belong to the connection."""
-    return tuple((name, value) for name, value in headers.items() if name.lower() not in _OF_CONNECTION)
+def replica_url(method: str, path: str, query: str) -> str | None:
+    """What a replica is asked for; None: it concerns one server, and is not passed on.
+
+    Args:
+        path: without escapes; query: with them.
+    """
+    *before, model = path.partition("/v1/models/")
+    if before == ["", "/v1/models/"]:  # a model's name may have slashes; dots would lead to other paths
+        known = method == "GET" and not {"", ".", ".."} & set(model.split("/"))
+    else:
+        known = path in PATHS.get(method, ())
+    return (quote(path) + f"?{query}" * bool(query)) if known else None
+
+
+def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:
+    """The headers that do not belong to the connection, in HTTP's own encoding."""
+    pairs = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+    return tuple((name, value) for name, value in pairs if name.lower() not in _OF_CONNECTION)
 
 
 def prompt_prefix(body: bytes) -> str:
@@ -100,15 +116,14 @@ async def ask(client: httpx.AsyncClient, question: Question) -> AsyncIterator[He
     Raises:
         ReplicaLost: the server is gone, or says that it is about to go.
     """
-    request = client.build_request(
-        question.method, question.path, headers=list(question.headers), content=question.body
-    )  # fmt: skip
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in question.headers]
+    request = client.build_request(question.method, question.path, headers=headers, content=question.body)
     try:
         response = await client.send(request, stream=True)
         try:
             if response.status_code == _UNAVAILABLE:
                 raise ReplicaLost(f"it answered 503: {(await response.aread())[:500].decode(errors='replace')}")
-            yield Head(response.status_code, passed_on(response.headers))
+            yield Head(response.status_code, passed_on(response.headers.raw))
             async for piece in response.aiter_raw():
                 yield piece
         finally:

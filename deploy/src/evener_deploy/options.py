@@ -43,6 +43,7 @@ _ALONE: Mapping[str, str] = {
     "tls_cert": "put a proxy with the certificate before the address",
     "tls_key": "put a proxy with the certificate before the address",
     "root_path": "put the path into the proxy before the address",
+    "weights_folder": "start the deployment again with other weights",
     "lora_folder": "name adapters at the start, with infer.lora_modules",
 }
 

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from evener.errors import EngineError
 from evener_deploy import exchange
 from evener_deploy.engine_process import EngineProcess
-from evener_deploy.exchange import PATHS, Head, Question, ReplicaLost, passed_on, prompt_prefix
+from evener_deploy.exchange import Head, Question, ReplicaLost, passed_on, prompt_prefix, replica_url
 from evener_deploy.options import DeployOptions
 from evener_deploy.retries import begin, error_body
 
@@ -83,7 +83,7 @@ class Address:
         path, method = request.url.path, request.method
         if path == "/health":
             return JSONResponse({"status": "alive"})
-        if path not in PATHS.get(method, ()) and not (method == "GET" and path.startswith("/v1/models/")):
+        if (target := replica_url(method, path, request.url.query)) is None:
             text = f"evener deploy does not pass on {method} {path}: it concerns one server, and there are several"
             return Response(error_body(text), 404, media_type="application/json")
         try:
@@ -92,8 +92,7 @@ class Address:
             return Response(status_code=400)
         if body is None:
             return Response(error_body(f"the body has more than {_MAX_BODY} bytes"), 413, media_type="application/json")
-        target = f"{path}?{request.url.query}" if request.url.query else path
-        question = Question(method, target, passed_on(request.headers), body, prompt_prefix(body) or target)
+        question = Question(method, target, passed_on(request.headers.raw), body, prompt_prefix(body) or target)
         try:
             head, pieces = await begin(self._ask, question)
         except ReplicaLost as error:
@@ -145,8 +144,10 @@ def start(options: DeployOptions) -> str:
 def stop() -> None:
     """End the application, and the cluster if ``start`` made it. Other applications of a cluster go on."""
     if ray.is_initialized():
-        serve.delete(APP)
-        ray.shutdown()
+        try:
+            serve.delete(APP)
+        finally:
+            ray.shutdown()
 
 
 def build(options: DeployOptions) -> Any:

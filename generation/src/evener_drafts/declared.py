@@ -62,7 +62,9 @@ def declare_draft(
     _check_tokens(config.config.tokenizer or config.config.model, folder)
     checkpoint, said = open_checkpoint(folder), f"infer.draft_model={folder}"
     stored = view_model(config, loaded, ranks, checkpoint, find_architecture(loaded, checkpoint), draft=True)
-    own, draft = declare_model(config, ranks, stored)
+    # What the run says of stored keys and values is for the model; scales are those of one model.
+    state = replace(config.config.infer, kv_dtype="auto", kv_scales=None)
+    own, draft = declare_model(replace(config, config=replace(config.config, infer=state)), ranks, stored)
     if draft.vocab_size > model.vocab_size:
         raise ConfigError(f"{said} has {draft.vocab_size} token ids, and the model {model.vocab_size}; take a draft "
                           "model with the model's own tokenizer, or leave it out")  # fmt: skip
@@ -78,8 +80,6 @@ def declare_draft(
     if stored.headers and isinstance(stored.checkpoint, CheckpointView):
         stored.checkpoint.reslice(own.weights)
     sampler = Sampler(own, draft.vocab_size)
-    # What the run says of stored keys and values is for the model; scales are those of one model.
-    state = replace(config.config.infer, kv_dtype="auto", kv_scales=None)
     choose_state([own], state, stored.checkpoint, stored.headers, device, loaded)
     for site in own.sites:
         site.path = f"draft model: {site.path}"  # in the manifest

@@ -59,7 +59,7 @@ class DraftModel:
         groups = [dataclasses.replace(g, slots=tuple(s for s in g.slots if id(s) in own)) for g in a.geometry.groups]
         geometry = dataclasses.replace(a.geometry, groups=tuple(groups))
         self.runner = DraftRunner(a.device, a.draft.model, a.draft.sampler, model.tables, geometry, a.adapters)
-        self._apply = model.apply
+        self._apply, self._step_tokens = model.apply, a.config.step_tokens
         self.graphs: StepGraphs | None = None
         #: For each slot the position of its last proposed token, which the draft model has not computed.
         self._uncomputed: dict[int, int] = {}
@@ -91,13 +91,16 @@ class DraftModel:
     def _follow(self, plan: Plan, lengths: Mapping[int, int]) -> tuple[Sequence[int], PendingStep]:
         """Compute the plan's certain tokens, and propose the first one of each row that has some. For a capture, all
         rows that sample do so here too: the model overwrites what it does not check."""
-        starts, counts = list(plan.starts), list(plan.counts)
-        for row, slot in enumerate(plan.slots):
-            counts[row] -= lengths.get(row, 0)
-            if self._uncomputed.pop(slot, -1) == starts[row] - 1 >= 0:
-                starts[row], counts[row] = starts[row] - 1, counts[row] + 1
-            if row in lengths:
-                self._uncomputed[slot] = plan.starts[row] + plan.counts[row] - 1
+        starts = list(plan.starts)
+        counts = [count - lengths.get(row, 0) for row, count in enumerate(plan.counts)]
+        left = [row for row, slot in enumerate(plan.slots) if self._uncomputed.pop(slot, -1) == starts[row] - 1 >= 0]
+        if sum(counts) + len(left) > self._step_tokens:  # kernels and memory are for no more
+            self._execute(plan, left, [starts[row] - 1 for row in left], [1] * len(left), ())
+            left = []
+        for row in left:
+            starts[row], counts[row] = starts[row] - 1, counts[row] + 1
+        for row in lengths:
+            self._uncomputed[plan.slots[row]] = plan.starts[row] + plan.counts[row] - 1
         rows = sorted(range(len(counts)), key=lambda row: counts[row] > 1)  # as the scheduler orders them
         picked = set(plan.samples) if self.graphs is not None else lengths
         samples = [row for row in rows if row in picked]

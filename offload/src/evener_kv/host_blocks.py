@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evener.contracts.connector import BlockMove, BlockMoves, BlockTransfer, Connector, StartingRequest
-from evener.engine.controller.blocks import BlockPool
+from evener.engine.controller.blocks import BlockPool, CacheListener
 from evener.engine.controller.state import BlockTable, StateManager
 
 #: The most requests that wait for blocks at a time. They hold blocks that running ones may need.
@@ -40,13 +40,13 @@ class _Load:
     over: bool = False
 
 
-class HostBlocks(Connector):
+class HostBlocks(Connector, CacheListener):
     """Keeps what leaves the prefix cache of ``state`` in ``slabs`` slabs of host memory."""
 
     def __init__(self, state: StateManager, slabs: int) -> None:
         self._state, self._pool = state, state.pool
         self.places = BlockPool((slabs + 1) * state.pool.slab, state.pool.slab)
-        self._pool.on_eviction = self._keep
+        self._pool.listeners.append(self)
         self._hits = Counter[str](kv_host_hits=0, kv_host_hit_tokens=0)
         self.counters = self._hits
         self._loads: dict[str, _Load] = {}
@@ -62,7 +62,7 @@ class HostBlocks(Connector):
         self._waits: set[int] = set()
         self._reading: list[int] = []
 
-    def _keep(self, block: int, key: _Key) -> None:
+    def removed(self, block: int, key: _Key) -> None:
         """A block of the device leaves the prefix cache. One that a transfer still writes to is no exception: the next
         plan waits for that first, because the block was released."""
         place = self.places.find(key)

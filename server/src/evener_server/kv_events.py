@@ -147,7 +147,8 @@ class KvEvents(CacheListener):
             self._put(BlockStored([block_hash(digest)], before, list(tokens), self._block_size, None, "GPU", None,
                                   *self._groups[group]))  # fmt: skip
 
-    def removed(self, key: Hashable) -> None:
+    def removed(self, block: int, key: Hashable) -> None:
+        del block
         if key in self._known:
             group, digest = _parts(key)
             self._known.remove(key)

@@ -12,23 +12,23 @@ same.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 
 class CacheListener:
-    """Hears which keys the prefix cache gets and loses. This one ignores it; see ``engine.controller.state`` for keys.
-    The engine calls it between steps, so it must return at once."""
+    """Hears which blocks enter and leave the prefix cache. This one ignores it; see ``engine.controller.state`` for
+    keys. The engine calls it between steps, so it must return at once."""
 
     def stored(self, key: Hashable, parent: bytes | None, tokens: Sequence[int], plain: bool) -> None:
         """A block entered the cache. ``parent``: the digest of the block before it; None: it is the first.
         ``tokens``: its ids. ``plain``: nothing but token ids made its key, neither a salt nor an adapter nor media."""
 
-    def removed(self, key: Hashable) -> None:
-        """The block with this key was given out again."""
+    def removed(self, block: int, key: Any) -> None:
+        """The block with this key is given out again. Its contents stay until a plan writes there."""
 
     def cleared(self) -> None:
-        """The cache is empty."""
+        """The cache is empty; ``removed`` was not called for its blocks."""
 
     def close(self) -> None:
         """The engine ends."""
@@ -40,7 +40,7 @@ class BlockPool:
 
     def __init__(self, count: int, slab: int = 1) -> None:
         self.count, self.slab = count, slab
-        self.listener = CacheListener()
+        self.listeners: list[CacheListener] = []
         self._references = [0] * count
         self._keys: list[Hashable | None] = [None] * count
         self._by_key: dict[Hashable, int] = {}
@@ -50,9 +50,6 @@ class BlockPool:
         self._free_slabs: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count // slab))
         self._free_blocks = defaultdict[int, OrderedDict[int, None]](OrderedDict)
         self._spare_slabs = 0
-        #: Called with a block and its key when it is taken for something else. Its contents stay until a plan writes
-        #: there.
-        self.on_eviction: Callable[[int, Any], None] | None = None
 
     @property
     def free(self) -> int:
@@ -122,9 +119,8 @@ class BlockPool:
         if key is not None:
             del self._by_key[key]
             self._keys[block] = None
-            if self.on_eviction is not None:
-                self.on_eviction(block, key)
-            self.listener.removed(key)
+            for listener in self.listeners:
+                listener.removed(block, key)
 
     def _append_free(self, block: int, span: int) -> None:
         part = self._free_blocks[span]
@@ -180,4 +176,5 @@ class BlockPool:
         """Forget all keys: the prefix cache is empty then."""
         self._by_key.clear()
         self._keys = [None] * self.count
-        self.listener.cleared()
+        for listener in self.listeners:
+            listener.cleared()

@@ -67,7 +67,12 @@ class Controller:
             events += self.step() if not self.idle else self.check()
             if events:
                 mailbox.put(events)
-        self.scheduler.state.pool.listener.close()
+
+    def close(self) -> None:
+        """End what listens to the prefix cache, and the workers. Calling it again does nothing."""
+        while listeners := self.scheduler.state.pool.listeners:
+            listeners.pop().close()
+        self.executor.close()
 
     def handle(self, received: Iterable[ToController]) -> list[FromController]:
         """Process messages in order. Returns the events for the front end."""

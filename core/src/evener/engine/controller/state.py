@@ -217,7 +217,8 @@ class StateManager:
     def _announce(self, table: BlockTable, key: tuple[int, bytes], column: int, tokens: Sequence[int]) -> None:
         first, end = column * self.block_size, (column + 1) * self.block_size
         plain = table.salt == _NO_SALT and not any(overlapping_items(table.media, 0, end))
-        self.pool.listener.stored(key, table.digests[column - 1] if column else None, tokens[first:end], plain)
+        for listener in self.pool.listeners:
+            listener.stored(key, table.digests[column - 1] if column else None, tokens[first:end], plain)
 
     def close(self, table: BlockTable) -> None:
         """Give back all blocks. The last ones go first, so that the beginning of a prefix is evicted last."""

@@ -72,7 +72,7 @@ def run_controller_process(config: Config, parent: ParentChannel) -> None:
     controller, ready = build_controller(config, serving=True)
     parent.put([ready])
     controller.run(parent)
-    controller.executor.close()
+    controller.close()
 
 
 def run_role(end: ControlClient | ParentChannel, role: Callable[[], None]) -> int:

@@ -45,7 +45,7 @@ class InlineClient(EngineClient):
         while not self._is_idle():
             self._events.extend(self._step())
         self._closed = True
-        self.controller.executor.close()
+        self.controller.close()
 
     def _is_idle(self) -> bool:
         """Whether there is no step to run. The plans in flight of a dead engine are never read."""
@@ -86,10 +86,9 @@ class ThreadClient(EngineClient):
         return events
 
     def close(self, drain: bool = False) -> None:
-        if self._thread.is_alive():
-            self._mailbox.inbox.put(Shutdown(drain=drain))
-            self._thread.join()
-            self._controller.executor.close()
+        self._mailbox.inbox.put(Shutdown(drain=drain))
+        self._thread.join()
+        self._controller.close()
 
     def _run(self) -> None:
         try:

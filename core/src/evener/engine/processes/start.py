@@ -58,7 +58,11 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     if config.infer.stages:
         stage_devices(config, [package.name for package in installed_catalog().backends])
     executor, facts = _executor(config, serving)
-    return set_up_controller(config, executor, facts, serving or streaming), Ready(info=facts.info)
+    try:
+        return set_up_controller(config, executor, facts, serving or streaming), Ready(info=facts.info)
+    except BaseException:
+        executor.close()
+        raise
 
 
 def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
@@ -94,14 +98,14 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     infer, kinds = config.infer, _kinds(facts, config)
     limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
-    for listener in installed_catalog().answers("cache listener", config, facts):
-        state.pool.listener = listener
     media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
     found = find_connector(infer)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
                           grammars=open_grammars(config, facts.info.vocab_size),
                           drafts=open_drafts(infer, facts), adapters=Adapters(infer.adapter_slots),
                           connector=found and found.controller(config, facts, state))  # fmt: skip
+    # Last: they may have threads, which nobody would end if something above failed.
+    state.pool.listeners += installed_catalog().answers("cache listener", config, facts)
     return Controller(scheduler, executor, plans_in_flight(config), config.serve.max_queue)
 
 
