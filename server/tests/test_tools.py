@@ -208,6 +208,46 @@ def test_a_named_call_is_one_call_of_that_tool(says: Callable[..., Any], sse: Ca
     assert [(call["name"], call["arguments"]) for call in message["tool_calls"]] == [("now", "{}")]
 
 
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_that_is_cut_off_before_its_arguments_is_not_sent_as_text(
+    says: Callable[..., Any], sse: Callable[..., Any], choice: Any, stream: bool
+) -> None:
+    api, fields = says(CALL), {"tools": [WEATHER], "tool_choice": choice, "stream": stream}
+    whole = len(api.llm.tokenizer.encode(CALL))
+    for limit in range(1, whole):
+        response = api.chat(max_tokens=limit, **fields)
+        assert response.status_code == 200, response.text
+        answer = response if stream else response.json()["choices"][0]
+        message = joined(sse(answer)) if stream else {**answer["message"], "finish_reason": answer["finish_reason"]}
+        assert not message["content"] and message["finish_reason"] == "length", f"cut after {limit} tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_forced_call_that_is_cut_off_leaves_the_first_alone(
+    says: Callable[..., Any], sse: Callable[..., Any], stream: bool
+) -> None:
+    api = says(f"{CALL}\n{CALL}")
+    limit = len(api.llm.tokenizer.encode(f'{CALL}\n<tool_call>\n{{"nam'))
+    response = api.chat(max_tokens=limit, tools=[WEATHER], tool_choice="required", stream=stream)
+    if stream:
+        message = joined(sse(response))
+    else:
+        choice = response.json()["choices"][0]
+        message = {**choice["message"], "finish_reason": choice["finish_reason"]}
+    assert not message["content"] and message["finish_reason"] == "length" and len(message["tool_calls"]) == 1
+
+
+def test_a_call_that_the_model_chose_and_that_is_cut_off_is_still_text(says: Callable[..., Any]) -> None:
+    api = says(CALL)
+    text = CALL[: CALL.index("name")]
+    choice = api.chat(max_tokens=len(api.llm.tokenizer.encode(text)), tools=[WEATHER]).json()["choices"][0]
+    assert choice["message"]["content"] == text and choice["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools_narrow_what_may_be_called(says: Callable[..., Any], mode: str) -> None:
     allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}

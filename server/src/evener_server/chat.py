@@ -171,6 +171,7 @@ class ChatJob(Job):
                 None if self._tools is None else self._tools(tools),
                 show_reasoning=body.include_reasoning is not False,
                 several_calls=body.parallel_tool_calls is not False,
+                only_calls=self._held.forced,
             )
             for _ in range(generation.n)
         ]  # fmt: skip

@@ -19,13 +19,15 @@ class MessageParts:
         reasoning, tools: parsers of this sample; None: there is nothing of the kind.
         show_reasoning: give reasoning out.
         several_calls: give out more than the first call.
+        only_calls: the answer is held to calls, so text outside of them is a call that was cut off; it is left out.
     """
 
     def __init__(
-        self, reasoning: ReasoningParser | None, tools: ToolParser | None, show_reasoning: bool, several_calls: bool
-    ) -> None:
+        self, reasoning: ReasoningParser | None, tools: ToolParser | None, show_reasoning: bool, several_calls: bool,
+        only_calls: bool = False,
+    ) -> None:  # fmt: skip
         self._reasoning, self._tools = reasoning, tools
-        self._show_reasoning, self._several_calls = show_reasoning, several_calls
+        self._show_reasoning, self._several_calls, self._only_calls = show_reasoning, several_calls, only_calls
         self.message: Delta = {"role": "assistant", "content": None if tools else "", "refusal": None}
         #: All reasoning, whether it is given out or not; None: the model writes none.
         self.reasoned: str | None = None if reasoning is None else ""
@@ -56,6 +58,8 @@ class MessageParts:
     def _delta(self, part: Parsed) -> Delta | None:
         """The delta of one part, which is added to the message."""
         if isinstance(part, Content):
+            if self._only_calls:
+                return None
             self.message["content"] = (self.message["content"] or "") + part.text
             return {"content": part.text}
         if isinstance(part, Reasoning):
