@@ -209,11 +209,8 @@ def test_a_subscriber_that_missed_batches_gets_them_again(make: Any) -> None:
     assert tokens == [[100, 101, 102, 103], [200, 201, 202, 203]] and answers[2][2] == b""
 
 
-def test_a_full_list_becomes_one_event_that_all_is_forgotten_and_no_step_waits(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    state, events, subscriber = make(blocks=40)
-    monkeypatch.setattr(kv_events, "MAX_WAITING", 3)
+def hold_back(events: KvEvents, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let the thread send nothing until the returned event is set."""
     held, go_on, send = threading.Event(), threading.Event(), events._send_waiting
 
     def hold() -> None:
@@ -222,7 +219,16 @@ def test_a_full_list_becomes_one_event_that_all_is_forgotten_and_no_step_waits(
         send()
 
     monkeypatch.setattr(events, "_send_waiting", hold)
-    assert held.wait(60)  # the thread sends nothing from here on
+    assert held.wait(60)
+    return go_on
+
+
+def test_a_full_list_becomes_one_event_that_all_is_forgotten_and_no_step_waits(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, events, subscriber = make(blocks=40)
+    monkeypatch.setattr(kv_events, "MAX_WAITING", 3)
+    go_on = hold_back(events, monkeypatch)
     for start in range(0, 500, 100):
         compute(state, list(range(start, start + 4)))
     go_on.set()
@@ -237,15 +243,7 @@ def test_after_a_full_list_a_block_that_is_announced_is_also_removed(
 ) -> None:
     state, events, subscriber = make(blocks=5)
     monkeypatch.setattr(kv_events, "MAX_WAITING", 1)
-    held, go_on, send = threading.Event(), threading.Event(), events._send_waiting
-
-    def hold() -> None:
-        held.set()
-        assert go_on.wait(60)
-        send()
-
-    monkeypatch.setattr(events, "_send_waiting", hold)
-    assert held.wait(60)  # the thread sends nothing from here on
+    go_on = hold_back(events, monkeypatch)
     for start in (0, 100):
         state.close(compute(state, list(range(start, start + 4))))
     monkeypatch.setattr(kv_events, "MAX_WAITING", 100)

@@ -65,8 +65,19 @@ def test_a_run_that_was_interrupted_twice_keeps_the_results_of_both(tmp_path: Pa
         journal.add(task("graphs"), Part("graphs", "not applicable", 1.0), Findings())
         raise KeyboardInterrupt
     with open_journal(out, IDENTITY, True) as journal:
-        assert journal.find(task("device")) is not None and journal.find(task("graphs")) is not None
+        assert journal.find(task("graphs")) is not None and journal.find(task("graphs", "one")) is None
         assert journal.find(task("model")) is None
+
+
+def test_results_of_another_device_are_refused(tmp_path: Path) -> None:
+    out, passed, other = tmp_path / "e.json", Part("device", "passed", 1.0), found()
+    interrupt(out, (task("device"), passed))
+    other.facts["device"]["name"] = "another chip"
+    said = "was on the device 'a chip', and this is 'another chip'"
+    with pytest.raises(ConfigError, match=said), open_journal(out, IDENTITY, True) as journal:
+        assert journal.find(task("device")) is None, "it is asked again"
+        journal.add(task("device"), passed, found())
+        journal.add(task("device"), passed, other)
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,23 @@ class Journal:
         self._ended = {(each.part.name, each.check): each for each in ended}
 
     def find(self, task: Task) -> tuple[Part, Findings] | None:
-        """The result of an earlier run for a task."""
-        ended = self._ended.get((task.part, task.only))
+        """The result of an earlier run for a task. None for the device's part: it says which device it is now."""
+        ended = self._ended.get((task.part, task.only)) if task.part != "device" else None
         return None if ended is None else (ended.part, ended.findings)
 
     def add(self, task: Task, part: Part, found: Findings) -> None:
-        """Keep a result, unless it failed: that is tried again."""
+        """Keep a result, unless it failed: that is tried again.
+
+        Raises:
+            ConfigError: the device is not that of the earlier run.
+        """
+        before = self._ended.get((task.part, task.only))
+        if before is not None and part.outcome == "passed":
+            was, now = (" ".join(facts["device"].get(name, "") for name in ("name", "variant")).strip()
+                        for facts in (before.facts, found.facts))  # fmt: skip
+            if was != now:
+                raise ConfigError(f"--resume: the interrupted run was on the device {was!r}, and this is {now!r}; "
+                                  f"{_INSTEAD}")  # fmt: skip
         if part.outcome not in ("passed", "not applicable"):
             return
         line = msgspec.json.encode(Ended(task.only, part, found.facts, found.timings, found.level, found.listed))
