@@ -174,6 +174,10 @@ def test_adapters_import_only_messages_ops_and_the_declarations_of_layers() -> N
     assert adapters and violations(adapters, allow_of_evener(*own), typing=True) == []
 
 
+def test_only_the_worker_s_part_of_the_adapters_imports_torch() -> None:
+    assert heavy_after_import("evener_adapters.lora", "evener_adapters.loaded", "evener_adapters.slots") == {}
+
+
 def test_models_import_only_layers_contracts_errors_and_readers_of_tokenizer_files() -> None:
     own = ("evener_models", "evener_formats.tokenizers")
     allowed = allow_of_evener(*own, "evener.layers", "evener.contracts", "evener.errors")
