@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from evener_adapters.loaded import LoadedAdapters
 from lora_files import PROJECTIONS, merge, write_adapter, write_model
 from msgspec.structs import replace
 
@@ -26,7 +27,7 @@ from evener.engine.wire.messages import LoadAdapter, NewRequest, Sampling, ToCon
 from evener.engine.wire.plan import Plan
 from evener.engine.worker.inline_executor import InlineExecutor
 from evener.errors import CheckpointError, ConfigError, RequestError
-from evener.frontend.adapters import Adapters
+from evener.plugins.catalog import Catalog
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import RunResult, play
@@ -86,7 +87,8 @@ def request(name: str, adapter: str = "", ids: list[int] | None = None, sampling
 def loads(zoo: Zoo, limits: AdapterLimits | None) -> list[ToController]:
     """Messages that load every adapter; its name is its id."""
     messages: list[Any] = []
-    known = Adapters(limits, send=messages.append)
+    assert limits is not None
+    known = LoadedAdapters(limits, (), messages.append)
     for name, path in zoo.adapters.items():
         known.load(name, path)
     return [replace(message, id=name) for name, message in zip(zoo.adapters, messages, strict=True)]
@@ -211,9 +213,10 @@ def test_an_adapter_is_sent_once_in_pieces_between_which_steps_run(
     orders: list[Any] = []
     submit = controller.executor.submit
     controller.executor.submit = lambda order: (orders.append(order), submit(order))[1]  # type: ignore
-    monkeypatch.setattr("evener.frontend.adapters._MESSAGE_BYTES", 1000)
+    monkeypatch.setattr("evener_adapters.loaded._MESSAGE_BYTES", 1000)
     messages: list[ToController] = []
-    registry = Adapters(info.adapters, (), messages.append)
+    assert info.adapters is not None
+    registry = LoadedAdapters(info.adapters, (), messages.append)
     for name in ("small", "large"):
         registry.load(name, zoo.adapters[name])
     ids = {name: registry.find(name) for name in ("small", "large")}
@@ -449,6 +452,39 @@ def test_an_adapter_of_the_configuration_that_cannot_be_used_stops_the_start(
 def test_an_engine_without_places_takes_no_adapter(zoo: Zoo, llm: Callable[..., LLM]) -> None:
     with llm() as ours, pytest.raises(RequestError, match=r"infer\.max_loras=1"):
         ours.adapters.load("small", zoo.adapters["small"])
+
+
+@pytest.fixture
+def without_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the package that computes with adapters were not installed."""
+    found = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {} if kind == "maker of adapters" else found(self, kind)
+    )
+
+
+@pytest.mark.parametrize("keys", [{"infer.max_loras": 1}, {"infer.lora_modules": "small=/nowhere"}])
+def test_without_the_package_of_adapters_the_start_says_what_to_install(
+    keys: dict[str, Any], zoo: Zoo, without_package: None
+) -> None:
+    config = from_overrides(str(zoo.model), {**SMALL, **keys})
+    for begin in (build_controller, explain):
+        with pytest.raises(ConfigError, match=r"infer\.max_loras .*: pip install evener-generation"):
+            begin(config)  # type: ignore[operator]
+
+
+def test_an_engine_without_places_needs_no_package_and_knows_no_adapter(
+    zoo: Zoo, llm: Callable[..., LLM], without_package: None
+) -> None:
+    with llm() as ours:
+        assert ours.adapters.folders == {}
+        with pytest.raises(RequestError, match=r"infer\.max_loras=1"):
+            ours.adapters.load("small", zoo.adapters["small"])
+        for use in (ours.adapters.unload, lambda name: ours.generate(prompt(1), PARAMS, lora=name)):
+            with pytest.raises(RequestError, match="no adapter 'small' is loaded"):
+                use("small")
+        ids = ours.generate(prompt(1), PARAMS)[0].outputs[0].token_ids
+    assert ids == merged_answers(zoo, [request("plain", "", prompt(1), GREEDY)]).tokens["plain"]
 
 
 def test_a_rank_above_the_limit_says_what_to_set(zoo: Zoo, llm: Callable[..., LLM]) -> None:

@@ -202,7 +202,7 @@ def test_a_folder_is_not_read_for_a_name_that_is_taken(
 ) -> None:
     api = serve()
     assert load(api, "sql", "sql").status_code == 200
-    monkeypatch.setattr("evener.frontend.adapters._read", lambda folder, limits: pytest.fail("it was read"))
+    monkeypatch.setattr("evener_adapters.loaded._read", lambda folder, limits: pytest.fail("it was read"))
     assert load(api, "sql", "sql").status_code == 400
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from evener.contracts.adapters import Adapters
 from evener.contracts.generation.chat import Chat
 from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import Delta, RequestOutput
@@ -33,7 +34,6 @@ from evener.engine.wire.messages import (
     WeightsChanged,
 )
 from evener.errors import CheckpointError, EngineDeadError, EngineError, EvenerError, RenderTimeoutError
-from evener.frontend.adapters import Adapters
 from evener.frontend.capacity import Capacity, Reservation
 from evener.frontend.frontend import Frontend, Kind, PreparedRequest
 from evener.frontend.outputs import OutputBuilder

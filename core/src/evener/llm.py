@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evener.contracts.adapters import Adapters
 from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import RequestOutput
 from evener.engine.processes.launch import join_script
@@ -17,7 +18,6 @@ from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import ChangeWeights, Dead, Ready, WeightsChanged
 from evener.errors import CheckpointError, EngineDeadError, EngineError, RequestError
-from evener.frontend.adapters import Adapters
 from evener.frontend.frontend import Kind
 from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings

@@ -1,4 +1,4 @@
-"""Structured output, parsers of tool calls and reasoning, and drafts, through the same hooks as anybody else's.
+"""Structured output, parsers of tool calls and reasoning, drafts, adapters; through the same hooks as anybody else's.
 
 Torch-free.
 
@@ -21,7 +21,7 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="generation",
-    summary="Structured output, parsers of tool calls and reasoning, and drafts.",
+    summary="Structured output, parsers of tool calls and reasoning, drafts and adapters.",
     contracts={"descriptor": 1, "generation": 1},
     grammar_masks={"matchers": "evener_constraints.masks:GrammarMasks.of"},
     grammars={"llguidance": "evener_generation.llguidance_grammars:LlguidanceLibrary"},
@@ -31,6 +31,7 @@ descriptor = Descriptor(
         "mtp": "evener_generation.drafting.prediction_drafter:PredictionDrafter",
     },
     worker_drafters={"model": "evener_drafts.model:DraftModel", "mtp": "evener_drafts.prediction:Prediction"},
+    adapters={"lora": "evener_adapters.lora:LoraAdapters"},
     draft_policies={"measured": "evener_generation.drafting.speculation:measured"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",

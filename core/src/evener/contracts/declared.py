@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from evener.contracts.adapters import AdaptedProduct
 from evener.contracts.experts import Placement
 from evener.contracts.ops import OpFunction
 from evener.contracts.quant import PackedWeight, WeightPart
@@ -112,33 +113,6 @@ class Weight:
 
 
 @dataclass(eq=False)
-class AdapterRows:
-    """Which rows of the step that is being computed have which adapter: ``index`` int32 [T], an index into the stacks,
-    -1 for a row without one. None: no row of the step has one."""
-
-    index: torch.Tensor | None = None
-
-
-@dataclass(eq=False)
-class AdapterStack:
-    """Places for the adapters of one linear weight, each of one of its parts or of several.
-
-    Attributes:
-        down: tensor [slots, parts * rank, columns]; unused rows are zero.
-        up: tensor [slots, rows, rank], with the adapters' scales; unused columns are zero. The rows of part p take the
-            p-th ``rank`` products of ``down``.
-        slots, rank: how many adapters, and the largest rank of one.
-        rows: of the step; the same object for all weights.
-    """
-
-    down: Table
-    up: Table
-    slots: int
-    rank: int
-    rows: AdapterRows
-
-
-@dataclass(eq=False)
 class LinearWeight:
     """A linear weight of one or more parts, concatenated along the out-features.
 
@@ -172,7 +146,7 @@ class LinearWeight:
     experts: int = 0
     slices: tuple[Slice | None, ...] = ()
     normalize_rows: bool = False
-    adapters: AdapterStack | None = None
+    adapters: AdaptedProduct | None = None
     placement: Placement | None = None
 
     def pieces(self) -> Iterator[tuple[WeightPart, Slice | None]]:

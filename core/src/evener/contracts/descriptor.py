@@ -117,6 +117,8 @@ class Descriptor:
             ranks in one process; constructed with the configuration and the search for a backend.
         grammar_masks: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
             what gives the steps of requests with a grammar their masks; see ``engine.controller.grammars``.
+        adapters: (optional, for packages pinned to their core's version) ``{"name": "module:Class"}``: computes with
+            adapters (LoRA); see ``evener.contracts.adapters``.
         weight_makers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: fills
             weights, ``dummy`` for ``load=dummy`` and ``cache`` for ``model_cache``; called as
             ``evener_inspection.dummy_weights.load_dummy`` and ``evener_model_cache.cached_weights.load_cached``.
@@ -176,6 +178,7 @@ class Descriptor:
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)
     adapter_readers: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
     tokenizer_readers: Mapping[str, str] = field(default_factory=dict)
     chat_readers: Mapping[str, str] = field(default_factory=dict)
     draft_policies: Mapping[str, str] = field(default_factory=dict)

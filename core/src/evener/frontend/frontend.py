@@ -15,13 +15,12 @@ from typing import Literal
 
 import msgspec
 
-from evener.contracts.adapters import HeldAdapter
+from evener.contracts.adapters import Adapters, HeldAdapter
 from evener.contracts.media import MediaItem, MediaPrompt
 from evener.contracts.outputs import Delta
 from evener.contracts.pooling import PoolingSettings
 from evener.engine.wire import messages as wire
 from evener.errors import ContextLengthError, RequestError
-from evener.frontend.adapters import Adapters
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.detokenize import Detokenizer
 from evener.frontend.media import validated_media

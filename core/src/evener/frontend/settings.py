@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Architecture
 from evener.contracts.generation.chat import Chat
-from evener.frontend.adapters import Adapters
+from evener.engine.wire.adapters import find_adapters
 from evener.frontend.chat import open_chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend
@@ -70,6 +70,7 @@ class FrontendSettings:
         files = _text_files(model_dir, family)
         tokenizer_files = files if self.tokenizer_dir is None else _text_files(self.tokenizer_dir, family)
         tokenizer = Tokenizer.of(tokenizer_files)
+        adapters = find_adapters(info.adapters or self.lora_modules)
         frontend = Frontend(
             max_model_len=info.max_model_len, vocab_size=info.vocab_size, tokenizer=tokenizer,
             defaults=GenerationDefaults.of(files, None if tokenizer is None else tokenizer.eos_id),
@@ -78,9 +79,8 @@ class FrontendSettings:
             rng=None if self.seed is None else random.Random(self.seed),
             hidden_size=info.hidden_size, media_rows=info.media_rows, final_norm=info.final_norm,
             context_reason=info.config.get("infer.max_seq_len", {}).get("reason", ""), pooling=info.pooling,
-            adapters=Adapters(info.adapters, (info.served_name,), send),
+            adapters=adapters and adapters.front_end(info.adapters, (info.served_name,), send, self.lora_modules),
         )  # fmt: skip
-        frontend.adapters.load_all(self.lora_modules)
         how = family().images(files.json("config.json")) if info.encoders else None
         return frontend, open_chat(tokenizer_files, tokenizer, how)
 

@@ -27,7 +27,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "placements": "placement of experts", "worker_drafters": "worker drafter", "connectors": "connector",
     "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
     "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
-    "draft_policies": "draft policy", "layer_splitters": "layer splitter",
+    "draft_policies": "draft policy", "layer_splitters": "layer splitter", "adapters": "maker of adapters",
     "grammar_masks": "maker of masks", "weight_makers": "maker of weights",
     "old_spellings": "old spellings", "config_readers": "config reader", "cache_listeners": "cache listener",
 }  # fmt: skip

@@ -13,7 +13,6 @@ from evener.contracts.quant import WeightPart, plain
 from evener.contracts.quantized.state import unscaled
 from evener.contracts.state import StateProvider, required_interface
 from evener.errors import ResolveError, UnknownNameError
-from evener.ops.adapters import adapted_linear
 from evener.ops.composites import linear_static
 from evener.ops.parts import communicators, load_reference
 from evener.plugins.catalog import Provided
@@ -119,7 +118,7 @@ class Resolver:
             UnknownNameError: no installed package has such an op.
         """
         if op == "linear" and static["weight"].adapters is not None:
-            return adapted_linear(static, self._use(path, bucket))
+            return static["weight"].adapters.linear(static, self._use(path, bucket))  # type: ignore[no-any-return]
         if op.startswith("state."):
             return getattr(static["state"].provider, op.removeprefix("state."))  # type: ignore[no-any-return]
         schema = self.available.schemas.get(op)

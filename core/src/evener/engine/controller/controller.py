@@ -96,13 +96,8 @@ class Controller:
                 return self.scheduler.end(message.id, "abort")
             case messages.Finish():
                 return self.scheduler.end(message.id, "stop")
-            case messages.LoadAdapter():
-                if message.last:
-                    self.scheduler.adapters.load(message.id)
-                return self._order([message])
-            case messages.UnloadAdapter():
-                self.scheduler.adapters.unload(message.id)
-                return self._drop_adapters()
+            case messages.LoadAdapter() | messages.UnloadAdapter():
+                return self._order(self.scheduler.adapters.handle(message))
             case messages.ChangeWeights():
                 return self._change_weights(message)
             case messages.GetStats():
@@ -122,9 +117,6 @@ class Controller:
         # What is remembered was computed with other weights, or is gone.
         self.scheduler.state.pool.clear_keys()
         return [*events, messages.WeightsChanged(error)]
-
-    def _drop_adapters(self) -> list[FromController]:
-        return self._order(map(messages.UnloadAdapter, self.scheduler.adapters.take_forgotten()))
 
     def _order(self, orders: Iterable[Order]) -> list[FromController]:
         try:
@@ -159,7 +151,7 @@ class Controller:
             for name, why in grammars.failures(scheduler.running):
                 events += scheduler.end(name, "error", why)
             events += scheduler.retire(grammars.read(self.executor)) if scheduler.in_flight else []
-            return events + self._drop_adapters()
+            return events + self._order(scheduler.adapters.forgotten())
         except EngineError as error:
             return events + self.die(str(error))
 

@@ -45,11 +45,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from evener.contracts.adapters import AdapterSlots
 from evener.contracts.connector import Connector
 from evener.contracts.generation.drafts import Drafts
 from evener.contracts.outputs import FinishReason
 from evener.engine.batching import MicroBatches, StepLimit
-from evener.engine.controller.adapters import Adapters
 from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.grammars import Grammars
 from evener.engine.controller.media import MediaPlanner
@@ -122,12 +122,12 @@ class Scheduler:
     def __init__(
         self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_and_age,
         batches: MicroBatches | None = None, media: MediaPlanner | None = None, limit: StepLimit | None = None,
-        grammars: Grammars | None = None, drafts: Drafts | None = None, adapters: Adapters | None = None,
+        grammars: Grammars | None = None, drafts: Drafts | None = None, adapters: AdapterSlots | None = None,
         connector: Connector | None = None,
     ) -> None:  # fmt: skip
         self.state, self.step_tokens, self.policy, self.grammars = state, step_tokens, policy, grammars or Grammars()
         self.batches, self.limit, self.drafts = batches or MicroBatches(), limit or StepLimit(), drafts or Drafts()
-        self.media, self.adapters = media or MediaPlanner(step_tokens, step_tokens), adapters or Adapters()
+        self.media, self.adapters = media or MediaPlanner(step_tokens, step_tokens), adapters or AdapterSlots()
         self.connector = connector or Connector()
         self.stats = Stats()
         self.waiting: list[Request] = []

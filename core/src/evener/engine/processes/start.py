@@ -14,13 +14,13 @@ from evener.config.stages import config_of_stage, stage_devices
 from evener.contracts.state import StateKind
 from evener.distributed.torchrun import TorchrunEnv
 from evener.engine.batching import MicroBatches, limit_steps
-from evener.engine.controller.adapters import Adapters
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.drafts import find_drafter, open_drafts
 from evener.engine.controller.grammars import open_grammars
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
+from evener.engine.wire.adapters import find_adapters
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.connector import find_connector
 from evener.engine.wire.executor import Executor
@@ -53,6 +53,7 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
         EvenerError: the engine cannot start with this configuration.
     """
     find_connector(config.infer)  # before weights are read
+    find_adapters(config.infer.adapter_slots)
     if config.infer.proposes != "none":
         find_drafter(config.infer)
     if config.infer.stages:
@@ -99,10 +100,10 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
     media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
-    found = find_connector(infer)
+    found, lora = find_connector(infer), find_adapters(infer.adapter_slots)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
                           grammars=open_grammars(config, facts.info.vocab_size),
-                          drafts=open_drafts(infer, facts), adapters=Adapters(infer.adapter_slots),
+                          drafts=open_drafts(infer, facts), adapters=lora and lora.controller(infer),
                           connector=found and found.controller(config, facts, state))  # fmt: skip
     # Last: they may have threads, which nobody would end if something above failed.
     state.pool.listeners += installed_catalog().answers("cache listener", config, facts)

@@ -11,6 +11,7 @@ from evener.config.checkpoint import facts_of
 from evener.config.resolve import DeviceFacts, ResolvedConfig, layer_partition, resolve_config
 from evener.config.schema import Config
 from evener.config.stages import has_unlike_stages
+from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
@@ -26,7 +27,7 @@ from evener.distributed.communicators import communicator_factory, open_host_gro
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
-from evener.engine.worker.adapters import AdapterStacks
+from evener.engine.wire.adapters import find_adapters
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.engine.worker.placement import host_placement
 from evener.errors import ArchitectureError, ConfigError, did_you_mean
@@ -146,7 +147,8 @@ def assemble(
     linear += [weight for each in drafting for weight in each.weights if isinstance(weight, LinearWeight)]
     resolver.states([slot for each in (build, *other_stages, *drafting) for slot in each.slots])
     resolver.packings([w for w in linear if w.placement is None])
-    adapters = AdapterStacks(build, infer, [b for b, _ in declared])
+    lora = find_adapters(infer.adapter_slots)
+    adapters = lora.worker(build, infer, [b for b, _ in declared]) if lora else AdapterStacks()
     resolver.sites([site for each in (build, *drafting) for site in each.sites])
     size = None if resolved.block_size == "auto" else resolved.block_size
     more = [slot for each in drafting for slot in each.slots]

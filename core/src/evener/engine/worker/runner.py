@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.device import Device, Readback
 from evener.contracts.state import StateStep
@@ -20,7 +21,6 @@ from evener.engine.sampling.masks import packed_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.plan import Plan, StepMasks
-from evener.engine.worker.adapters import AdapterStacks
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.media import MediaStore
 from evener.engine.worker.stages import PipelineChannel
@@ -96,7 +96,7 @@ class Runner:
     def step(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
         """Make the model's step from the arrays of a layout. It only runs device work, so it can be captured."""
         positions = parts["positions"]
-        self.adapters.rows.index = self.tables.ints[parts["token_slots"], 3] if shape.adapted else None
+        self.adapters.select(self.tables.ints[parts["token_slots"], 3] if shape.adapted else None)
         token_ids = self.tables.tokens[parts["token_slots"], positions]
         return ForwardStep(bucket_index(shape.tokens), token_ids, positions, self._metas(shape, parts))
 
@@ -113,8 +113,7 @@ class Runner:
         """Write what a plan changes: ids that the last stage has sampled, new requests, block tables, copied blocks."""
         if self.stages is not None and self.stages.world.first_stage:
             self.stages.receive_ids(plan)
-        for adapter in plan.adapters:
-            self.adapters.write(adapter)
+        self.adapters.write(plan.adapters)
         if plan.admissions:
             self.tables.admit(plan.admissions)
         if plan.updates:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evener_adapters import loaded
+from evener_adapters.loaded import LoadedAdapters
 
 from evener.contracts.adapters import AdapterLimits, AdapterTensor
 from evener.engine.wire.messages import Finished, UnloadAdapter
 from evener.errors import RequestError
-from evener.frontend import adapters
-from evener.frontend.adapters import Adapters
 from evener.frontend.frontend import Frontend
 from evener.sampling_params import SamplingParams
 
@@ -23,7 +23,7 @@ class Front:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.adapters = Adapters(LIMITS, (), self.sent.append)
+        self.adapters = LoadedAdapters(LIMITS, (), self.sent.append)
         self.frontend = Frontend(max_model_len=64, vocab_size=9, adapters=self.adapters)
 
     def submit(self, name: str, request_id: str, n: int = 1) -> str:
@@ -40,7 +40,7 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Front:
     def read(folder: Path, limits: AdapterLimits) -> list[AdapterTensor]:
         return [AdapterTensor(str(folder), 1, 1.0, "float32", b"", b"")]
 
-    monkeypatch.setattr(adapters, "_read", read)
+    monkeypatch.setattr(loaded, "_read", read)
     return Front()
 
 

@@ -9,14 +9,15 @@ from typing import NamedTuple
 import torch
 
 from evener.config.schema import InferConfig
-from evener.contracts.adapters import AdapterLimits, AdapterTensor
-from evener.contracts.declared import AdapterRows, AdapterStack, LinearWeight, Slice, Table
+from evener.contracts.adapters import AdapterLimits, AdapterStacks, AdapterTensor
+from evener.contracts.declared import LinearWeight, Slice, Table
 from evener.contracts.quant import DTYPE_BYTES
 from evener.engine.wire.messages import LoadAdapter, UnloadAdapter
 from evener.engine.wire.plan import AdapterWrite
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.ops.parts import walk_static
+from evener_adapters.product import AdapterRows, AdapterStack
 
 #: Ops whose linear weights compute every row of a step, and with ``linear`` alone.
 _OPS = frozenset({"decoder_layer", "attention_block", "gated_attention_block", "mlp_block"})
@@ -37,7 +38,7 @@ def adapter_targets(builds: Sequence[Builder]) -> dict[str, tuple[int, int]]:
     return {name: (rows, columns) for name, (rows, columns) in whole}
 
 
-class AdapterStacks:
+class LoraStacks(AdapterStacks):
     """Places beside every weight of ``build`` that may have adapters. They are declared as tables, so that the memory
     plan counts them. Make it after packings were chosen and before ops are resolved.
 
@@ -46,31 +47,27 @@ class AdapterStacks:
 
     Attributes:
         rows: which rows of the step have which adapter.
-        limits: what the front end is told; None: no adapters.
 
     Raises:
-        ConfigError: adapters are asked for, and no weight can have one.
+        ConfigError: no weight can have one.
     """
 
     def __init__(self, build: Builder, infer: InferConfig, stages: Sequence[Builder]) -> None:
         slots, rank = infer.adapter_slots, infer.max_lora_rank
         self.rows = AdapterRows()
-        self.limits: AdapterLimits | None = None
-        self._weights = list(adaptable(build)) if slots else []
+        self._weights = list(adaptable(build))
         self._kept: dict[str, dict[tuple[str, Slice | None], _Matrices]] = {}
-        if slots:
-            targets = adapter_targets(stages)
-            if not targets:
-                raise ConfigError("this model has no projections that can have adapters; leave infer.lora_modules and "
-                                  "infer.max_loras out")  # fmt: skip
-            self.limits = AdapterLimits(targets=targets, rank=rank, loaded=infer.max_cpu_loras)
+        targets = adapter_targets(stages)
+        if not targets:
+            raise ConfigError("this model has no projections that can have adapters; leave infer.lora_modules and "
+                              "infer.max_loras out")  # fmt: skip
+        self.limits = AdapterLimits(targets=targets, rank=rank, loaded=infer.max_cpu_loras)
         for weight in self._weights:
             down = _table(build, weight, "down", (slots, len(weight.parts) * rank, weight.columns))
             up = _table(build, weight, "up", (slots, weight.rows, rank))
             weight.adapters = AdapterStack(down, up, slots, rank, self.rows)
 
     def keep(self, order: LoadAdapter | UnloadAdapter) -> None:
-        """Keep this rank's part of an adapter's tensors in host memory, or forget it."""
         if isinstance(order, UnloadAdapter):
             self._kept.pop(order.id, None)
             return
@@ -80,12 +77,19 @@ class AdapterStacks:
                 if (tensor := tensors.get(part.name)) is not None:
                     kept[part.name, cut] = _Matrices.of(tensor, cut)
 
-    def write(self, write: AdapterWrite) -> None:
+    def select(self, index: torch.Tensor | None) -> None:
+        self.rows.index = index
+
+    def write(self, writes: Sequence[AdapterWrite]) -> None:
+        for each in writes:
+            self._write(each)
+
+    def _write(self, write: AdapterWrite) -> None:
         """Replace what a place holds, on all weights, by what was kept of an adapter."""
         kept = self._kept.get(write.adapter, {})
         for weight in self._weights:
             stack = weight.adapters
-            assert stack is not None and stack.down.value is not None and stack.up.value is not None
+            assert isinstance(stack, AdapterStack) and stack.down.value is not None and stack.up.value is not None
             down, up, end = stack.down.value[write.slot].zero_(), stack.up.value[write.slot].zero_(), 0
             for index, (part, cut) in enumerate(weight.pieces()):
                 start, end = end, end + part.rows

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from evener.contracts.adapters import AdapterLimits, AdapterTensor, HeldAdapter
+from evener.contracts.adapters import AdapterLimits, Adapters, AdapterTensor, HeldAdapter
 from evener.engine.wire.messages import LoadAdapter, ToController, UnloadAdapter
 from evener.errors import CheckpointError, RequestError, did_you_mean
 from evener.plugins.discover import installed_catalog
@@ -20,19 +20,16 @@ _MAX_NAME = 256
 _MESSAGE_BYTES = 4 << 20
 
 
-class Adapters:
+class LoadedAdapters(Adapters):
     """The adapters of one engine, by name. Thread-safe.
 
     Args:
-        limits: what the engine takes; None: no adapters.
+        limits: what the engine takes.
         reserved: names that no adapter may have.
         send: hands messages to the engine.
     """
 
-    def __init__(
-        self, limits: AdapterLimits | None = None, reserved: Sequence[str] = (),
-        send: Callable[[ToController], None] = lambda message: None,
-    ) -> None:  # fmt: skip
+    def __init__(self, limits: AdapterLimits, reserved: Sequence[str], send: Callable[[ToController], None]) -> None:
         self._limits, self._reserved, self._send = limits, reserved, send
         #: One folder is read at a time: its tensors take memory before anything is known of them.
         self._reading, self._changing = threading.Lock(), threading.Lock()
@@ -43,22 +40,12 @@ class Adapters:
 
     @property
     def folders(self) -> Mapping[str, str]:
-        """The folder of each loaded adapter, by name."""
         return {name: folder for name, (folder, _) in self._loaded.copy().items()}
 
     def load(self, name: str, folder: str | Path, replace: bool = False) -> None:
-        """Let requests name the adapter in a folder. It is read once, which may take seconds.
-
-        Args:
-            replace: in place of one with the same name, which requests that were submitted keep.
-
-        Raises:
-            RequestError: the engine takes no adapters, the name cannot be used, or too many are loaded.
-            CheckpointError: the folder cannot be used.
-        """
         with self._reading:
-            limits = self._check(name, replace)
-            tensors, digest = _read(Path(folder), limits), hashlib.sha256(name.encode())
+            self._check(name, replace)
+            tensors, digest = _read(Path(folder), self._limits), hashlib.sha256(name.encode())
             for tensor in tensors:
                 digest.update(hashlib.sha256(msgspec.msgpack.encode(tensor)).digest())
             new = HeldAdapter(digest.hexdigest())
@@ -73,9 +60,7 @@ class Adapters:
                     self._leave(before[1])
             self.release(new)
 
-    def _check(self, name: str, replace: bool) -> AdapterLimits:
-        if self._limits is None:
-            raise RequestError("this engine takes no adapters; start it with infer.max_loras=1 or more", "lora_name")
+    def _check(self, name: str, replace: bool) -> None:
         if not 0 < len(name) <= _MAX_NAME or not name.isprintable() or name in self._reserved:
             raise RequestError(f"an adapter cannot be called {name[:_MAX_NAME]!r}; give it a name of 1 to {_MAX_NAME} "
                                "visible characters that is not the model's", "lora_name")  # fmt: skip
@@ -86,14 +71,8 @@ class Adapters:
         if kept >= self._limits.loaded:
             raise RequestError(f"{kept} adapters are loaded, or kept for requests that run, the maximum of "
                                "infer.max_cpu_loras; unload one first, or try again later", "lora_name")  # fmt: skip
-        return self._limits
 
     def unload(self, name: str) -> None:
-        """Let no more requests name an adapter; those that were submitted keep it.
-
-        Raises:
-            RequestError: there is no such adapter.
-        """
         with self._changing:
             adapter = self.find(name)
             del self._loaded[name]
@@ -106,11 +85,6 @@ class Adapters:
             self._send(UnloadAdapter(adapter))
 
     def hold(self, adapter: str | HeldAdapter | None) -> HeldAdapter | None:
-        """Keep an adapter in the engine until it was released as often, also if it is unloaded or replaced meanwhile.
-
-        Raises:
-            RequestError: there is no such adapter.
-        """
         with self._changing:
             if not (found := self.find(adapter)):
                 return None
@@ -118,7 +92,6 @@ class Adapters:
             return HeldAdapter(found)
 
     def release(self, held: HeldAdapter | None) -> None:
-        """End one ``hold``."""
         with self._changing:
             if held is None:
                 return
@@ -130,11 +103,6 @@ class Adapters:
                     self._send(UnloadAdapter(held.id))
 
     def find(self, name: str | HeldAdapter | None) -> str:
-        """The id of an adapter; "" for None.
-
-        Raises:
-            RequestError: there is no such adapter.
-        """
         if isinstance(name, HeldAdapter):
             return name.id
         found = ("", "") if name is None else self._loaded.get(name)
@@ -143,20 +111,21 @@ class Adapters:
             raise RequestError(f"no adapter {shown!r} is loaded{did_you_mean(shown, self.folders)}", "lora")
         return found[1]
 
-    def load_all(self, modules: Sequence[str]) -> None:
-        """Load the adapters of ``infer.lora_modules``.
 
-        Raises:
-            CheckpointError: an entry is not NAME=FOLDER, or cannot be used.
-        """
-        for entry in modules:
-            name, separator, folder = entry.partition("=")
-            try:
-                if not separator:
-                    raise RequestError("write it as NAME=FOLDER")
-                self.load(name, folder)
-            except (RequestError, CheckpointError) as error:
-                raise CheckpointError(f"infer.lora_modules: {entry[:_MAX_NAME]!r}: {error}") from error
+def load_modules(adapters: Adapters, modules: Sequence[str]) -> None:
+    """Load the adapters of ``infer.lora_modules``.
+
+    Raises:
+        CheckpointError: an entry is not NAME=FOLDER, or cannot be used.
+    """
+    for entry in modules:
+        name, separator, folder = entry.partition("=")
+        try:
+            if not separator:
+                raise RequestError("write it as NAME=FOLDER")
+            adapters.load(name, folder)
+        except (RequestError, CheckpointError) as error:
+            raise CheckpointError(f"infer.lora_modules: {entry[:_MAX_NAME]!r}: {error}") from error
 
 
 def _messages(adapter: str, tensors: Sequence[AdapterTensor]) -> Iterator[LoadAdapter]:

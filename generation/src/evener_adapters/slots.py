@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-from evener.engine.controller.request import Request
+from evener.contracts.adapters import AdaptedRequest, AdapterSlots
+from evener.engine.wire.messages import LoadAdapter, UnloadAdapter
 from evener.engine.wire.plan import AdapterWrite
 
+R = TypeVar("R", bound=AdaptedRequest)
 
-class Adapters:
+
+class LoraSlots(AdapterSlots):
     """The adapters of an engine with ``slots`` places for them on the device.
 
     The ranks keep every loaded adapter in host memory. One gets a place when a request with it starts; if none is free,
@@ -17,10 +21,10 @@ class Adapters:
     until the last of its requests has ended.
     """
 
-    def __init__(self, slots: int = 0) -> None:
+    def __init__(self, slots: int) -> None:
         self._loaded: set[str] = set()
         #: Those that the ranks still keep in vain.
-        self._forgotten: list[str] = []
+        self._unneeded: list[str] = []
         #: The slot of each adapter that has one; the one used longest ago is first.
         self._slots: dict[str, int] = {}
         self._free = list(range(slots - 1, -1, -1))
@@ -28,11 +32,19 @@ class Adapters:
         self._leaving: set[str] = set()
         self._unwritten: dict[int, str] = {}
 
+    def handle(self, message: LoadAdapter | UnloadAdapter) -> Sequence[LoadAdapter | UnloadAdapter]:
+        if isinstance(message, UnloadAdapter):
+            self.unload(message.id)
+            return self.forgotten()
+        if message.last:
+            self.load(message.id)
+        return [message]
+
     def load(self, adapter: str) -> None:
         """Requests may name an adapter: the ranks have all its tensors."""
         self._loaded.add(adapter)
         self._leaving.discard(adapter)
-        self._forgotten = [each for each in self._forgotten if each != adapter]
+        self._unneeded = [each for each in self._unneeded if each != adapter]
 
     def unload(self, adapter: str) -> None:
         """Forget an adapter when its requests have ended."""
@@ -44,13 +56,12 @@ class Adapters:
             self._leaving.remove(adapter)
             if adapter in self._loaded:
                 self._loaded.remove(adapter)
-                self._forgotten.append(adapter)
+                self._unneeded.append(adapter)
             if adapter in self._slots:
                 self._free.append(slot := self._slots.pop(adapter))
                 self._unwritten.pop(slot, None)
 
     def open(self, adapter: str) -> bool:
-        """A request with this adapter ("": none) arrives; False if it is not loaded."""
         if adapter:
             if adapter not in self._loaded or adapter in self._leaving:
                 return False
@@ -58,14 +69,12 @@ class Adapters:
         return True
 
     def close(self, adapter: str) -> None:
-        """A request with this adapter has ended, and no plan computes it any more."""
         if adapter:
             self._open[adapter] -= 1
             self._forget(adapter)
 
-    def startable(self, requests: Iterable[Request]) -> Request | None:
-        """The first that may start. One that waits for a place lets only requests without an adapter pass, or it might
-        wait for ever."""
+    def startable(self, requests: Iterable[R]) -> R | None:
+        # One that waits for a place lets only requests without an adapter pass, or it might wait for ever.
         blocked = False
         for request in requests:
             adapter = request.message.adapter
@@ -78,7 +87,6 @@ class Adapters:
         return adapter in self._slots or bool(self._free) or not all(self._running[each] for each in self._slots)
 
     def start(self, adapter: str) -> int:
-        """A request that may start does so. Returns the adapter's slot; -1 without an adapter."""
         if not adapter:
             return -1
         slot = self._slots.pop(adapter, None)
@@ -92,16 +100,13 @@ class Adapters:
         return slot
 
     def stop(self, adapter: str) -> None:
-        """A request that has started with this adapter holds no slot of the tables any more."""
         self._running[adapter] -= 1
 
     def writes(self) -> list[AdapterWrite]:
-        """What the next plan writes, for adapters that got their slots since the last one."""
         found = [AdapterWrite(slot, adapter) for slot, adapter in self._unwritten.items()]
         self._unwritten.clear()
         return found
 
-    def take_forgotten(self) -> list[str]:
-        """The adapters that the ranks need no longer, each once."""
-        found, self._forgotten = self._forgotten, []
-        return found
+    def forgotten(self) -> list[UnloadAdapter]:
+        found, self._unneeded = self._unneeded, []
+        return [UnloadAdapter(adapter) for adapter in found]
