@@ -279,9 +279,9 @@ CAPS: Mapping[str, int] = {
     "evener.state_pages": 28, "evener.pooling": 104, "evener.contracts.pooling": 28,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
-TOP_CAP = 1_008
+TOP_CAP = 1_010
 #: The whole core.
-TOTAL_CAP = 14_879
+TOTAL_CAP = 14_881
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

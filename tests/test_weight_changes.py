@@ -252,6 +252,24 @@ def test_an_engine_that_cannot_change_its_weights_refuses_before_anything_change
         assert tokens(llm) == want and llm.weights_version == "1"
 
 
+def test_what_an_interrupted_call_left_open_ends_when_weights_change(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with LLM(old, **KEYS) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "_collect", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                tokens(llm)
+        assert llm._frontend.num_open == 1
+        llm.sleep()
+        assert llm._frontend.num_open == 0
+        llm.wake_up()
+        assert tokens(llm) == fresh(old)
+
+
 def test_without_the_package_that_changes_weights_the_call_names_it_and_requests_go_on(
     old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

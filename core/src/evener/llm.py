@@ -296,6 +296,8 @@ class LLM:
                 if isinstance(event, Dead):
                     self._dead_reason = event.reason
                     raise EngineDeadError(f"{failed}: {event.reason}")
+                if kind is not Ready:  # samples of a call that was interrupted end
+                    self._frontend.handle(event)
                 found = event if isinstance(event, kind) else found
         return found
 
