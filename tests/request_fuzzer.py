@@ -60,7 +60,11 @@ def main(argv: Sequence[str]) -> int:
                 for first in range(0, SHARE, BATCH):
                     part, began = calls[first : first + BATCH], time.monotonic()
                     for call, answer in zip(part, server.calls(part), strict=True):
-                        check(call, answer)
+                        try:
+                            check(call, answer)
+                        except Exception as error:
+                            print(f"seed {number}: {type(error).__name__}: {error}\n{call}\n{str(answer)[:2000]}")
+                            return 1
                         seen[answer.status] += 1
                     longest = max(longest, time.monotonic() - began)
                     if longest > LIMIT or tracebacks.found:

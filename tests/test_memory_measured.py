@@ -68,7 +68,7 @@ def compare(model: Path, **keys: Any) -> None:
     planned, config = info.memory, worker.assembly.config
     assert planned["measured_weights"] == pytest.approx(planned["weights"], rel=0.05)
     assert planned["measured_mapped"] == planned["mapped"]
-    assert worker._pool.nbytes == planned["state"]
+    assert worker.pool.nbytes == planned["state"]
     tables = worker.runner.tables
     rows = sum(table.nbytes for table in (tables.tokens, tables.floats, tables.ints, *tables.blocks))
     assert rows == pytest.approx(planned["tables"], rel=0.05)
@@ -84,7 +84,7 @@ def compare(model: Path, **keys: Any) -> None:
         worker.assembly.resolver.footprint.workspace,
     )
     workspace = peak + scratch
-    measured = planned["measured_weights"] + worker._pool.nbytes + rows + workspace
+    measured = planned["measured_weights"] + worker.pool.nbytes + rows + workspace
     assert planned["total"] == pytest.approx(measured, rel=0.05), (planned, workspace)
 
 

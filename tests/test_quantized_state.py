@@ -127,7 +127,7 @@ def test_the_pool_of_a_16_bit_model_holds_twice_as_many_blocks(tmp_path: Path) -
     assert narrow.facts.info.memory["block_bytes"] * 2 == plain.facts.info.memory["block_bytes"]
     assert narrow.facts.blocks // plain.facts.blocks == 2
     # What is in memory, not only in the plan.
-    pools = [worker._pool for worker in (plain, narrow)]
+    pools = [worker.pool for worker in (plain, narrow)]
     assert abs(pools[0].nbytes - pools[1].nbytes) <= plain.facts.info.memory["block_bytes"]
 
 

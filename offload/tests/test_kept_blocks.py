@@ -39,7 +39,7 @@ def on_the_cpu(configured: Configured, family: str) -> list[list[int]]:
 def test_later_turns_of_chats_get_their_state_from_the_host(configured: Configured, family: str) -> None:
     controller, _ = build_controller(configured(family, **HOST))
     shrink(controller, FEW_BLOCKS[family])
-    mover = worker_of(controller)._mover
+    mover = worker_of(controller).mover
     assert isinstance(mover, HostMemory) and len(mover._streams) == 2
     assert talk(controller) == on_the_cpu(configured, family)
     counters = controller.scheduler.stats.counters
@@ -52,8 +52,8 @@ def test_two_ranks_keep_their_parts(configured: Configured) -> None:
         shrink(controller, FEW_BLOCKS["Qwen3Moe"])
         assert talk(controller) == on_the_cpu(configured, "Qwen3Moe")
         assert controller.scheduler.stats.counters["kv_host_hits"] >= 3
-        whole = sum(worker._mover.slab_bytes for worker in ranks.workers if isinstance(worker._mover, HostMemory))
-    mover = worker_of(build_controller(configured(**HOST))[0])._mover
+        whole = sum(worker.mover.slab_bytes for worker in ranks.workers if isinstance(worker.mover, HostMemory))
+    mover = worker_of(build_controller(configured(**HOST))[0]).mover
     assert isinstance(mover, HostMemory) and mover.slab_bytes == whole
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from evener.engine.wire.messages import ChangeWeights
+from evener.engine.wire.messages import Command
 from evener_conformance.fake_engine import FakeEngine
 from evener_server.api_keys import ApiKeys
 from evener_server.app import create_app
@@ -34,8 +34,8 @@ def serve(make_api: Callable[..., Any], weights: Path) -> Callable[..., Any]:
     return make
 
 
-def changes(api: Any) -> list[ChangeWeights]:
-    return [message for message in api.engine.sent if isinstance(message, ChangeWeights)]
+def changes(api: Any) -> list[Command]:
+    return [message for message in api.engine.sent if isinstance(message, Command)]
 
 
 def update(api: Any, path: str, **fields: Any) -> httpx.Response:
@@ -52,7 +52,7 @@ def test_a_server_that_sleeps_refuses_requests_until_it_is_woken(serve: Callable
     assert api.get("/health").status_code == api.get("/metrics").status_code == 200
     assert api.post("/wake_up", {}).status_code == 200
     assert api.chat().status_code == api.get("/ready").status_code == 200
-    assert [change.action for change in changes(api)] == ["release", "load"]
+    assert [change.arguments[0] for change in changes(api)] == ["release", "load"]
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/update_weights_from_disk"])
@@ -63,7 +63,7 @@ def test_answers_name_the_version_of_their_weights(
     assert api.chat().headers["x-weight-version"] == api.complete().json()["weight_version"] == "1"
     first = api.post(path, {"model_path": "step-1"})
     assert first.json() == {"success": True, "message": "the weights are those of step-1", "weight_version": "2"}
-    assert changes(api)[-1] == ChangeWeights("load", str(weights / "step-1"))
+    assert changes(api)[-1] == Command("weights", ["load", str(weights / "step-1")])
     named = api.post(path, {"model_path": str(weights / "step-1"), "weight_version": "step-1"})
     assert named.json()["weight_version"] == "step-1"
     chunks = sse(api.chat(stream=True))

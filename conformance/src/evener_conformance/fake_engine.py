@@ -10,7 +10,7 @@ thread::
 ``script`` replaces the echo. With ``pooling`` in its info it gives rows (``fake_row``) and no tokens. Rows of
 prompt tokens are ``fake_rows``. ``hold`` stops
 the steps and ``release`` continues them, so that a test can look at a running request without sleeping. ``fail`` and
-``die`` inject errors; with ``weights_error`` weights cannot be changed.
+``die`` inject errors; with ``weights_error`` weights cannot be changed, nor any other command done.
 ``sent`` has every message, ``open_ids`` the requests that have not ended.
 """
 
@@ -27,7 +27,8 @@ from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import (
     Abort,
-    ChangeWeights,
+    Command,
+    CommandDone,
     Dead,
     Finish,
     Finished,
@@ -40,7 +41,6 @@ from evener.engine.wire.messages import (
     ToController,
     TokenLogprobs,
     Tokens,
-    WeightsChanged,
 )
 
 Script = Callable[[NewRequest], list[int]]
@@ -107,8 +107,8 @@ class FakeEngine(EngineClient):
                 self._running[message.id] = _Running(message, self._script(message)[: message.max_tokens])
             elif isinstance(message, (Abort, Finish)):
                 self._end(message.id, "abort" if isinstance(message, Abort) else "stop")
-            elif isinstance(message, ChangeWeights):
-                self._events.append(WeightsChanged(self.weights_error))
+            elif isinstance(message, Command):
+                self._events.append(CommandDone(self.weights_error))
             elif isinstance(message, GetStats):
                 self._events.append(self._stats())
             elif isinstance(message, Shutdown) and not message.drain:

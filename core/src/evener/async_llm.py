@@ -7,7 +7,6 @@ all events of a step, however many requests run. Everything else happens on the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import threading
 import uuid
@@ -22,18 +21,11 @@ from evener.contracts.generation.chat import Chat
 from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import Delta, RequestOutput
 from evener.engine.processes.launch import join_script
+from evener.engine.wire import messages as wire
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import (
-    ChangeWeights,
-    Dead,
-    FromController,
-    GetStats,
-    Ready,
-    StatsReport,
-    WeightsChanged,
-)
-from evener.errors import CheckpointError, EngineDeadError, EngineError, EvenerError, RenderTimeoutError
+from evener.engine.wire.installed import find_commands
+from evener.errors import EngineDeadError, EngineError, EvenerError, RenderTimeoutError
 from evener.frontend.capacity import Capacity, Reservation
 from evener.frontend.frontend import Frontend, Kind, PreparedRequest
 from evener.frontend.outputs import OutputBuilder
@@ -86,15 +78,16 @@ class AsyncLLM:
         #: Whether the weights were released.
         self.asleep = False
         #: Of the weights that answers are computed with: "1" at the start.
-        self.weights_version, self._updates = "1", 1
-        self._changing, self._changed = asyncio.Lock(), asyncio.Event()
-        self._change_error: str | None = None
+        self.weights_version, self.updates = "1", 1
+        #: Held by whoever sends a command.
+        self.commanding = asyncio.Lock()
         self._streams: dict[str, RequestStream] = {}
-        self._report: asyncio.Future[StatsReport] | None = None
+        self._asked: dict[type, asyncio.Future[Any]] = {}
         self._ready_or_dead = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._inbox: deque[FromController] = deque()
+        #: Set while no request is open.
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._inbox: deque[wire.FromController] = deque()
         #: Set when the engine has stopped or was closed; see ``dead_reason``.
         self.died = asyncio.Event()
         self._inbox_lock = threading.Lock()
@@ -214,7 +207,7 @@ class AsyncLLM:
         reservation.use(wanted.n)
         stream = RequestStream(request_id, text, prepared.ids, wanted.n, self.abort)
         self._streams[request_id] = stream
-        self._idle.clear()
+        self.idle.clear()
         for message in messages:
             self._client.send(message)
         return stream
@@ -321,18 +314,13 @@ class AsyncLLM:
             for message in self._frontend.abort(request_id):
                 self._client.send(message)
 
-    async def stats(self) -> StatsReport:
+    async def stats(self) -> wire.StatsReport:
         """The engine's statistics. Callers that wait at the same time share one report.
 
         Raises:
             EngineDeadError: the engine has stopped or is not ready.
         """
-        self._alive_frontend()
-        if self._report is None:
-            self._report = self._loop.create_future()
-            self._client.send(GetStats())
-        # Shielded: if one caller is cancelled, the others still get the report.
-        return await asyncio.shield(self._report)
+        return await self._ask(wire.GetStats(), wire.StatsReport)  # type: ignore[no-any-return]
 
     async def warm_up_chat(self) -> None:
         """Start the process that renders chat templates, so that the first chat does not wait for it.
@@ -349,7 +337,7 @@ class AsyncLLM:
         """Refuse new requests and wait for the open ones; False if they do not end within ``timeout`` seconds."""
         self._draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            await asyncio.wait_for(self.idle.wait(), timeout)
         except asyncio.TimeoutError:
             return False
         return True
@@ -361,42 +349,29 @@ class AsyncLLM:
         Raises:
             CheckpointError, EngineDeadError: as ``LLM.sleep``.
         """
-        await self._change(ChangeWeights("release"), timeout)
+        await find_commands("weights").async_front(self).sleep(timeout)
 
     async def wake_up(self) -> None:
         """As ``LLM.wake_up``."""
-        await self._change(ChangeWeights("load"), None)
+        await find_commands("weights").async_front(self).wake_up()
 
     async def update_weights(
         self, folder: str | Path, version: str | None = None, timeout: float | None = None
     ) -> None:  # fmt: skip
         """As ``LLM.update_weights``; with running requests as ``sleep``."""
-        await self._change(ChangeWeights("load", str(Path(folder).absolute())), timeout, version)
+        await find_commands("weights").async_front(self).update(folder, version, timeout)
 
-    async def _change(self, order: ChangeWeights, timeout: float | None, version: str | None = None) -> None:
-        # A task: a caller that is cancelled must not leave the engine half changed.
-        await asyncio.shield(asyncio.ensure_future(self._change_alone(order, timeout, version)))
+    async def command(self, order: wire.Command) -> wire.CommandDone:
+        """As ``LLM.command``, between steps. The caller holds ``commanding``."""
+        return await self._ask(order, wire.CommandDone)  # type: ignore[no-any-return]
 
-    async def _change_alone(self, order: ChangeWeights, timeout: float | None, version: str | None) -> None:
-        async with self._changing:
-            self._alive_frontend()
-            before, self.paused = self.paused, "the weights are being changed; try again in a moment"
-            try:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._idle.wait(), timeout)
-                self._changed.clear()
-                self._client.send(order)
-                await self._changed.wait()
-                self._alive_frontend()
-                if self._change_error is not None:
-                    raise CheckpointError(self._change_error)
-                self.asleep = order.action == "release"
-                before = "the engine is asleep; wake it up first" if self.asleep else None
-                if order.folder:
-                    self._updates += 1
-                    self.weights_version = version or str(self._updates)
-            finally:
-                self.paused = before
+    async def _ask(self, message: wire.ToController, answer: type) -> Any:
+        self._alive_frontend()
+        if answer not in self._asked:
+            self._asked[answer] = self._loop.create_future()
+            self._client.send(message)
+        # Shielded: if one caller is cancelled, the others still get the answer.
+        return await asyncio.shield(self._asked[answer])
 
     async def close(self) -> None:
         """Stop the engine; open requests end with an error. Calling it again does nothing."""
@@ -434,28 +409,28 @@ class AsyncLLM:
                 events = self._client.receive(0.5)
             except EvenerError as error:
                 self._start_error = error if self._prepared is None else None
-                events = [Dead(str(error))]
+                events = [wire.Dead(str(error))]
             except Exception as error:  # a broken channel ends every request with that reason
-                events = [Dead(f"reading its events failed with {type(error).__name__}: {error}")]
-            events = [event if not isinstance(event, Ready) else self._prepare(event) for event in events]
+                events = [wire.Dead(f"reading its events failed with {type(error).__name__}: {error}")]
+            events = [event if not isinstance(event, wire.Ready) else self._prepare(event) for event in events]
             if events:
                 with self._inbox_lock:
                     wake = not self._inbox
                     self._inbox.extend(events)
                 if wake and not self._closing.is_set():
                     self._loop.call_soon_threadsafe(self._dispatch)
-            if any(isinstance(event, Dead) for event in events):
+            if any(isinstance(event, wire.Dead) for event in events):
                 return
 
-    def _prepare(self, event: Ready) -> Ready | Dead:
+    def _prepare(self, event: wire.Ready) -> wire.Ready | wire.Dead:
         """Build the front end here, not on the loop: a large vocabulary takes a second."""
         try:
             self._prepared = self._settings.build(event.info, self._client.send)
         except EvenerError as error:
             self._start_error = error
-            return Dead(str(error))
+            return wire.Dead(str(error))
         except Exception as error:  # a bug of ours: otherwise ``wait_ready`` would wait for ever
-            return Dead(f"building its front end failed with {type(error).__name__}: {error}")
+            return wire.Dead(f"building its front end failed with {type(error).__name__}: {error}")
         return event
 
     def _dispatch(self) -> None:
@@ -469,25 +444,22 @@ class AsyncLLM:
             self._mark_dead(f"its front end failed with {type(error).__name__}: {error}")
             raise
 
-    def _handle_event(self, event: FromController) -> None:
-        if isinstance(event, Ready):
+    def _handle_event(self, event: wire.FromController) -> None:
+        if isinstance(event, wire.Ready):
             self._become_ready(event)
-        elif isinstance(event, Dead):
+        elif isinstance(event, wire.Dead):
             self._mark_dead(event.reason)
-        elif isinstance(event, StatsReport):
-            waiting, self._report = self._report, None
+        elif isinstance(event, wire.StatsReport | wire.CommandDone):
+            waiting = self._asked.pop(type(event), None)
             if waiting is not None and not waiting.done():
                 waiting.set_result(event)
-        elif isinstance(event, WeightsChanged):
-            self._change_error = event.error
-            self._changed.set()
         elif self._frontend is not None:
             deltas, replies = self._frontend.handle(event)
             for reply in replies:
                 self._client.send(reply)
             self._deliver(deltas)
 
-    def _become_ready(self, event: Ready) -> None:
+    def _become_ready(self, event: wire.Ready) -> None:
         assert self._prepared is not None, "the reader thread built it before it handed Ready over"
         self.info, (self._frontend, self.chat) = event.info, self._prepared
         limit = None if self.max_queue is None else event.info.max_reqs + self.max_queue
@@ -498,12 +470,12 @@ class AsyncLLM:
         if self.dead_reason is None:
             self.dead_reason = reason
         if self._frontend is not None:
-            self._deliver(self._frontend.handle(Dead(self.dead_reason))[0])
-        if self._report is not None and not self._report.done():
-            self._report.set_exception(EngineDeadError(f"the engine has stopped: {self.dead_reason}"))
-            self._report.exception()  # read once, or asyncio warns if no caller waits any more
+            self._deliver(self._frontend.handle(wire.Dead(self.dead_reason))[0])
+        for waiting in self._asked.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDeadError(f"the engine has stopped: {self.dead_reason}"))
+                waiting.exception()  # read once, or asyncio warns if no caller waits any more
         self._ready_or_dead.set()
-        self._changed.set()
         self.died.set()
 
     def _deliver(self, deltas: list[Delta]) -> None:
@@ -517,7 +489,7 @@ class AsyncLLM:
             if not self._frontend.is_open(request_id):
                 self._streams.pop(request_id, None)
         if self._frontend.num_open == 0:
-            self._idle.set()
+            self.idle.set()
 
 
 def _close_result(starting: asyncio.Future[EngineClient]) -> None:

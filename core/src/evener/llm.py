@@ -16,8 +16,9 @@ from evener.contracts.outputs import RequestOutput
 from evener.engine.processes.launch import join_script
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import ChangeWeights, Dead, Ready, WeightsChanged
-from evener.errors import CheckpointError, EngineDeadError, EngineError, RequestError
+from evener.engine.wire.installed import find_commands
+from evener.engine.wire.messages import Command, CommandDone, Dead, Ready
+from evener.errors import EngineDeadError, EngineError, RequestError
 from evener.frontend.frontend import Kind
 from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
@@ -71,9 +72,9 @@ class LLM:
         self._numbers = itertools.count()
         self._dead_reason: str | None = None
         #: Of the weights that answers are computed with: "1" at the start.
-        self.weights_version, self._updates = "1", 1
+        self.weights_version, self.updates = "1", 1
         try:
-            self.info = self._wait_ready()
+            self.info: EngineInfo = self._wait_for(Ready, "the engine did not start").info
             self._frontend, self._chat = settings.build(self.info, client.send)
         except BaseException:
             self._end()
@@ -167,7 +168,7 @@ class LLM:
         Raises:
             CheckpointError: this engine cannot; EngineDeadError: it has stopped.
         """
-        self._change(ChangeWeights("release"))
+        find_commands("weights").front(self).sleep()
 
     def wake_up(self) -> None:
         """Load the weights again. They must still be where they were.
@@ -175,7 +176,7 @@ class LLM:
         Raises:
             CheckpointError: they cannot be loaded, and the engine stays asleep; EngineDeadError: it has stopped.
         """
-        self._change(ChangeWeights("load"))
+        find_commands("weights").front(self).wake_up()
 
     def update_weights(self, folder: str | Path, version: str | None = None) -> None:
         """Replace the weights by those of another folder of the same model, also of an engine that is asleep. Cached
@@ -187,24 +188,18 @@ class LLM:
         Raises:
             CheckpointError: the folder does not fit, and nothing has changed; EngineDeadError: the engine has stopped.
         """
-        self._change(ChangeWeights("load", str(Path(folder).absolute())))
-        self._updates += 1
-        self.weights_version = version or str(self._updates)
+        find_commands("weights").front(self).update(folder, version)
 
-    def _change(self, order: ChangeWeights) -> None:
+    def command(self, order: Command) -> CommandDone:
+        """Have an installed package do something between two calls: for that package, see ``engine.wire.installed``.
+
+        Raises:
+            EngineDeadError: the engine has stopped.
+        """
         with self._lock:
             self._check_open()
             self._client.send(order)
-            answer: WeightsChanged | None = None
-            while answer is None:
-                for event in self._client.receive(None):
-                    self._frontend.handle(event)
-                    if isinstance(event, Dead):
-                        self._dead_reason = event.reason
-                        raise EngineDeadError(f"the engine has stopped: {event.reason}")
-                    answer = event if isinstance(event, WeightsChanged) else answer
-        if answer.error is not None:
-            raise CheckpointError(answer.error)
+            return self._wait_for(CommandDone, "the engine has stopped")  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Stop the engine and free what it holds. Calling it again does nothing."""
@@ -293,13 +288,18 @@ class LLM:
             )
         return given
 
-    def _wait_ready(self) -> EngineInfo:
-        while True:
+    def _wait_for(self, kind: type, failed: str) -> Any:
+        """The next event of this kind, after all that came together with it were read."""
+        found = None
+        while found is None:
             for event in self._client.receive(None):
-                if isinstance(event, Ready):
-                    return event.info
                 if isinstance(event, Dead):
-                    raise EngineDeadError(f"the engine did not start: {event.reason}")
+                    self._dead_reason = event.reason
+                    raise EngineDeadError(f"{failed}: {event.reason}")
+                if kind is not Ready:  # samples of a call that was interrupted end
+                    self._frontend.handle(event)
+                found = event if isinstance(event, kind) else found
+        return found
 
 
 def _as_prompts(prompts: object) -> Sequence[str | list[int] | MediaPrompt]:

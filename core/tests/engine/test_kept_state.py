@@ -164,7 +164,7 @@ def test_each_rank_keeps_its_part(sizes: tuple[int, int], make_lively: Any, play
         shrink_pool(controller, least_blocks(controller))
         assert talk(controller, play) == expected(NaiveModel(config.model, max_positions=128))
         assert counters(controller)["kv_host_hits"] >= CHATS
-        assert len({id(worker._mover) for worker in ranks.workers}) == 2
+        assert len({id(worker.mover) for worker in ranks.workers}) == 2
 
 
 def test_workers_in_processes_of_their_own_do_as_plans_say(make_lively: Any, play: Any, shrink_pool: Any) -> None:
@@ -196,7 +196,7 @@ def test_copies_on_streams_may_take_their_time(
 def test_a_place_is_written_only_after_an_earlier_copy_has_read_it(late: None, make_config: Any) -> None:
     controller, _ = build_controller(make_config("Llama", **HOST))
     worker = controller.executor.worker  # type: ignore[attr-defined]
-    mover, pages = worker._mover, worker._mover._groups[0]._blocks
+    mover, pages = worker.mover, worker.mover._groups[0]._blocks
     for block in (1, 2, 3):
         pages[block] = block
     mover.begin(BlockMoves(out=[BlockMove(0, 1, 1)]))
@@ -356,7 +356,7 @@ def test_blocks_whose_places_lie_one_after_another_are_one_copy(
 ) -> None:
     monkeypatch.setattr(host_memory, "_PIECE", 5 * 12288)
     controller, _ = build_controller(make_config("Llama", **HOST))
-    mover = controller.executor.worker._mover  # type: ignore[attr-defined]
+    mover = controller.executor.worker.mover  # type: ignore[attr-defined]
     (group,) = mover._groups
     assert mover._each == 5 * 12288 // mover.slab_bytes and group.nbytes == mover.slab_bytes
     last = mover._each  # of the first piece of memory

@@ -164,7 +164,7 @@ async def test_more_requests_than_may_wait_are_refused(tiny_dir: Path) -> None:
             await llm.submit("ab", SamplingParams(n=4))
         await first.aclose()
         engine.release()
-        await llm._idle.wait()
+        await llm.idle.wait()
         assert await text_of(llm, "ab") == "abab"
 
 
@@ -182,7 +182,7 @@ async def test_room_is_held_while_a_request_is_prepared_and_given_back_if_it_is_
         with pytest.raises(OverloadedError, match="3 samples are open"):
             llm.reserve(1)
         engine.release()
-        await llm._idle.wait()
+        await llm.idle.wait()
         with pytest.raises(RequestError), llm.reserve(3) as room:
             await llm.submit("", reservation=room)
         with llm.reserve(3):

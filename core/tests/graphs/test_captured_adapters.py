@@ -52,7 +52,7 @@ def test_captured_and_eager_tokens_of_adapters_are_equal(start: Any) -> None:
         assert captured == eager
         plain = start().play(requests([""] * len(names), sampling), every=2)
         assert [captured[f"{i}"] == plain[f"{i}"] for i in range(len(names))] == [not name for name in names]
-        kinds = {key.adapted for key in runs[0].worker._graphs._captured}
+        kinds = {key.adapted for key in runs[0].worker.graphs._captured}
         assert kinds == {True, False} and sum(replay.runs for replay in runs[0].replays) > 10
         assert runs[1].replays == []
 
@@ -61,7 +61,7 @@ def test_steps_without_an_adapter_are_replayed_as_those_of_a_model_without_place
     run = start(**{"infer.max_loras": 1})
     names = [""] * 4
     assert played(run, names) == start().play(requests(names, GREEDY), every=2)
-    assert {key.adapted for key in run.worker._graphs._captured} == {False}
+    assert {key.adapted for key in run.worker.graphs._captured} == {False}
 
 
 def test_a_place_that_is_written_anew_is_read_anew_by_captures(start: Any) -> None:
@@ -77,5 +77,5 @@ def test_a_place_that_is_written_anew_is_read_anew_by_captures(start: Any) -> No
                                       sampling=GREEDY, adapter=name)])  # fmt: skip
         found.append(tokens[f"n{number}"])
     assert found == [alone[name] for name in ("a", "b", "c", "a")]
-    kinds = [key.prompt for key in run.worker._graphs._captured if key.adapted]
+    kinds = [key.prompt for key in run.worker.graphs._captured if key.adapted]
     assert sorted(kinds) == [False, True], "one capture of prompts and one of decode steps served all"

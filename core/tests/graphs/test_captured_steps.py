@@ -64,7 +64,7 @@ def test_steps_with_masks_are_captured_too(start: Any, kinds: tuple[Sampling, ..
     masked = [structs.replace(kinds[0], grammar=STEPS), *kinds[1:]]
     assert captured.play(requests(9, *masked), every=1) == eager.play(requests(9, *masked), every=1)
     assert all(follows(captured.tokens[f"r{i}"]) for i in range(0, 9, len(masked)))
-    assert any(key.masked for key in captured.worker._graphs._captured) and sum(r.runs for r in captured.replays) > 20
+    assert any(key.masked for key in captured.worker.graphs._captured) and sum(r.runs for r in captured.replays) > 20
 
 
 #: One request after another, so that each prompt is a step of its own. Of 40 tokens, a step before computes 32.
@@ -73,7 +73,7 @@ LENGTHS = (2, 15, 16, 17, 24, 31, 32, 40)
 
 def prompt_replays(run: Any) -> int:
     """How often a prompt was replayed, sampling included."""
-    captured = {} if run.worker._graphs is None else run.worker._graphs._captured
+    captured = {} if run.worker.graphs is None else run.worker.graphs._captured
     return sum(r.runs for key, step in captured.items() if key.prompt and step for r in step.replays)
 
 
@@ -116,7 +116,7 @@ def test_steps_of_one_request_with_drafts_are_captured(start: Any, kind: Samplin
     for message in messages:
         drafted.play([message])
     assert drafted.tokens == plain.tokens
-    steps = sum(step.replays[0].runs for key, step in drafted.worker._graphs._captured.items() if key.prompt > 1)
+    steps = sum(step.replays[0].runs for key, step in drafted.worker.graphs._captured.items() if key.prompt > 1)
     assert 6 <= steps < 24, "several steps with drafts, and fewer than tokens"
 
 
@@ -132,7 +132,7 @@ def test_steps_of_a_draft_model_are_captured(start: Any, kinds: tuple[Sampling, 
     messages[4] = structs.replace(messages[4], sampling=structs.replace(kinds[0], grammar=STEPS))
     assert drafted.play(messages, every=1) == plain.play(messages, every=1)
     assert drafted.controller.scheduler.stats.accepted_tokens > 0
-    captured = drafted.worker._drafter.graphs._captured
+    captured = drafted.worker.drafter.graphs._captured
     assert sum(step.replays[0].runs for step in captured.values()) > 20
 
 
@@ -145,7 +145,7 @@ def test_a_bounded_number_of_kinds_of_prompts_is_captured(
         for n in (5, 20, 31):
             each.play([NewRequest(id=f"r{n}", prompt=list(range(n, 2 * n)), max_tokens=3, sampling=GREEDY)])
     assert run.tokens == eager.tokens
-    made = [key for key, step in run.worker._graphs._captured.items() if key.prompt and step]
+    made = [key for key, step in run.worker.graphs._captured.items() if key.prompt and step]
     assert len(made) == 1 and "1 kinds of such steps are captured already" in caplog.text
 
 
@@ -162,7 +162,7 @@ def test_prompts_run_eagerly_where_a_state_provider_captures_decode_steps_only(
 def test_a_replayed_prompt_writes_only_to_its_own_blocks_and_to_the_null_block(start: Any) -> None:
     run = start("Llama", ONE_LAYER)
     run.play([NewRequest(id="first", prompt=list(range(20)), max_tokens=1, sampling=GREEDY)])
-    runs, pool = prompt_replays(run), run.worker._pool
+    runs, pool = prompt_replays(run), run.worker.pool
     run.controller.handle([NewRequest(id="a", prompt=[7] * 20, max_tokens=9, sampling=GREEDY)])
     before = pool.clone()
     run.controller.step()
@@ -239,7 +239,7 @@ def test_no_more_is_captured_than_the_device_holds_and_the_rest_runs_eagerly_and
 
 def test_padding_writes_only_to_the_null_block_and_the_spare_row(start: Any) -> None:
     run = start("Llama", ONE_LAYER)
-    tables, pool = run.worker.runner.tables, run.worker._pool
+    tables, pool = run.worker.runner.tables, run.worker.pool
     held = run.controller.scheduler.state.pool.count
     # Nobody has these: each step may change blocks and rows of its own requests only.
     run.controller.handle(requests(3, GREEDY))
@@ -310,4 +310,4 @@ def test_every_stage_of_a_pipeline_replays_its_part(start: Any, kinds: tuple[Sam
         played = play(controller, after, arrivals={message.id: 9 * i for i, message in enumerate(after)})
         alone.play(after, every=9)
         assert played.tokens == {message.id: alone.tokens[message.id] for message in after}
-        assert all(any(key.prompt for key in worker._graphs._captured) for worker in stages.workers)
+        assert all(any(key.prompt for key in worker.graphs._captured) for worker in stages.workers)

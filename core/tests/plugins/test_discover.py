@@ -9,7 +9,14 @@ import sys
 import pytest
 
 from evener.contracts.descriptor import Descriptor
-from evener.errors import ContractVersionError, DescriptorError, DuplicateNameError, UnknownNameError
+from evener.errors import (
+    CheckpointError,
+    ConfigError,
+    ContractVersionError,
+    DescriptorError,
+    DuplicateNameError,
+    UnknownNameError,
+)
 from evener.plugins.discover import core_version, discover, installed_catalog
 from evener_conformance.package_site import Site
 
@@ -226,6 +233,18 @@ def test_core_registers_its_own_packages_the_same_way_and_they_cannot_be_disable
 def test_commands_are_known_before_anything_is_chosen(site: Site) -> None:
     site.add("plugin", "tool", 'commands={"go": "{pkg}.plugin:go"}', module="def go():\n    return 'gone'\n")
     assert site.discover().commands()["go"].load()() == "gone"
+
+
+def test_what_a_feature_needs_is_imported_by_name_or_the_first_and_its_absence_says_what_to_install(site: Site) -> None:
+    site.add("plugin", "two", 'executors={"b": "{pkg}.plugin:B", "a": "{pkg}.plugin:A"}', module="A, B = 'A', 'B'\n")
+    catalog = site.discover()
+    assert [catalog.need("executor", name, "it", "x") for name in ("b", "")] == ["B", "A"]
+    text = "speed needs a package that is not installed; type: pip install evener-fast"
+    for kind, name in (("executor", "c"), ("connector", "")):
+        with pytest.raises(ConfigError, match=text):
+            catalog.need(kind, name, "speed", "evener-fast")
+    with pytest.raises(CheckpointError, match=text):
+        catalog.need("executor", "c", "speed", "evener-fast", CheckpointError)
 
 
 def test_the_installed_catalog_is_read_again_only_when_something_that_it_depends_on_changed(

@@ -17,7 +17,6 @@ from evener.config.schema import Config
 from evener.config.stages import config_of_stage, device_of_rank
 from evener.distributed.world import RankGroups, World
 from evener.engine.wire.executor import Executor
-from evener.engine.wire.messages import ChangeWeights
 from evener.engine.wire.plan import Order, StepResult
 from evener.engine.wire.worker_facts import merge_facts
 from evener.engine.worker.worker import Worker
@@ -56,11 +55,11 @@ class RankThreads(Executor):
             own = config_of_stage(config, stage)
             loaded = (BackendSearch(own.backend) if stage else search).load(own.options)
             devices.append(len(loaded.selection.probe.devices) or 1)
-        self._orders: list[queue.SimpleQueue[Order | ChangeWeights | None]] = [queue.SimpleQueue() for _ in worlds]
+        self._orders: list[queue.SimpleQueue[Order | None]] = [queue.SimpleQueue() for _ in worlds]
         self._results: dict[int, queue.SimpleQueue[StepResult | BaseException]] = {
             world.rank: queue.SimpleQueue() for world in worlds if world.last_stage
         }
-        self._changed: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[tuple[int, Worker | BaseException]] = queue.SimpleQueue()
         self._failure_lock = threading.Lock()
         self._failed = False
@@ -109,11 +108,10 @@ class RankThreads(Executor):
 
     def _serve(self, worker: Worker, world: World) -> None:
         while (order := self._orders[world.rank].get()) is not None:
-            if isinstance(order, ChangeWeights):
-                self._changed.put(worker.change_weights(order).error)
-                continue
             step = worker.execute(order)
-            if step is not None and world.last_stage:
+            if step is not None and step.every_rank:
+                self._answers.put(step.wait())
+            elif step is not None and world.last_stage:
                 self._results[world.rank].put(step.wait())
 
     def _fail(self, world: World, error: BaseException) -> None:
@@ -124,7 +122,7 @@ class RankThreads(Executor):
             log.error("the %s failed; the other ranks end with it", world.name, exc_info=error)
             for results in self._results.values():
                 results.put(error)
-            self._changed.put(error)
+            self._answers.put(error)
             self._abort_groups()
 
     def _abort_groups(self) -> None:
@@ -151,16 +149,15 @@ class RankThreads(Executor):
         assert all(result == found[0] for result in alike), f"ranks sampled different tokens: {found}"
         return found[0]
 
-    def change_weights(self, order: ChangeWeights) -> str | None:
-        for orders in self._orders:
-            orders.put(order)
-        errors: list[str] = []
+    def command(self, order: Order) -> list[StepResult]:
+        self.submit(order)
+        found: list[StepResult] = []
         for _ in self._orders:
-            answer = self._changed.get()
+            answer = self._answers.get()
             if isinstance(answer, BaseException):
                 raise answer
-            errors += [] if answer is None else [answer]
-        return errors[0] if errors else None
+            found.append(answer)
+        return found
 
     def close(self) -> None:
         for orders in self._orders:

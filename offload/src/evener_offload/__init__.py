@@ -1,5 +1,6 @@
 """Models of experts that are larger than the accelerator: the host computes the experts of some layers, or keeps those
-that the device does not need now. Torch-free. Blocks that leave the prefix cache are ``evener_kv``'s.
+that the device does not need now. Torch-free. Blocks that leave the prefix cache are ``evener_kv``'s; weights that
+leave the device, or are replaced, ``evener_weights``'.
 
 ====================  ===================================================================
 module                holds
@@ -21,11 +22,12 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="offload",
-    summary="Host memory for experts, which the host may compute, and for blocks that leave the prefix cache.",
+    summary="Host memory for experts and for blocks that leave the prefix cache; sleep, and new weights in place.",
     contracts={"descriptor": 1, "experts": 1},
     placements={
         "host": "evener_offload.host_experts:HostExperts",
         "resident": "evener_offload.resident_experts:ResidentExperts",
     },
     connectors={"host": "evener_kv.host:HostConnector"},
+    engine_commands={"weights": "evener_weights.commands:WeightCommands"},
 )  # fmt: skip

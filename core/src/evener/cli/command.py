@@ -138,13 +138,10 @@ def build_config(typed: ParsedCommandLine, file: str | None = None) -> Config:
     Raises:
         ConfigError: as ``read_config``, or no installed package reads command lines.
     """
-    readers = installed_catalog().lazy_imports("config reader")
-    if not readers:
-        raise ConfigError("reading keys needs a package that is not installed; type: pip install evener-formats")
+    from_command_line = installed_catalog().need("config reader", "", "reading keys", "evener-formats")
     if len(typed.positionals) > 1:
         raise ConfigError(f"unexpected argument {typed.positionals[1]!r}: the model comes first, then options as "
                           "key=value or --key value")  # fmt: skip
-    from_command_line = readers[min(readers)].load()
     built: Built = from_command_line(typed.positionals[0] if typed.positionals else None, typed.overrides, file or None)
     for note in built.notes:
         print(f"warning: {note}", file=sys.stderr)

@@ -136,6 +136,8 @@ class Descriptor:
         cache_listeners: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
             what hears of blocks that enter and leave the prefix cache, or returns None; called with the configuration
             and the worker's facts; see ``engine.controller.blocks``.
+        engine_commands: (optional, for packages pinned to their core's version) ``{"weights": "module:Class"}``: what
+            the engine does between steps, beside requests; see ``engine.wire.installed``.
     """
 
     name: str
@@ -174,6 +176,7 @@ class Descriptor:
     placements: Mapping[str, str] = field(default_factory=dict)
     connectors: Mapping[str, str] = field(default_factory=dict)
     cache_listeners: Mapping[str, str] = field(default_factory=dict)
+    engine_commands: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Architecture
 from evener.contracts.generation.chat import Chat
-from evener.engine.wire.adapters import find_adapters
+from evener.engine.wire.installed import find_adapters
 from evener.frontend.chat import open_chat
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.frontend import Frontend

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from evener.contracts.descriptor import Descriptor
-from evener.errors import ArchitectureError, DescriptorError, EvenerError, PluginError
+from evener.errors import ArchitectureError, ConfigError, DescriptorError, EvenerError, PluginError
 
 #: The word for a package of each entry-point group in messages.
 NOUNS: Mapping[str, str] = {
@@ -28,7 +28,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
     "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
     "draft_policies": "draft policy", "layer_splitters": "layer splitter", "adapters": "maker of adapters",
-    "grammar_masks": "maker of masks", "weight_makers": "maker of weights",
+    "grammar_masks": "maker of masks", "weight_makers": "maker of weights", "engine_commands": "engine command",
     "old_spellings": "old spellings", "config_readers": "config reader", "cache_listeners": "cache listener",
 }  # fmt: skip
 T = TypeVar("T")
@@ -174,6 +174,18 @@ class Catalog:
             for package in self.packages
             for name, path in getattr(package.descriptor, field).items()
         }
+
+    def need(self, kind: str, name: str, what: str, install: str, error: type[EvenerError] = ConfigError) -> Any:
+        """What has this name in ``lazy_imports``, imported; "": the first in the order of names.
+
+        Raises:
+            ConfigError, or another ``error``: there is none. It says that ``what`` needs it, and what to ``install``.
+        """
+        found = self.lazy_imports(kind)
+        name = name or min(found, default="")
+        if name not in found:
+            raise error(f"{what} needs a package that is not installed; type: pip install {install}")
+        return found[name].load()
 
     def answers(self, kind: str, *asked: Any) -> Iterator[Any]:
         """What the functions of one kind make of ``asked``, in order; those that return None know nothing of it."""

@@ -35,6 +35,7 @@ class Resolver:
         available: what there is to choose from.
         manifest: what was decided, and why.
         attribution: which package made each callable.
+        tables: callables for any number of rows, which other callables use, by op, call site and arguments.
         footprint: memory of a step, measured while ops are resolved.
         packings_by_layout: every available packing.
 
@@ -47,7 +48,7 @@ class Resolver:
         self.available, self.packings_by_layout = available, available.packings_by_layout
         self.manifest, self.attribution = Manifest(), Attribution(available.states)
         self.footprint = StepFootprint(available.sizes)
-        self._tables: dict[Any, OpFunction] = {}
+        self.tables: dict[Any, OpFunction] = {}
 
     def states(self, slots: Sequence[StateSlot]) -> None:
         """Give every slot its provider; equal spec and attention get the same.
@@ -97,13 +98,6 @@ class Resolver:
                 f"max_fallback=none, but only the reference serves {', '.join(fallbacks)}; "
                 "install a kernel package that serves them (or announce them in yours), or set --max-fallback any"
             )
-
-    def rebuild(self, sites: Sequence[CallSite]) -> None:
-        """Replace the callables of sites that were filled by new ones: the old ones may hold weights of their last
-        call. The manifest stays as it is."""
-        again = Resolver(self.available)
-        again.sites(sites)
-        self._tables, self.attribution = again._tables, again.attribution
 
     def resolve(
         self, op: str, path: str, static: Mapping[str, Any], bucket: Bucket, known: Mapping[str, int] | None = None
@@ -197,10 +191,10 @@ class Resolver:
 
     def _any_rows(self, op: str, path: str, static: Mapping[str, Any]) -> OpFunction:
         key = (op, path, tuple(sorted(static.items())))
-        if key not in self._tables:
+        if key not in self.tables:
             table = [self.resolve(op, path, static, bucket) for bucket in self.available.buckets]
-            self._tables[key] = dispatch_by_rows(table, self.available.buckets[-1].high)
-        return self._tables[key]
+            self.tables[key] = dispatch_by_rows(table, self.available.buckets[-1].high)
+        return self.tables[key]
 
 
 def dispatch_by_rows(table: Sequence[OpFunction], largest: int) -> OpFunction:

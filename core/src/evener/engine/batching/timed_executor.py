@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from evener.config.schema import InferConfig
 from evener.engine.batching.step_limit import MeasuredStepLimit, StepLimit
 from evener.engine.wire.executor import Executor
-from evener.engine.wire.messages import ChangeWeights
 from evener.engine.wire.plan import Order, Plan, StepMasks, StepResult
 
 
@@ -65,8 +64,8 @@ class TimedExecutor(Executor):
             self._limit.record(sum(step.plan.counts), step.seconds + self._clock() - began)
         return result
 
-    def change_weights(self, order: ChangeWeights) -> str | None:
-        return self.inner.change_weights(order)
+    def command(self, order: Order) -> list[StepResult]:
+        return self.inner.command(order)
 
     def attach(self) -> None:
         self.inner.attach()

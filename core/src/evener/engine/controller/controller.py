@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import asdict
 
 from evener.engine.controller.deadlines import Deadlines
 from evener.engine.controller.scheduler import Scheduler
-from evener.engine.controller.weights import HeldWeights
 from evener.engine.wire import messages
 from evener.engine.wire.executor import Executor
+from evener.engine.wire.installed import find_commands
 from evener.engine.wire.messages import Dead, FromController, NewRequest, StatsReport, ToController
 from evener.engine.wire.plan import Order
 from evener.errors import EngineError
@@ -43,11 +43,14 @@ class Controller:
     Attributes:
         stopping: whether ``Shutdown`` was received.
         dead: why the engine has failed; None while it works.
+        commands: what packages with commands remember, by the commands' name.
+        paused: why no request can be computed now, as a command has set it; None: they can.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, max_queue: float = math.inf) -> None:
         self.scheduler, self.executor, self.depth, self.max_queue = scheduler, executor, depth, max_queue
-        self.weights = HeldWeights(executor)
+        self.commands: dict[str, Any] = {}
+        self.paused: str | None = None
         self.deadlines = Deadlines(time.monotonic)
         self.stopping = False
         self.dead: str | None = None
@@ -83,9 +86,8 @@ class Controller:
             case NewRequest() if self.scheduler.blocked and len(self.scheduler.waiting) >= self.max_queue:
                 error = f"{len(self.scheduler.waiting)} requests wait for memory: try again in a moment"
                 return [messages.Finished(id=message.id, reason="error", error=error, status=429)]
-            case NewRequest() if self.weights.asleep and not self.dead:
-                error = "the engine is asleep, without weights: wake it up first"
-                return [messages.Finished(id=message.id, reason="error", error=error, status=503)]
+            case NewRequest() if self.paused and not self.dead:
+                return [messages.Finished(id=message.id, reason="error", error=self.paused, status=503)]
             case NewRequest():
                 self.deadlines.set(message.id, message.max_time)
                 events = self.scheduler.add(message)
@@ -98,25 +100,13 @@ class Controller:
                 return self.scheduler.end(message.id, "stop")
             case messages.LoadAdapter() | messages.UnloadAdapter():
                 return self._order(self.scheduler.adapters.handle(message))
-            case messages.ChangeWeights():
-                return self._change_weights(message)
+            case messages.Command():
+                return find_commands(message.name).run(self, message)  # type: ignore[no-any-return]
             case messages.GetStats():
                 return [self._stats()]
             case messages.Shutdown():
                 self.stopping = True
                 return [] if message.drain else self.scheduler.end_all("abort")
-
-    def _change_weights(self, order: messages.ChangeWeights) -> list[FromController]:
-        events = self.scheduler.end_all("error", "the weights were changed before this request ended; send it again")
-        while self.scheduler.in_flight and not self.dead:
-            events += self.step()
-        try:
-            error = self.dead or self.weights.change(order)
-        except EngineError as failed:
-            return [*events, *self.die(str(failed)), messages.WeightsChanged(str(failed))]
-        # What is remembered was computed with other weights, or is gone.
-        self.scheduler.state.pool.clear_keys()
-        return [*events, messages.WeightsChanged(error)]
 
     def _order(self, orders: Iterable[Order]) -> list[FromController]:
         try:

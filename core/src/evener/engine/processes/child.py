@@ -20,7 +20,6 @@ from evener.distributed.torchrun import Contact, TorchrunEnv
 from evener.distributed.world import RankPlacement
 from evener.engine.processes.child_process import ChildFailure, ParentChannel, read_spec
 from evener.engine.processes.control_channel import SHUTDOWN, ControlClient
-from evener.engine.wire.messages import ChangeWeights
 from evener.engine.wire.plan import Order
 from evener.errors import EngineError, EvenerError, PluginError
 from evener.logs import set_up_logging
@@ -42,7 +41,7 @@ def run_worker(config: Config, control: ControlClient, place: RankPlacement) -> 
 
     worker = Worker(config, search, serving=True, ranks=place)
     control.send(_ENCODER.encode(worker.facts))
-    decoder = msgspec.msgpack.Decoder(Order | ChangeWeights)
+    decoder = msgspec.msgpack.Decoder(Order)
     pending: deque[PendingStep] = deque()
     while True:
         # Send finished results before the next plan starts: on a device that computes inside ``execute``, the
@@ -54,12 +53,8 @@ def run_worker(config: Config, control: ControlClient, place: RankPlacement) -> 
         if data == SHUTDOWN:
             return
         if data is not None:
-            order: Order | ChangeWeights = decoder.decode(data)
-            if isinstance(order, ChangeWeights):  # no step is pending
-                control.send(_ENCODER.encode(worker.change_weights(order)))
-                continue
-            step = worker.execute(order)
-            if step is not None and place.world.reports:
+            step = worker.execute(decoder.decode(data))
+            if step is not None and (place.world.reports or step.every_rank):
                 pending.append(step)
         elif pending:
             control.send(_ENCODER.encode(pending.popleft().wait()))

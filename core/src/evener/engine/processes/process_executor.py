@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TypeVar
 
 import msgspec
 
@@ -14,7 +13,6 @@ from evener.distributed.world import RankPlacement, World
 from evener.engine.processes.child_process import ADVICE, ChildFailure, ChildProcess, describe_silence, read_failure
 from evener.engine.processes.control_channel import SHUTDOWN, ControlServer
 from evener.engine.wire.executor import Executor
-from evener.engine.wire.messages import ChangeWeights, WeightsChanged
 from evener.engine.wire.plan import Order, StepResult
 from evener.engine.wire.worker_facts import WorkerFacts, merge_facts
 from evener.errors import EngineDeadError
@@ -22,9 +20,8 @@ from evener.errors import EngineDeadError
 #: Seconds between two checks whether the workers are alive, and for the search for the first cause of a failure. While
 #: a worker starts, the heartbeat timeout is so many times longer: loading a library may hold Python's lock for long.
 _POLL_INTERVAL, _FAILURE_GRACE, _STARTUP_FACTOR = 0.2, 0.5, 6
-_A = TypeVar("_A", StepResult, WeightsChanged)
 _ENCODER = msgspec.msgpack.Encoder()
-_RESULTS = msgspec.msgpack.Decoder(StepResult | WeightsChanged | ChildFailure)
+_RESULTS = msgspec.msgpack.Decoder(StepResult | ChildFailure)
 
 
 class ProcessExecutor(Executor):
@@ -89,15 +86,6 @@ class ProcessExecutor(Executor):
         return [child.process.pid for _, child in sorted(self._children.items())]
 
     def submit(self, order: Order) -> None:
-        self._send(order)
-
-    def change_weights(self, order: ChangeWeights) -> str | None:
-        self._send(order)
-        # Reading weights takes as long as it takes; dead workers are noticed.
-        answers = [self._receive(WeightsChanged, 0).error for _ in self._worlds]
-        return next((error for error in answers if error is not None), None)
-
-    def _send(self, order: Order | ChangeWeights) -> None:
         data = _ENCODER.encode(order)
         for world in self._worlds:
             try:
@@ -106,17 +94,18 @@ class ProcessExecutor(Executor):
                 self._raise_if_worker_dead(_FAILURE_GRACE)
                 raise self._worker_dead(f"the {world.name} process cannot be reached: {error}") from None
 
-    def read(self) -> StepResult:
-        return self._receive(StepResult, self._step_timeout)
+    def command(self, order: Order) -> list[StepResult]:
+        self.submit(order)
+        return [self.read(0) for _ in self._worlds]  # without a limit: dead workers are noticed
 
-    def _receive(self, kind: type[_A], timeout: float) -> _A:
+    def read(self, timeout: float | None = None) -> StepResult:
+        timeout = self._step_timeout if timeout is None else timeout
         began = time.monotonic()
         while True:
             if (received := self._control.receive(_POLL_INTERVAL)) is not None:
                 rank, data = received
-                result: StepResult | WeightsChanged | ChildFailure = _RESULTS.decode(data)
+                result: StepResult | ChildFailure = _RESULTS.decode(data)
                 if not isinstance(result, ChildFailure):
-                    assert isinstance(result, kind), "weights change while no step is in flight"
                     return result
                 # A rank also fails when another one was killed: then that one is reported.
                 self._raise_if_worker_dead(_FAILURE_GRACE)

@@ -20,13 +20,11 @@ from evener.engine.controller.grammars import open_grammars
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
-from evener.engine.wire.adapters import find_adapters
 from evener.engine.wire.client import EngineClient
-from evener.engine.wire.connector import find_connector
 from evener.engine.wire.executor import Executor
+from evener.engine.wire.installed import find_adapters, find_connector
 from evener.engine.wire.messages import Ready
 from evener.engine.wire.worker_facts import WorkerFacts
-from evener.errors import ConfigError
 from evener.plugins.discover import installed_catalog
 
 
@@ -84,13 +82,9 @@ def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
 
 
 def _several_ranks_inline(config: Config, search: BackendSearch) -> tuple[Executor, WorkerFacts]:
-    found = installed_catalog().lazy_imports("executor")
-    if "inline" not in found:
-        raise ConfigError(
-            "executor=inline with more than one rank is for debugging and needs a package that is not installed; type: "
-            "pip install evener-inspection, or leave executor=inline out"
-        )
-    threads = found["inline"].load()(config, search)
+    why = "executor=inline with more than one rank is for debugging and"
+    instead = "evener-inspection, or leave executor=inline out"
+    threads = installed_catalog().need("executor", "inline", why, instead)(config, search)
     return threads, threads.facts
 
 

@@ -25,6 +25,7 @@ class PendingStep:
             plan has those that were proposed.
         predicted: for ``StepResult``.
         counters: for ``StepResult``; transfers: says which are over by then.
+        every_rank: whether all ranks send their results, not only the one that reports steps.
     """
 
     logprobs: Sequence[Readback] = ()
@@ -33,6 +34,7 @@ class PendingStep:
     predicted: Readback | None = None
     counters: Mapping[str, int] = MappingProxyType({})
     transfers: Callable[[], list[int]] = list
+    every_rank = False
 
     def __init__(
         self, plan: Plan, ids: Readback | None, scores: Sequence[Readback] = (),

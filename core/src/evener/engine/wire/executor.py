@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from evener.engine.wire.messages import ChangeWeights
 from evener.engine.wire.plan import Order, StepResult
 
 
@@ -23,14 +22,15 @@ class Executor(ABC):
             EngineDeadError: a worker has died.
         """
 
-    def change_weights(self, order: ChangeWeights) -> str | None:
-        """(optional) Have every worker do ``order`` while no step is in flight, and wait for it. Returns why a worker
-        could not. Default: none can.
+    def command(self, order: Order) -> list[StepResult]:
+        """Have every worker do a ``Command`` while no step is in flight, however long it takes. Returns their answers.
+        (optional; default: there is one worker, whose answer is read as if it were a step's)
 
         Raises:
             EngineDeadError: a worker has died.
         """
-        return f"{type(self).__name__} cannot {order.action} weights"
+        self.submit(order)
+        return [self.read()]
 
     def attach(self) -> None:
         """(optional) Called once by the thread that will call ``submit``, which may differ from the one that made the

@@ -1,8 +1,8 @@
 """The messages between front end and controller: plain msgspec structs, the same in memory and between processes.
 
 Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``LoadAdapter``, ``UnloadAdapter``,
-``ChangeWeights``, ``GetStats``, ``Shutdown``. Controller to front end:
-``Tokens``, ``Finished``, ``WeightsChanged``, ``StatsReport``, ``Ready``, ``Dead``.
+``Command``, ``GetStats``, ``Shutdown``. Controller to front end:
+``Tokens``, ``Finished``, ``CommandDone``, ``StatsReport``, ``Ready``, ``Dead``.
 Controller and worker exchange what ``plan`` defines.
 Every request ends in exactly one ``Finished``, also one that was refused.
 """
@@ -10,7 +10,6 @@ Every request ends in exactly one ``Finished``, also one that was refused.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Literal
 
 import msgspec
 
@@ -128,13 +127,13 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
     id: str
 
 
-class ChangeWeights(msgspec.Struct, frozen=True, tag="change_weights"):
-    """Requests that are still open end with an error; then the workers ``release`` their weights and state, or ``load``
-    the weights of a folder ("": of the model as it was started). To ranks also: ``check`` whether a folder fits. It is
-    answered with one ``WeightsChanged``."""
+class Command(msgspec.Struct, frozen=True, tag="command"):
+    """What an installed package does between steps, see ``installed``; answered with one ``CommandDone``. The package,
+    by the ``name`` that it has announced, knows what its arguments mean. Its half in the controller may send it to
+    ranks too."""
 
-    action: Literal["check", "load", "release"]
-    folder: str = ""
+    name: str
+    arguments: list[str] = []
 
 
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
@@ -147,7 +146,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain: bool = True
 
 
-ToController = NewRequest | Abort | Finish | LoadAdapter | UnloadAdapter | ChangeWeights | GetStats | Shutdown
+ToController = NewRequest | Abort | Finish | LoadAdapter | UnloadAdapter | Command | GetStats | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -237,8 +236,8 @@ class StatsReport(Stats, kw_only=True, tag="stats"):
     blocks_used: int
 
 
-class WeightsChanged(msgspec.Struct, frozen=True, tag="weights_changed"):
-    """A ``ChangeWeights`` was done; ``error``: why nothing has changed."""
+class CommandDone(msgspec.Struct, frozen=True, tag="command_done"):
+    """A ``Command`` was done; ``error``: why nothing has changed."""
 
     error: str | None = None
 
@@ -255,4 +254,4 @@ class Dead(msgspec.Struct, frozen=True, tag="dead"):
     reason: str
 
 
-FromController = Tokens | Finished | WeightsChanged | StatsReport | Ready | Dead
+FromController = Tokens | Finished | CommandDone | StatsReport | Ready | Dead

@@ -11,7 +11,7 @@ import msgspec
 
 from evener.contracts.connector import BlockMoves
 from evener.engine.wire.media import StepMedia
-from evener.engine.wire.messages import LoadAdapter, Sampling, TokenLogprobs, UnloadAdapter
+from evener.engine.wire.messages import Command, LoadAdapter, Sampling, TokenLogprobs, UnloadAdapter
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
@@ -138,7 +138,7 @@ class StepMasks(msgspec.Struct, frozen=True, kw_only=True, tag="masks"):
 
 
 #: What the controller sends the worker.
-Order = Plan | StepMasks | LoadAdapter | UnloadAdapter
+Order = Plan | StepMasks | LoadAdapter | UnloadAdapter | Command
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
@@ -148,7 +148,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     ``Plan.outputs``, in the same form. ``plan`` is the plan's id; ``drafts`` are the ids of each of ``Plan.drafts``, if
     the worker proposed them; ``predicted`` is what may follow each of ``ids``, if ``Plan.predict`` asked for it and the
     model can tell; ``counters`` are those of this worker's ``Placement`` and ``BlockMover``; ``transfers`` are those of
-    the latter that are over, each reported once."""
+    the latter that are over, each reported once. Of a ``Command``, ``error`` says why the worker could not do it."""
 
     plan: int
     ids: list[int] = []
@@ -160,3 +160,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     predicted: list[int] = []
     counters: dict[str, int] = {}
     transfers: list[int] = []
+    error: str | None = None

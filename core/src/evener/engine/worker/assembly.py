@@ -27,7 +27,7 @@ from evener.distributed.communicators import communicator_factory, open_host_gro
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
-from evener.engine.wire.adapters import find_adapters
+from evener.engine.wire.installed import find_adapters
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.engine.worker.placement import host_placement
 from evener.errors import ArchitectureError, ConfigError, did_you_mean

@@ -6,7 +6,6 @@ from collections import deque
 
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.executor import Executor
-from evener.engine.wire.messages import ChangeWeights
 from evener.engine.wire.plan import Order, StepResult
 from evener.engine.worker.worker import Worker
 
@@ -28,6 +27,3 @@ class InlineExecutor(Executor):
 
     def read(self) -> StepResult:
         return self._pending.popleft().wait()
-
-    def change_weights(self, order: ChangeWeights) -> str | None:
-        return self.worker.change_weights(order).error

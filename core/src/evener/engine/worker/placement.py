@@ -6,7 +6,6 @@ from typing import Any
 
 from evener.config.resolve import ResolvedConfig
 from evener.contracts.device import Device
-from evener.errors import ConfigError
 from evener.plugins.discover import installed_catalog
 
 
@@ -23,8 +22,5 @@ def host_placement(config: ResolvedConfig, device: Device) -> Any | None:
     key = next((k for k in ("resident_experts", "cpu_layer_num", "host_experts") if getattr(infer, k)), None)
     if key is None or device.capabilities.host_memory:
         return None
-    found = installed_catalog().lazy_imports("placement of experts")
     name = "resident" if infer.resident_experts else "host"
-    if name not in found:
-        raise ConfigError(f"infer.{key} needs a package that is not installed; type: pip install evener-offload")
-    return found[name].load()
+    return installed_catalog().need("placement of experts", name, f"infer.{key}", "evener-offload")

@@ -10,51 +10,12 @@ import torch
 from evener.contracts.declared import Declared, Table
 from evener.contracts.device import Device
 from evener.contracts.quant import Packing
-from evener.engine.worker.assembly import Assembly, view_model
+from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import divide_weights
 from evener.errors import CheckpointError
-from evener.loading.checkpoint import open_checkpoint
 from evener.loading.loader import WeightBytes, load_weights
-from evener.loading.match import check_match, match_context
+from evener.loading.match import match_context
 from evener.plugins.discover import installed_catalog
-
-#: Of ``config.json``: who wrote it, with what.
-_OF_THE_WRITER = frozenset({"_name_or_path", "transformers_version"})
-
-
-def reopen(a: Assembly, folder: str) -> Assembly:
-    """The same model with the weights of another folder; nothing is loaded yet.
-
-    Raises:
-        CheckpointError: the folder cannot be read, or is not of the same model.
-    """
-    if a.config.config.load == "dummy":
-        raise CheckpointError("this model was started with load=dummy; start it with weights, to replace them")
-    checkpoint = open_checkpoint(folder)
-    before, after = a.checkpoint.config, checkpoint.config
-    names = sorted(k for k in {*before, *after} - _OF_THE_WRITER if before.get(k) != after.get(k))
-    if names:
-        raise CheckpointError(f"config.json of {folder} differs from the running model's in {', '.join(names[:10])}; "
-                              "give weights of the same model")  # fmt: skip
-    checkpoint, new, scheme, _ = view_model(a.config, a.loaded, a.ranks, checkpoint, type(a.model))
-    old = a.headers
-    if other := next((name for name in old if name in new and new[name] != old[name]), None):
-        raise CheckpointError(f"{other} is {new[other]} in {folder}, and {old[other]} in the running model; store it "
-                              "like that")  # fmt: skip
-    check_match(a.build.weights, new, scheme, where=folder, **match_context(a.build, a.other_stages))
-    # A model cache holds the weights of the start.
-    config = replace(a.config, config=replace(a.config.config, model_cache=None))
-    return replace(a, config=config, checkpoint=checkpoint, scheme=scheme, headers=new)
-
-
-def release(a: Assembly) -> None:
-    """Free the weights, and what kernels hold of them and of the state; tables stay."""
-    for item in a.build.weights:
-        if not isinstance(item, Table):
-            item.value = None
-    for group in a.build.groups:
-        group.values = None
-    a.resolver.rebuild(a.build.sites)
 
 
 def load_stage(a: Assembly, tables: bool = True) -> WeightBytes:
@@ -100,8 +61,4 @@ def _load(
 
 
 def _maker(name: str, key: str, distribution: str) -> Callable[..., WeightBytes]:
-    makers = installed_catalog().lazy_imports("maker of weights")
-    if name not in makers:
-        raise CheckpointError(f"{key} needs a package that is not installed: pip install {distribution}")
-    made: Callable[..., WeightBytes] = makers[name].load()
-    return made
+    return installed_catalog().need("maker of weights", name, key, distribution, CheckpointError)  # type: ignore[no-any-return]

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -18,9 +17,9 @@ from evener.distributed.communicators import JointCapture
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.pending import Draw, PendingStep
-from evener.engine.wire.connector import find_connector
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import ChangeWeights, LoadAdapter, UnloadAdapter, WeightsChanged
+from evener.engine.wire.installed import find_commands, find_connector
+from evener.engine.wire.messages import Command, LoadAdapter, UnloadAdapter
 from evener.engine.wire.plan import Order, StepMasks
 from evener.engine.wire.worker_facts import WorkerFacts
 from evener.engine.worker.assembly import Assembly, captured_prompt_sizes, find_graph_capture
@@ -31,8 +30,7 @@ from evener.engine.worker.memory import MemoryPlan, min_across_ranks, require_me
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import one_request
-from evener.engine.worker.weights import load_stage, release, reopen
-from evener.errors import CheckpointError, EvenerError
+from evener.engine.worker.weights import load_stage
 from evener.loading.loader import WeightBytes
 from evener.plugins.discover import installed_catalog
 from evener.pooling.names import registered_name
@@ -76,30 +74,30 @@ class Worker:
         pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media, pooler)
         drafter = installed_catalog().lazy_imports("worker drafter").get(resolved.config.infer.proposes)
-        self._drafter = drafter.load()(a, self.runner) if drafter else None
+        self.drafter = drafter.load()(a, self.runner) if drafter else None
         #: What the draft model proposed in the step that was submitted last.
         self._proposed: Callable[[], list[list[int]]] | None = None
-        self._graphs: StepGraphs | None = None
-        self._mover: BlockMover | None = None
+        self.graphs: StepGraphs | None = None
+        self.mover: BlockMover | None = None
         #: Of the step that waits for its masks; None also on the stages that do not sample.
         self._draw: Draw | None = None
         measures = resolved.kv_memory is None
         if any(a.agreement.most([measures])):  # a step of all stages
             measured = self._measure(a, plan)
             resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
-        self._pool: torch.Tensor | None = a.geometry.bind(plan.blocks, a.device)
+        self.pool: torch.Tensor | None = a.geometry.bind(plan.blocks, a.device)
         found = find_connector(resolved.config.infer)
-        self._mover = found and found.worker(a, self._pool)
-        self._graphs = self._step_graphs(a, self.runner)
-        if a.draft is not None and self._drafter is not None and a.device.capabilities.max_captures is None:
-            self._drafter.graphs = self._step_graphs(a.draft, self._drafter.runner)
+        self.mover = found and found.worker(a, self.pool)
+        self.graphs = self.step_graphs(a, self.runner)
+        if a.draft is not None and self.drafter is not None and a.device.capabilities.max_captures is None:
+            self.drafter.graphs = self.step_graphs(a.draft, self.drafter.runner)
         self._warm_up(1)
         self._report(a, plan, loaded)
         self.facts = WorkerFacts(
             specs=[g.spec for g in a.geometry.groups], cuts=[g.cut for g in a.geometry.groups], blocks=plan.blocks,
             block_size=size, max_reqs=resolved.max_reqs, max_seq_len=length, step_tokens=resolved.step_tokens,
             media_rows=a.media_rows, info=self._info(a, plan, loaded, time.monotonic() - began),
-            kept_slabs=0 if self._mover is None else self._mover.slabs,
+            kept_slabs=0 if self.mover is None else self.mover.slabs,
         )  # fmt: skip
 
     @property
@@ -108,7 +106,8 @@ class Worker:
         return self._assembly
 
     def execute(self, order: Order) -> PendingStep | None:
-        """Submit one step, or keep an adapter. A step that waits for its masks is returned when they come: None before.
+        """Submit one step, keep an adapter, or do a command. A step that waits for its masks is returned when they
+        come: None before.
 
         Raises:
             PluginError: a kernel or state provider of a package raised an error.
@@ -117,47 +116,22 @@ class Worker:
             if isinstance(order, LoadAdapter | UnloadAdapter):
                 self.runner.adapters.keep(order)
                 return None
+            if isinstance(order, Command):
+                return find_commands(order.name).execute(self, order)  # type: ignore[no-any-return]
             if isinstance(order, StepMasks):
                 return self._draw_masked(order)
-            if order.moves is not None and self._mover is not None:
-                self._mover.begin(order.moves)
+            if order.moves is not None and self.mover is not None:
+                self.mover.begin(order.moves)
             plan = order
-            if self._drafter is not None:
-                plan, self._proposed = self._drafter.run(order)
-            replayed = self._graphs.execute(plan) if self._graphs is not None else None
+            if self.drafter is not None:
+                plan, self._proposed = self.drafter.run(order)
+            replayed = self.graphs.execute(plan) if self.graphs is not None else None
             step = replayed or self.runner.execute(plan)
             self._draw = None if isinstance(step, PendingStep) else step
             return self._with_reports(step) if isinstance(step, PendingStep) else None
         except Exception as error:
             self._assembly.resolver.attribution.raise_attributed(error)
             raise
-
-    def change_weights(self, order: ChangeWeights) -> WeightsChanged:
-        """Check, load or release weights while no step is in flight. After a load that failed, another must follow."""
-        a = self._assembly
-        try:
-            others = {"experts are in host memory": a.placement, "a model proposes tokens": self._drafter,
-                      "blocks of the KV cache are in host memory": self._mover}  # fmt: skip
-            if what := next((what for what, other in others.items() if other is not None), None):
-                raise CheckpointError(f"weights cannot be changed or released while {what}; start the engine again")
-            source = reopen(a, order.folder) if order.folder else a
-            if order.action != "check":
-                self._graphs = None  # captures hold the addresses of weights and state
-                release(a)  # before others are loaded: there is not room for both
-            if order.action == "release":
-                self._pool = None
-                a.geometry.bind(1, a.device)
-                a.device.synchronize()
-                cache: Any = getattr(torch, a.device.torch_device.type, None)
-                if hasattr(cache, "empty_cache"):  # torch keeps freed memory of some devices
-                    cache.empty_cache()
-            if order.action == "load":
-                load_stage(source, tables=False)
-                self._pool = a.geometry.bind(self.facts.blocks, a.device) if self._pool is None else self._pool
-                self._graphs = self._step_graphs(a, self.runner)
-        except (EvenerError, OSError) as error:
-            return WeightsChanged(str(error))
-        return WeightsChanged()
 
     def _draw_masked(self, masks: StepMasks) -> PendingStep | None:
         # It holds the step's logits, and the memory plan has room for those of one step.
@@ -170,10 +144,10 @@ class Worker:
     def _with_reports(self, step: PendingStep) -> PendingStep:
         """The step with what else this worker has to say in its result."""
         step.drafts = self._proposed
-        parts = [each for each in (self._assembly.placement, self._mover) if each is not None]
+        parts = [each for each in (self._assembly.placement, self.mover) if each is not None]
         step.counters = {name: value for part in parts for name, value in part.counters().items()}
-        if self._mover is not None:
-            step.transfers = self._mover.finished
+        if self.mover is not None:
+            step.transfers = self.mover.finished
         return step
 
     def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:
@@ -183,7 +157,7 @@ class Worker:
         self._warm_up(min(a.config.step_tokens, a.config.max_seq_len))
         return plan.after_warm_up(a.device.memory().free)
 
-    def _step_graphs(self, a: Assembly, runner: Runner) -> StepGraphs | None:
+    def step_graphs(self, a: Assembly, runner: Runner) -> StepGraphs | None:
         """The captured steps of a model; None if something in it cannot be captured. Notes the reason."""
         offer, why = find_graph_capture(a)
         if runner.after is not None:

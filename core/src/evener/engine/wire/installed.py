@@ -1,0 +1,60 @@
+"""What controller, workers and front ends each take a part of, from an installed package: a connector and what computes
+with adapters (LoRA), as the configuration asks, and commands: what the engine does between steps, beside requests. It
+knows none of them.
+
+A package announces commands in ``Descriptor.engine_commands``, as a class with static functions. Only packages that are
+pinned to their core's version can: they work on the objects of the engine itself. ::
+
+    front(llm: LLM) -> Any
+    async_front(llm: AsyncLLM) -> Any
+    run(controller: Controller, order: Command) -> list[FromController]
+    execute(worker: Worker, order: Command) -> PendingStep
+
+A front sends a ``Command`` with the ``command`` of its engine. ``run`` does it in the controller, between two of its
+messages. It returns events for the front end, the last of which is the ``CommandDone``; those of steps that it runs
+itself come before. If the workers are needed, it calls ``Executor.command``. Then ``execute`` does the same order on
+each rank, while no step is in flight. Its answer is a step that is ready and has ``every_rank`` set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evener.config.schema import InferConfig
+from evener.errors import CheckpointError, ConfigError
+from evener.plugins.discover import installed_catalog
+
+
+def find_connector(infer: InferConfig) -> Any | None:
+    """The connector's class, see ``evener.contracts.connector``; None: the engine has none.
+
+    Raises:
+        ConfigError: no installed package has it, or there is no prefix cache.
+    """
+    if infer.kv_host_memory is None:
+        return None
+    if not infer.prefix_cache:
+        raise ConfigError("infer.kv_host_memory keeps what leaves the prefix cache; set infer.prefix_cache=true too")
+    return installed_catalog().need("connector", "host", "infer.kv_host_memory", "evener-offload")
+
+
+def find_adapters(wanted: object) -> Any | None:
+    """The class of what computes with adapters, see ``evener.contracts.adapters``; None if it is not ``wanted``.
+
+    Raises:
+        ConfigError: no installed package has one.
+    """
+    if not wanted:
+        return None
+    what = "infer.max_loras or infer.lora_modules"
+    return installed_catalog().need("maker of adapters", "", what, "evener-generation")
+
+
+def find_commands(name: str) -> Any:
+    """The class of the commands of this name.
+
+    Raises:
+        CheckpointError: no installed package has it.
+    """
+    catalog, what = installed_catalog(), f"changing {name} of a running engine"
+    return catalog.need("engine command", name, what, "evener-offload", CheckpointError)
