@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device
 from evener.contracts.experts import Placement
 from evener.contracts.graph import GraphCapture
-from evener.contracts.pooling import PoolingSettings
+from evener.contracts.pooling import PoolingRequest, PoolingSettings
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
 from evener.distributed.agreement import Agreement
@@ -28,6 +29,7 @@ from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.adapters import find_adapters
+from evener.engine.wire.pooling import choose_pooling
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.engine.worker.placement import host_placement
 from evener.errors import ArchitectureError, ConfigError, did_you_mean
@@ -38,8 +40,6 @@ from evener.loading.views import stored_partition, view_checkpoint
 from evener.plugins.catalog import Provided
 from evener.plugins.discover import core_version, installed_catalog
 from evener.plugins.load import LoadedPackages
-from evener.pooling.names import registered_name
-from evener.pooling.settings import choose_pooling
 from evener.resolution.buckets import captured_prompts, token_buckets
 from evener.resolution.candidates import Candidates
 from evener.resolution.footprint import Sizes
@@ -108,7 +108,8 @@ def assemble(
     loaded = search.load(config.options)
     device = loaded.open_device(place.device)
     family = find_architecture(loaded, checkpoint)
-    pooling = choose_pooling(config.infer, checkpoint, family, loaded.architectures)
+    generates = checkpoint.architecture in loaded.architectures
+    pooling = choose_pooling(PoolingRequest(checkpoint, config.infer.task, config.infer.pooling, generates), family)
     facts = facts_of(config.model, checkpoint.config, family.max_positions)
     of_device = DeviceFacts.of(device, loaded.backend.name, place.local_size)
     resolved = resolve_config(config, facts, of_device, serving=serving)
@@ -265,6 +266,13 @@ def captured_prompt_sizes(a: Assembly) -> tuple[int, ...]:
     able = all(g.provider.graph == "any" and not g.attention.split_decode for g in a.geometry.groups)
     able = able and a.device.capabilities.max_captures is None
     return captured_prompts(min(a.config.step_tokens, a.config.max_seq_len)) if able else ()
+
+
+def registered_name(architecture: str, known: Collection[str]) -> str:
+    """The name under which a class is registered that computes an ``architecture`` of transformers: of ``XModel`` and
+    ``XForSequenceClassification`` that of ``XForCausalLM``."""
+    full = re.sub(r"(Model|ForSequenceClassification)$", "ForCausalLM", architecture)
+    return full if architecture not in known and full in known else architecture
 
 
 def find_architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Architecture]:

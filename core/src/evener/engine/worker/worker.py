@@ -22,8 +22,9 @@ from evener.engine.wire.connector import find_connector
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import ChangeWeights, LoadAdapter, UnloadAdapter, WeightsChanged
 from evener.engine.wire.plan import Order, StepMasks
+from evener.engine.wire.pooling import pooling_part
 from evener.engine.wire.worker_facts import WorkerFacts
-from evener.engine.worker.assembly import Assembly, captured_prompt_sizes, find_graph_capture
+from evener.engine.worker.assembly import Assembly, captured_prompt_sizes, find_graph_capture, registered_name
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.layer_split import assemble_split
 from evener.engine.worker.media import MediaStore
@@ -35,8 +36,6 @@ from evener.engine.worker.weights import load_stage, release, reopen
 from evener.errors import CheckpointError, EvenerError
 from evener.loading.loader import WeightBytes
 from evener.plugins.discover import installed_catalog
-from evener.pooling.names import registered_name
-from evener.pooling.pooler import Pooler
 from evener.resolution.buckets import capture_sizes
 
 log = logging.getLogger("evener.worker")
@@ -72,9 +71,9 @@ class Worker:
         hidden, dtype = a.model.hidden_size, resolved.dtype
         stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, hidden, dtype, tables, a.device)
         media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
-        width, where = a.model.hidden_size, a.device.torch_device
-        pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
-        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media, pooler)
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media)
+        if a.pooling is not None:
+            pooling_part("pooler")(a.pooling, resolved.max_reqs, self.runner)
         drafter = installed_catalog().lazy_imports("worker drafter").get(resolved.config.infer.proposes)
         self._drafter = drafter.load()(a, self.runner) if drafter else None
         #: What the draft model proposed in the step that was submitted last.
