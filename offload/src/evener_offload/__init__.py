@@ -1,5 +1,6 @@
 """Models of experts that are larger than the accelerator: the host computes the experts of some layers, or keeps those
-that the device does not need now. Torch-free. Blocks that leave the prefix cache are ``evener_kv``'s.
+that the device does not need now. Torch-free. Blocks that leave the prefix cache are ``evener_kv``'s, and stages on
+unlike devices ``evener_stages``'s.
 
 ====================  ===================================================================
 module                holds
@@ -21,11 +22,18 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="offload",
-    summary="Host memory for experts, which the host may compute, and for blocks that leave the prefix cache.",
+    summary="Host memory for experts, which the host may compute, and for cached blocks; stages on unlike devices.",
     contracts={"descriptor": 1, "experts": 1},
     placements={
         "host": "evener_offload.host_experts:HostExperts",
         "resident": "evener_offload.resident_experts:ResidentExperts",
     },
     connectors={"host": "evener_kv.host:HostConnector"},
+    stage_parts={
+        "check": "evener_stages.devices:check_stages",
+        "config": "evener_stages.devices:config_of_stage",
+        "device": "evener_stages.devices:device_of_rank",
+        "meet": "evener_stages.assembly:meet",
+        "assemble": "evener_stages.assembly:assemble_split",
+    },
 )  # fmt: skip

@@ -129,7 +129,10 @@ class Descriptor:
         config_readers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
             the configuration of a command line and a file; called as ``evener_keys.hydra_boundary.from_command_line``.
         layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
-            how many layers each stage gets, where stages are on unlike devices; see ``engine.worker.layer_split``.
+            how many layers each stage gets, where stages are on unlike devices; see ``evener_stages.assembly``.
+        stage_parts: (optional, for packages pinned to their core's version) ``{"check": "module:function", …}``: what
+            stages on unlike devices need, ``check``, ``config``, ``device``, ``meet`` and ``assemble``; called as
+            functions of ``evener_stages``.
         placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a
             ``Placement`` of experts (``evener.contracts.experts``), as ``evener.engine.worker.placement`` constructs
             it.
@@ -169,6 +172,7 @@ class Descriptor:
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
     layer_splitters: Mapping[str, str] = field(default_factory=dict)
+    stage_parts: Mapping[str, str] = field(default_factory=dict)
     old_spellings: Mapping[str, str] = field(default_factory=dict)
     config_readers: Mapping[str, str] = field(default_factory=dict)
     weight_makers: Mapping[str, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from evener.backend_search import BackendSearch
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.resolve import plans_in_flight, uses_worker_processes
 from evener.config.schema import Config
-from evener.config.stages import config_of_stage, stage_devices
+from evener.config.stages import config_of_stage, stage_part
 from evener.contracts.state import StateKind
 from evener.distributed.torchrun import TorchrunEnv
 from evener.engine.batching import MicroBatches, limit_steps
@@ -57,7 +57,7 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     if config.infer.proposes != "none":
         find_drafter(config.infer)
     if config.infer.stages:
-        stage_devices(config, [package.name for package in installed_catalog().backends])
+        stage_part("check")(config)
     executor, facts = _executor(config, serving)
     try:
         return set_up_controller(config, executor, facts, serving or streaming), Ready(info=facts.info)

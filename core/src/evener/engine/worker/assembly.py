@@ -11,7 +11,7 @@ from evener.backend_search import BackendSearch
 from evener.config.checkpoint import facts_of
 from evener.config.resolve import DeviceFacts, ResolvedConfig, layer_partition, resolve_config
 from evener.config.schema import Config
-from evener.config.stages import has_unlike_stages
+from evener.config.stages import has_unlike_stages, stage_part
 from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint, Headers
@@ -23,8 +23,8 @@ from evener.contracts.graph import GraphCapture
 from evener.contracts.pooling import PoolingRequest, PoolingSettings
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
-from evener.distributed.agreement import Agreement
-from evener.distributed.communicators import communicator_factory, open_host_group
+from evener.distributed.agreement import ALONE, Agreement
+from evener.distributed.communicators import communicator_factory
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
@@ -32,7 +32,7 @@ from evener.engine.wire.adapters import find_adapters
 from evener.engine.wire.pooling import choose_pooling
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.engine.worker.placement import host_placement
-from evener.errors import ArchitectureError, ConfigError, did_you_mean
+from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import Unquantized
@@ -116,11 +116,10 @@ def assemble(
     resolved = replace(resolved, reasons={**resolved.reasons, **divided})
     device.limit_threads(resolved.threads)
     device.select()
-    unlike = has_unlike_stages(config)
-    factory = communicator_factory(loaded.communicator(), device)
-    ranks = place.open(factory, open_host_group if unlike else None)
-    agreement = Agreement(ranks.pp if unlike else None)
-    resolved = _agree(resolved, of_device, agreement) if unlike else resolved
+    factory, agreement = communicator_factory(loaded.communicator(), device), ALONE
+    if has_unlike_stages(config):
+        place, agreement, resolved = stage_part("meet")(place, factory, device, resolved, of_device)
+    ranks = place.open(factory)
     infer, world = resolved.config.infer, ranks.world
     stored = view_model(resolved, loaded, ranks, checkpoint, family)
     checkpoint, headers, scheme, _ = stored
@@ -219,24 +218,6 @@ def _divided_as_stored(config: Config, checkpoint: Checkpoint) -> tuple[Config, 
         return config, {}
     infer = replace(config.infer, pp_layer_partition=tuple(map(str, stored)) or ("equal",))
     return replace(config, infer=infer), {"infer.pp_layer_partition": "as the checkpoint was split"}
-
-
-def _agree(config: ResolvedConfig, device: DeviceFacts, agreement: Agreement) -> ResolvedConfig:
-    """The configuration that all stages use: a compute dtype that every device has, and the smallest limits."""
-    dtypes, limits = ("float32", "bfloat16", "float16"), ("max_reqs", "max_seq_len", "step_tokens")
-    flags = [name in device.dtypes | device.emulated for name in dtypes]
-    least = agreement.least([*(getattr(config, name) for name in limits), *flags])
-    for name, value in zip(limits, least, strict=False):
-        if value != getattr(config, name):
-            config = config.with_value(f"infer.{name}", value, "the smallest of all stages")
-    common = [name for name, everywhere in zip(dtypes, least[len(limits) :], strict=True) if everywhere]
-    if not common:
-        has = ", ".join(name for name, flag in zip(dtypes, flags, strict=True) if flag)
-        raise ConfigError(f"{device.name} has {has}, but the devices of the other stages have none of these; name "
-                          "others with infer.stages")  # fmt: skip
-    if config.dtype not in common:
-        config = config.with_value("dtype", common[0], f"the device of another stage does not have {config.dtype}")
-    return config
 
 
 def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:
