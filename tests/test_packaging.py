@@ -57,6 +57,7 @@ MORE_PACKAGES = {
     "evener_formats": {"evener_calibrate", "evener_convert", "evener_keys", "evener_model_cache"},
     "evener_generation": {"evener_adapters", "evener_beam", "evener_constraints", "evener_drafts", "evener_pooling"},
     "evener_offload": {"evener_kv", "evener_stages"},
+    "evener_server": {"evener_torchrun"},
 }
 
 

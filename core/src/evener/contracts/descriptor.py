@@ -133,6 +133,8 @@ class Descriptor:
         stage_parts: (optional, for packages pinned to their core's version) ``{"check": "module:function", …}``: what
             stages on unlike devices need, ``check``, ``config``, ``device``, ``meet`` and ``assemble``; called as
             functions of ``evener_stages``.
+        launchers: (optional, for packages pinned to their core's version) ``{"torchrun": "module:Class"}``: knows the
+            ranks that a launcher has started; called as ``evener_torchrun.ranks.TorchrunEnv``.
         placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a
             ``Placement`` of experts (``evener.contracts.experts``), as ``evener.engine.worker.placement`` constructs
             it.
@@ -171,6 +173,7 @@ class Descriptor:
     checkpoint_views: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
+    launchers: Mapping[str, str] = field(default_factory=dict)
     layer_splitters: Mapping[str, str] = field(default_factory=dict)
     stage_parts: Mapping[str, str] = field(default_factory=dict)
     old_spellings: Mapping[str, str] = field(default_factory=dict)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
 
     from evener.contracts.communicator import Communicator, CommunicatorFactory
-    from evener.distributed.torchrun import TorchrunEnv
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,6 @@ class RankPlacement:
     device: int = 0
     local_size: int = 1
     init_method: str = ""
-
-    @classmethod
-    def of(cls, torchrun: TorchrunEnv, tp_size: int, pp_size: int) -> RankPlacement:
-        """The placement of a process that torchrun has started."""
-        return cls(World.of(torchrun.rank, tp_size, pp_size), torchrun.local_rank, torchrun.local_size, "env://")
 
     def open(self, factory: CommunicatorFactory) -> RankGroups:
         """Open the groups. Waits until the other ranks do the same."""
