@@ -12,20 +12,22 @@ from typing import Any
 import openai
 import pytest
 import torch
+from evener_pooling.settings import choose_pooling
 from family_oracles import make_transformers
 from safetensors.torch import load_file, save_file
 from served import Served
 
 from evener import LLM, SamplingParams
 from evener.async_llm import AsyncLLM
-from evener.config import InferConfig, from_overrides
+from evener.config import from_overrides
 from evener.contracts.architecture import Architecture
+from evener.contracts.pooling import PoolingRequest
 from evener.engine.processes.start import build_controller
+from evener.engine.wire import pooling
 from evener.engine.wire.messages import NewRequest, Sampling, Tokens
 from evener.errors import ArchitectureError, CheckpointError, ConfigError, ContextLengthError, RequestError
 from evener.loading.checkpoint import open_checkpoint
 from evener.plugins.catalog import Catalog, LazyImport
-from evener.pooling.settings import choose_pooling
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 
@@ -225,16 +227,40 @@ def test_a_folder_that_wants_what_we_do_not_compute_or_is_broken_is_refused(
 def test_without_a_package_that_reads_such_folders_a_model_generates_or_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Any, registered: bool, listed: bool, refused: bool
 ) -> None:
-    monkeypatch.setattr("evener.pooling.settings.installed_catalog", Catalog)
+    monkeypatch.setattr("evener_pooling.settings.installed_catalog", Catalog)
     (tmp_path / "config.json").write_text('{"architectures": ["MyForCausalLM"]}')
     if listed:
         (tmp_path / "modules.json").write_text("[]")
-    asked = InferConfig(task=task), open_checkpoint(str(tmp_path)), Architecture
+    asked = PoolingRequest(open_checkpoint(str(tmp_path)), task, "auto", registered), Architecture
     if refused:
         with pytest.raises(ConfigError, match=r"pip install evener-models, or set infer\.task=generate"):
-            choose_pooling(*asked, ["MyForCausalLM"] * registered)
+            choose_pooling(*asked)
     else:
-        assert choose_pooling(*asked, ["MyForCausalLM"] * registered) is None
+        assert choose_pooling(*asked) is None
+    # The same models without the package that asks the readers.
+    monkeypatch.setattr("evener.engine.wire.pooling.installed_catalog", Catalog)
+    if refused:
+        with pytest.raises(ConfigError, match=r"pip install evener-generation, or set infer\.task=generate"):
+            pooling.choose_pooling(*asked)
+    else:
+        assert pooling.choose_pooling(*asked) is None
+
+
+def test_without_the_package_that_pools_texts_a_generating_model_says_that_it_embeds_none(
+    qwen: tuple[Path, Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {} if kind == "part of pooling" else announced(self, kind)
+    )
+    with LLM(qwen[0], **SMALL) as llm:
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=1, detokenize=False))[0].finished
+        with pytest.raises(RequestError, match=r"generates text; to have one that embeds texts .* infer\.task=embed"):
+            llm.embed([1, 2])
+    with pytest.raises(ConfigError, match="pip install evener-generation"):
+        LLM(qwen[0], **SMALL, **{"infer.pooling": "mean"})
+    with pytest.raises(ConfigError, match=r"pip install evener-generation, or set infer\.task=generate"):
+        LLM(qwen[0], **EMBED)
 
 
 def test_a_task_that_no_reader_knows_for_a_folder_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,15 +269,15 @@ def test_a_task_that_no_reader_knows_for_a_folder_is_refused(copy: Path, monkeyp
     )
     monkeypatch.setattr(LazyImport, "load", lambda self: lambda request: None)
     monkeypatch.setattr(Catalog, "lazy_imports", lambda self, kind: {"silent": reader})
-    files, known = open_checkpoint(str(copy)), [open_checkpoint(str(copy)).architecture]
-    assert choose_pooling(InferConfig(), files, Architecture, known) is None
+    files = open_checkpoint(str(copy))
+    assert choose_pooling(PoolingRequest(files, "auto", "auto", True), Architecture) is None
     with pytest.raises(ConfigError, match=r"infer\.task=score asks for \(silent\); set infer\.task=generate"):
-        choose_pooling(InferConfig(task="score"), files, Architecture, known)
+        choose_pooling(PoolingRequest(files, "score", "auto", True), Architecture)
 
 
 def test_a_class_that_cannot_take_another_head_is_refused(copy: Path) -> None:
     with pytest.raises(ArchitectureError, match=r"Architecture can only generate text; set infer\.task=generate"):
-        choose_pooling(InferConfig(task="embed"), open_checkpoint(str(copy)), Architecture, [])
+        choose_pooling(PoolingRequest(open_checkpoint(str(copy)), "embed", "auto", False), Architecture)
 
 
 def test_a_preempted_text_is_pooled_from_its_beginning(qwen: tuple[Path, Oracle]) -> None:

@@ -239,6 +239,20 @@ def test_unlike_stages_of_a_split_model_have_the_layers_that_it_was_split_for(
         controller.executor.close()
 
 
+def test_without_the_package_that_places_stages_they_are_refused_and_other_runs_need_none(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lazy_imports = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {} if kind == "part of stages" else lazy_imports(self, kind)
+    )
+    with pytest.raises(ConfigError, match=r"infer.stages needs a package .*: pip install evener-offload"):
+        build_controller(configured(stages="cpu,simulated", executor="inline"))
+    controller, ready = build_controller(configured(executor="inline", **{"infer.pp_size": 2}))
+    controller.executor.close()
+    assert [rank.backend for rank in ready.info.ranks] == ["cpu", "cpu"]
+
+
 def test_without_a_package_that_measures_layers_their_division_must_be_given(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,11 +20,13 @@ from evener.contracts.adapters import Adapters
 from evener.contracts.generation.chat import Chat
 from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import Delta, RequestOutput
+from evener.contracts.pooling import Embedding
 from evener.engine.processes.launch import join_script
 from evener.engine.wire import messages as wire
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.installed import find_commands
+from evener.engine.wire.pooling import text_vectors
 from evener.errors import EngineDeadError, EngineError, EvenerError, RenderTimeoutError
 from evener.frontend.capacity import Capacity, Reservation
 from evener.frontend.frontend import Frontend, Kind, PreparedRequest
@@ -32,7 +34,6 @@ from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.stream import RequestStream
 from evener.frontend.tokenizer import Tokenizer
-from evener.pooling.vectors import EMBED, Embedding, check_embed, embedding_of
 from evener.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -304,9 +305,10 @@ class AsyncLLM:
         """
         self._ready_frontend()
         assert self.info is not None, "it came together with the front end"
-        check_embed(dimensions, self.info.pooling, self.info.hidden_size)
-        outputs = [each async for each in self.generate(prompt, EMBED, request_id=request_id, kind="embed")]
-        return embedding_of(outputs[-1], self.info.pooling, dimensions)
+        vectors = text_vectors(self.info, dimensions)
+        outputs = [each async for each in self.generate(prompt, vectors.params, request_id=request_id, kind="embed")]
+        embedding: Embedding = vectors.of_output(outputs[-1])
+        return embedding
 
     def abort(self, request_id: str) -> None:
         """Abort a request; its stream ends with deltas of finish reason ``abort``. Unknown ids are ignored."""

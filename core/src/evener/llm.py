@@ -13,17 +13,18 @@ from typing import Any
 from evener.contracts.adapters import Adapters
 from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import RequestOutput
+from evener.contracts.pooling import Embedding
 from evener.engine.processes.launch import join_script
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.installed import find_commands
 from evener.engine.wire.messages import Command, CommandDone, Dead, Ready
+from evener.engine.wire.pooling import text_vectors
 from evener.errors import EngineDeadError, EngineError, RequestError
 from evener.frontend.frontend import Kind
 from evener.frontend.outputs import OutputBuilder
 from evener.frontend.settings import FrontendSettings
 from evener.frontend.tokenizer import Tokenizer
-from evener.pooling.vectors import EMBED, Embedding, check_embed, embedding_of
 from evener.sampling_params import SamplingParams
 
 Messages = list[dict[str, Any]]
@@ -153,9 +154,8 @@ class LLM:
             RequestError: the model generates text, or a prompt or ``dimensions`` is wrong; nothing was submitted then.
             EngineError, EngineDeadError: as ``generate``.
         """
-        check_embed(dimensions, self.info.pooling, self.info.hidden_size)
-        outputs = self._run(_as_prompts(prompts), EMBED, "embed", True)
-        return [embedding_of(output, self.info.pooling, dimensions) for output in outputs]
+        vectors = text_vectors(self.info, dimensions)
+        return list(map(vectors.of_output, self._run(_as_prompts(prompts), vectors.params, "embed", True)))
 
     @property
     def adapters(self) -> Adapters:

@@ -25,16 +25,12 @@ def test_a_rank_alone_keeps_its_own() -> None:
     assert (alone.least([7, 2]), alone.most([7, 2]), alone.common([128, 16])) == ([7, 2], [7, 2], [128, 16])
 
 
-def test_stages_on_different_backends_share_groups_in_host_memory_and_open_these_first() -> None:
-    opened: list[tuple[str, str, Sequence[int]]] = []
+def test_a_rank_opens_its_groups_in_the_order_of_all_others() -> None:
+    opened: list[tuple[str, Sequence[int]]] = []
 
-    def factory(kind: str) -> Any:
-        return lambda name, ranks, *_: opened.append((kind, name, ranks))
+    def factory(name: str, ranks: Sequence[int], *_: object) -> Any:
+        opened.append((name, ranks))
 
-    place = RankPlacement(World.of(2, 2, 2), device=1, local_size=3)
-    groups = place.open(factory("own"), factory("host"))
-    assert opened == [("host", "pp", (0, 2)), ("host", "ids", (0, 2)), ("own", "tp", (2, 3))]
-    assert (groups.through_host, groups.device, groups.local_size) == (True, 1, 3)
-    opened.clear()
-    assert not place.open(factory("own")).through_host
-    assert opened == [("own", "tp", (2, 3)), ("own", "pp", (0, 2)), ("own", "ids", (0, 2))]
+    groups = RankPlacement(World.of(2, 2, 2), device=1, local_size=3).open(factory)
+    assert opened == [("tp", (2, 3)), ("pp", (0, 2)), ("ids", (0, 2))]
+    assert (groups.device, groups.local_size) == (1, 3)

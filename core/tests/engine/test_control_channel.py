@@ -14,14 +14,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import zmq
-from torch.distributed import HashStore
 
-from evener.distributed.torchrun import Contact, Keys, TorchrunEnv, set_curve_keys
+from evener.distributed.contact import Keys, set_curve_keys
 from evener.engine.processes import control_channel, heartbeat
 from evener.engine.processes.child_process import ParentChannel
 from evener.engine.processes.control_channel import ControlClient, ControlServer, terminate_context
 from evener.engine.wire.messages import Abort, LoadAdapter
-from evener.errors import ConfigError, EngineDeadError
+from evener.errors import EngineDeadError
 
 #: Seconds for whatever must happen some time; a machine with other work is slow.
 PATIENCE = 120.0
@@ -172,37 +171,6 @@ def test_a_worker_exits_when_its_controller_does_not_answer(address: str, timeou
         # Else its second may be over before it has said anything; that ends it with a code of its own.
         assert worker.wait(PATIENCE) == code
     hub.close()
-
-
-STARTED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": "29500"}  # fmt: skip
-
-
-def test_torchrun_environment_is_read() -> None:
-    torchrun = TorchrunEnv.from_environ(STARTED)
-    assert torchrun == TorchrunEnv(5, 8, 1, 4, "127.0.0.1") and torchrun.interface == "127.0.0.1"
-    assert TorchrunEnv(0, 2, 0, 2, "::1").interface == "[::1]"
-    assert TorchrunEnv.from_environ({}) is None and TorchrunEnv.from_environ({**STARTED, "WORLD_SIZE": "1"}) is None
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR=no.such.machine.invalid cannot be resolved"):
-        _ = TorchrunEnv(0, 2, 0, 2, "no.such.machine.invalid").interface
-
-
-def test_incomplete_torchrun_environment_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"RANK=one is no number; start them with torchrun"):
-        TorchrunEnv.from_environ({**STARTED, "RANK": "one"})
-    del (rest := dict(STARTED))["MASTER_PORT"]
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=8 .* MASTER_PORT is not set"):
-        TorchrunEnv.from_environ(rest)
-
-
-def test_only_one_engine_can_publish_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HashStore()
-    monkeypatch.setattr(TorchrunEnv, "_store", lambda _: store)
-    torchrun = TorchrunEnv(0, 2, 0, 2, "127.0.0.1")
-    torchrun.publish(Contact(["here", "there"]))
-    assert torchrun.find() == Contact(["here", "there"])
-    with pytest.raises(ConfigError, match="has already started an engine, and ranks of torchrun can only work for"):
-        torchrun.publish(Contact(["elsewhere"]))
 
 
 def test_the_controller_takes_one_piece_of_an_adapter_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

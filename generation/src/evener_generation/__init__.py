@@ -1,4 +1,5 @@
-"""Structured output, parsers of tool calls and reasoning, drafts, adapters; through the same hooks as anybody else's.
+"""Structured output, parsers of tool calls and reasoning, drafts, adapters, vectors of texts; through the same hooks as
+anybody else's.
 
 Torch-free.
 
@@ -21,7 +22,7 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="generation",
-    summary="Structured output, parsers of tool calls and reasoning, drafts and adapters.",
+    summary="Structured output, parsers of tool calls and reasoning, drafts, adapters, and vectors of texts.",
     contracts={"descriptor": 1, "generation": 1},
     grammar_masks={"matchers": "evener_constraints.masks:GrammarMasks.of"},
     grammars={"llguidance": "evener_generation.llguidance_grammars:LlguidanceLibrary"},
@@ -32,6 +33,11 @@ descriptor = Descriptor(
     },
     worker_drafters={"model": "evener_drafts.model:DraftModel", "mtp": "evener_drafts.prediction:Prediction"},
     adapters={"lora": "evener_adapters.lora:LoraAdapters"},
+    pooling_parts={
+        "choose": "evener_pooling.settings:choose_pooling",
+        "pooler": "evener_pooling.pooler:Pooler",
+        "vectors": "evener_pooling.vectors:TextVectors",
+    },
     draft_policies={"measured": "evener_generation.drafting.speculation:measured"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
-from evener.config.stages import config_of_stage, device_of_rank, has_unlike_stages, stage_devices
+from evener.config.stages import config_of_stage, device_of_rank, has_unlike_stages, stage_part
 from evener.errors import CheckpointError
-from evener.plugins.discover import installed_catalog
 
 if TYPE_CHECKING:
     from evener.config.resolve import ResolvedConfig
@@ -87,8 +86,9 @@ def _assemble(config: Config, search: BackendSearch) -> list[Assembly]:
 
     tp_size, pp_size = config.infer.tp_size, config.infer.pp_size
     tp = ExplainCommunicator("tp", tp_size) if tp_size > 1 else None
-    if not stage_devices(config, [package.name for package in installed_catalog().backends]):
+    if not config.infer.stages:
         return [assemble(config, search, ranks=RankGroups(World.of(0, tp_size, pp_size), tp=tp))]
+    stage_part("check")(config)
     configs = [config_of_stage(config, stage) for stage in range(pp_size)]
     # Packages are imported here: threads would import them at the same time.
     for stage, own in enumerate(configs):

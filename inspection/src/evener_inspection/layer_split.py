@@ -89,7 +89,7 @@ def _measure(config: Config, search: BackendSearch, a: Assembly, count: int) -> 
         step_tokens=resolved.step_tokens,
     )  # fmt: skip
     alone = World.of(world.tp_size + world.tp_rank, world.tp_size, 3)
-    groups = replace(a.ranks, world=alone, pp=None, ids=None, through_host=False)
+    groups = replace(a.ranks, world=alone, pp=None, ids=None)
     one = assemble(replace(config, dtype=resolved.dtype, infer=infer), search, ranks=groups)
     free, whole, demand = a.device.memory().free, memory_demand(a, resolved), memory_demand(one, resolved)
     layer, held = demand.weights.allocated + demand.weights.mapped, len(a.build.held)

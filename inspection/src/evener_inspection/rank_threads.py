@@ -74,8 +74,7 @@ class RankThreads(Executor):
         self._threads = [
             threading.Thread(
                 target=self._run, name=f"evener-rank-{world.rank}", daemon=True,
-                args=(config, RankGroups(world, device=device % devices[world.pp_rank], local_size=alike,
-                                         through_host=False, **end)),
+                args=(config, RankGroups(world, device=device % devices[world.pp_rank], local_size=alike, **end)),
             )
             for world, end in zip(worlds, ends, strict=True)
             for device, alike in [device_of_rank(config, world.rank, world.rank, len(worlds))]

@@ -28,7 +28,8 @@ _DESCRIPTOR_FIELDS: Mapping[str, str] = {
     "executors": "executor", "weight_files": "weight file reader", "quantizers": "quantizer",
     "pooling_readers": "pooling reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
     "adapter_readers": "adapter reader", "drafters": "drafter", "draft_policies": "draft policy",
-    "worker_drafters": "worker drafter",
+    "worker_drafters": "worker drafter", "pooling_parts": "part of pooling", "stage_parts": "part of stages",
+    "launchers": "launcher",
     "layer_splitters": "layer splitter", "grammar_masks": "maker of masks", "placements": "placement of experts",
     "cache_listeners": "cache listener",
 }  # fmt: skip

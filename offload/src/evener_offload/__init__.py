@@ -1,6 +1,6 @@
 """Models of experts that are larger than the accelerator: the host computes the experts of some layers, or keeps those
-that the device does not need now. Torch-free. Blocks that leave the prefix cache are ``evener_kv``'s; weights that
-leave the device, or are replaced, ``evener_weights``'.
+that the device does not need now. Torch-free. Blocks that leave the prefix cache are ``evener_kv``'s, stages on unlike
+devices ``evener_stages``'s; weights that leave the device, or are replaced, ``evener_weights``'.
 
 ====================  ===================================================================
 module                holds
@@ -22,7 +22,7 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="offload",
-    summary="Host memory for experts and for blocks that leave the prefix cache; sleep, and new weights in place.",
+    summary="Host memory for experts and cached blocks; stages on unlike devices; sleep, and new weights in place.",
     contracts={"descriptor": 1, "experts": 1},
     placements={
         "host": "evener_offload.host_experts:HostExperts",
@@ -30,4 +30,11 @@ descriptor = Descriptor(
     },
     connectors={"host": "evener_kv.host:HostConnector"},
     engine_commands={"weights": "evener_weights.commands:WeightCommands"},
+    stage_parts={
+        "check": "evener_stages.devices:check_stages",
+        "config": "evener_stages.devices:config_of_stage",
+        "device": "evener_stages.devices:device_of_rank",
+        "meet": "evener_stages.assembly:meet",
+        "assemble": "evener_stages.assembly:assemble_split",
+    },
 )  # fmt: skip

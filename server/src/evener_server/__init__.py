@@ -66,6 +66,7 @@ descriptor = Descriptor(
     name="server",
     summary="The OpenAI API over HTTP (`evener serve`); in a terminal, one answer (`evener run`) or a chat.",
     contracts={"descriptor": 1, "request_plugin": 1},
+    launchers={"torchrun": "evener_torchrun.ranks:TorchrunEnv"},
     request_plugins={"ksana_plugin": "evener_server.ksanallm.plugin_file:PluginFile"},
     options={
         "vllm_metrics": Option(

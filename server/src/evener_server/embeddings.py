@@ -7,10 +7,9 @@ import base64
 from typing import Annotated, Any, Literal
 
 import msgspec
+from evener_pooling.vectors import TextVectors
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from evener.contracts.pooling import PoolingSettings
-from evener.pooling.vectors import check_embed, finished_vector
 from evener_server.field_types import PROMPT_SCHEMA, as_prompts
 from evener_server.generation import Generation
 from evener_server.messages import allowed_values
@@ -53,11 +52,10 @@ class EmbeddingJob(PooledJob):
     def __init__(self, service: Service, body: EmbeddingBody) -> None:
         super().__init__(service, body, len(body.input), "input", "embd")
         self._body, info = body, service.info
-        check_embed(body.dimensions, info.pooling, info.hidden_size)
-        self._settings = info.pooling or PoolingSettings()
+        self._vectors = vectors = TextVectors(info.pooling, info.hidden_size, body.dimensions)
         normalize = body.use_activation if body.normalize is None else body.normalize
         if normalize is not None:
-            self._settings = msgspec.structs.replace(self._settings, normalize=normalize)
+            vectors.settings = msgspec.structs.replace(vectors.settings, normalize=normalize)
 
     async def prompt(self, place: int) -> str | list[int]:
         body, prompts = self._body, self._service.prompts
@@ -80,7 +78,7 @@ class EmbeddingJob(PooledJob):
         return await asyncio.to_thread(write)
 
     def _vector(self, row: bytes) -> str | list[float]:
-        vector = finished_vector(row, self._settings, self._body.dimensions)
+        vector = self._vectors.of_row(row)
         if self._body.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
         numbers: list[float] = vector.tolist()

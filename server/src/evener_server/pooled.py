@@ -8,7 +8,8 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
-from evener.pooling.vectors import EMBED
+from evener_pooling.vectors import EMBED
+
 from evener_server.generation import Generation
 from evener_server.key_use import current_priority
 from evener_server.prompt_tokens import left_of

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from evener.contracts.pooling import PoolingSettings
+from evener.contracts.pooling import PoolingSettings, check_task
 from evener.errors import ContextLengthError, RequestError
-from evener.pooling.settings import check_task
 from evener_server.generation import Generation
 from evener_server.messages import allowed_values
 from evener_server.pair_text import pair_text

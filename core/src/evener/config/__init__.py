@@ -9,7 +9,7 @@ module                content
 ``packages``          keys of installed packages
 ``build``             from overrides to a ``Config``
 ``resolve``           from a ``Config`` to a ``ResolvedConfig``, with reasons
-``stages``            the backend and device of each pipeline stage
+``stages``            stages on unlike devices, which a package places
 ``checkpoint``        facts from a checkpoint's ``config.json``
 ``cpu_cores``         CPU cores of this host
 ``local_model``       fetches a model that is given as a hub id

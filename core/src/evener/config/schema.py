@@ -65,7 +65,7 @@ class InferConfig(Section):
     )  # fmt: skip
     stages: tuple[str, ...] = option(
         (), "names", "Backend of each pipeline stage, with the index of its device if wanted, as in cpu:0,cpu:1; none: "
-        "all on one backend."
+        "all on one backend. Needs evener-offload."
     )  # fmt: skip
     pp_prefill_reqs: int | Auto = option(
         "auto", "int", "With pipeline stages: maximum number of prefill requests in one plan; auto: their share.",

@@ -102,6 +102,8 @@ class Descriptor:
             value of ``quant=``. See ``evener.contracts.conversion.quantizer``.
         pooling_readers: (optional) functions that say how a model embeds or scores texts,
             ``{"name": "module:function"}``; see ``evener.contracts.pooling``.
+        pooling_parts: (optional, for packages pinned to their core's version) ``{"choose": "module:function", "pooler":
+            "module:Class", "vectors": "module:Class"}``: see ``evener.contracts.pooling``.
         adapter_readers: (optional) functions that read adapters (LoRA) from folders,
             ``{"name": "module:function"}``; see ``evener.contracts.adapters``.
         tokenizer_readers: (optional) functions that read a model's tokenizer, ``{"name": "module:function"}``; see
@@ -127,7 +129,12 @@ class Descriptor:
         config_readers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
             the configuration of a command line and a file; called as ``evener_keys.hydra_boundary.from_command_line``.
         layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
-            how many layers each stage gets, where stages are on unlike devices; see ``engine.worker.layer_split``.
+            how many layers each stage gets, where stages are on unlike devices; see ``evener_stages.assembly``.
+        stage_parts: (optional, for packages pinned to their core's version) ``{"check": "module:function", …}``: what
+            stages on unlike devices need, ``check``, ``config``, ``device``, ``meet`` and ``assemble``; called as
+            functions of ``evener_stages``.
+        launchers: (optional, for packages pinned to their core's version) ``{"torchrun": "module:Class"}``: knows the
+            ranks that a launcher has started; called as ``evener_torchrun.ranks.TorchrunEnv``.
         placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a
             ``Placement`` of experts (``evener.contracts.experts``), as ``evener.engine.worker.placement`` constructs
             it.
@@ -168,7 +175,9 @@ class Descriptor:
     checkpoint_views: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
+    launchers: Mapping[str, str] = field(default_factory=dict)
     layer_splitters: Mapping[str, str] = field(default_factory=dict)
+    stage_parts: Mapping[str, str] = field(default_factory=dict)
     old_spellings: Mapping[str, str] = field(default_factory=dict)
     config_readers: Mapping[str, str] = field(default_factory=dict)
     weight_makers: Mapping[str, str] = field(default_factory=dict)
@@ -180,6 +189,7 @@ class Descriptor:
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)
+    pooling_parts: Mapping[str, str] = field(default_factory=dict)
     adapter_readers: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     tokenizer_readers: Mapping[str, str] = field(default_factory=dict)

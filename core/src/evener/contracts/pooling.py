@@ -5,7 +5,17 @@ engine pools the rows. What a model's files say about that is read by a package 
 
     Descriptor(name="my-package", pooling_readers={"my_files": "my_package.pooling:read"}, …)
 
-When a model is loaded, core asks every installed reader, unless ``infer.task=generate``. The first answer counts.
+When a model is loaded, every installed reader is asked, unless ``infer.task=generate``. The first answer counts.
+
+The readers are asked, and rows are pooled, by a package that is pinned to its core's version. It announces the parts
+(``Descriptor.pooling_parts``):
+
+- ``choose``: takes a ``PoolingRequest`` and the model's class, and returns a ``PoolingAnswer``, or None for a model
+  that generates text.
+- ``pooler``: constructed with the model's settings, the number of requests that run at a time, and the worker's
+  ``Runner``; it takes the place of sampling (``Runner.instead``).
+- ``vectors``: constructed with the model's settings, the width of its rows, and the numbers that a vector is to have.
+  ``params`` are what the engine is asked for, and ``of_output`` makes an ``Embedding`` of what it sends.
 """
 
 from __future__ import annotations
@@ -17,7 +27,10 @@ from typing import Any, Literal
 import msgspec
 
 from evener.contracts.checkpoint import Checkpoint
+from evener.errors import RequestError
 
+#: What a model does, for messages.
+_DOES = {"generate": "generates text", "embed": "embeds texts (/v1/embeddings)", "score": "scores texts (/v1/rerank)"}
 #: Of which of a text's tokens the row is taken: the last, the first, or the mean of all.
 Pooling = Literal["last", "mean", "cls"]
 
@@ -65,6 +78,13 @@ class PoolingRequest:
     pooling: str
     generates: bool
 
+    @property
+    def wanted(self) -> bool:
+        """Whether the configuration or the files want more than text to be generated, as far as core can see."""
+        if self.task != "auto":
+            return self.task != "generate"
+        return not self.generates or self.checkpoint.text("modules.json") is not None
+
 
 @dataclass(frozen=True)
 class PoolingAnswer:
@@ -78,6 +98,25 @@ class PoolingAnswer:
 
     settings: PoolingSettings
     head: Callable[..., Any] | None
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The vector of a text, a numpy array float32 [numbers]; its tokens, and how many of them were in the prefix
+    cache."""
+
+    vector: Any
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+
+
+def check_task(wanted: str, settings: PoolingSettings | None) -> None:
+    """Raises:
+    RequestError: the model does not do what is ``wanted``: "generate", "embed" or "score".
+    """
+    if wanted != (task := "generate" if settings is None else settings.task):
+        message = f"this model {_DOES[task]}; to have one that {_DOES[wanted]}, start it with infer.task={wanted}"
+        raise RequestError(message, "model", "unsupported_task")
 
 
 #: A function of ``Descriptor.pooling_readers``. It returns None for a model that generates text, and raises

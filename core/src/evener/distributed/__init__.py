@@ -5,7 +5,7 @@ module              holds, in reading order
 ==================  ================================================================================
 ``world``           a worker's rank among the others, and its ends of its groups
 ``agreement``       what ranks settle together before they load weights
-``torchrun``        ranks that torchrun has started, how they find the controller, and the keys between machines
+``contact``         how a worker reaches the controller, and the keys between machines
 ``communicators``   which communicator is used; graphs that all ranks capture, or none
 ==================  ================================================================================
 """

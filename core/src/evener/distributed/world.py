@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evener.distributed.agreement import Agreement
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
 
     from evener.contracts.communicator import Communicator, CommunicatorFactory
-    from evener.distributed.torchrun import TorchrunEnv
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ class RankGroups:
         pp: this rank's pipeline stages, for the residual stream.
         ids: the same ranks as ``pp``, for sampled ids: they go the other way, and neither must wait for the other.
         device: index of the worker's device on its machine; ``local_size`` ranks of this run are on that machine.
-        through_host: stages are on different backends, so ``pp`` and ``ids`` take tensors in host memory.
     """
 
     world: World = World()
@@ -99,20 +97,15 @@ class RankGroups:
     ids: Communicator | None = None
     device: int = 0
     local_size: int = 1
-    through_host: bool = False
 
-    def open(self, factory: CommunicatorFactory, between: CommunicatorFactory | None = None) -> RankGroups:
-        """Returns itself, because its groups are open; ``between`` as in ``RankPlacement.open``."""
+    def open(self, factory: CommunicatorFactory) -> RankGroups:
+        """Returns itself, because its groups are open."""
         del factory
-        return self if between is None else replace(self, through_host=True)
-
-    def stage_device(self, own: torch.device) -> torch.device | str:
-        """The device whose tensors ``pp`` and ``ids`` take; ``own`` is the worker's."""
-        return "cpu" if self.through_host else own
+        return self
 
     def min_across_ranks(self, values: Sequence[int], where: torch.device) -> list[int]:
         """The minimum of each value over all ranks. All ranks must call it at the same point."""
-        return Agreement(self.pp, self.stage_device(where)).least(Agreement(self.tp, where).least(values))
+        return Agreement(self.pp, where).least(Agreement(self.tp, where).least(values))
 
 
 @dataclass(frozen=True)
@@ -125,22 +118,9 @@ class RankPlacement:
     local_size: int = 1
     init_method: str = ""
 
-    @classmethod
-    def of(cls, torchrun: TorchrunEnv, tp_size: int, pp_size: int) -> RankPlacement:
-        """The placement of a process that torchrun has started."""
-        return cls(World.of(torchrun.rank, tp_size, pp_size), torchrun.local_rank, torchrun.local_size, "env://")
-
-    def open(self, factory: CommunicatorFactory, between: CommunicatorFactory | None = None) -> RankGroups:
-        """Open the groups. Waits until the other ranks do the same. ``between`` opens those of stages on different
-        backends, for tensors in host memory; None: ``factory`` opens all."""
-        across = between or factory
-        groups = {"tp": (self.world.tp_ranks, factory), "pp": (self.world.pp_ranks, across),
-                  "ids": (self.world.pp_ranks, across)}  # fmt: skip
-        # The first group decides about the library that all ranks share, so it is one that all of them have.
-        names = ("pp", "ids", "tp") if between else ("tp", "pp", "ids")
-        opened = {
-            name: opens(name, ranks, self.world.rank, self.world.size, self.init_method)
-            for name in names for ranks, opens in [groups[name]] if len(ranks) > 1
-        }  # fmt: skip
-        return RankGroups(self.world, device=self.device, local_size=self.local_size,
-                          through_host=between is not None, **opened)  # fmt: skip
+    def open(self, factory: CommunicatorFactory) -> RankGroups:
+        """Open the groups. Waits until the other ranks do the same."""
+        groups = {"tp": self.world.tp_ranks, "pp": self.world.pp_ranks, "ids": self.world.pp_ranks}
+        opened = {name: factory(name, ranks, self.world.rank, self.world.size, self.init_method)
+                  for name, ranks in groups.items() if len(ranks) > 1}  # fmt: skip
+        return RankGroups(self.world, device=self.device, local_size=self.local_size, **opened)

@@ -18,7 +18,7 @@ import msgspec
 from evener.contracts.adapters import Adapters, HeldAdapter
 from evener.contracts.media import MediaItem, MediaPrompt
 from evener.contracts.outputs import Delta
-from evener.contracts.pooling import PoolingSettings
+from evener.contracts.pooling import PoolingSettings, check_task
 from evener.engine.wire import messages as wire
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.defaults import GenerationDefaults
@@ -27,7 +27,6 @@ from evener.frontend.media import validated_media
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
 from evener.frontend.tokenizer import Tokenizer
-from evener.pooling.settings import check_task
 from evener.sampling_params import MAX_BIASES, SamplingParams
 
 Kind = Literal["chat", "completion", "embed"]

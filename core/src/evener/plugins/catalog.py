@@ -26,6 +26,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "state_formats": "state format", "model_sources": "model source", "executors": "executor",
     "placements": "placement of experts", "worker_drafters": "worker drafter", "connectors": "connector",
     "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
+    "pooling_parts": "part of pooling", "stage_parts": "part of stages", "launchers": "launcher",
     "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
     "draft_policies": "draft policy", "layer_splitters": "layer splitter", "adapters": "maker of adapters",
     "grammar_masks": "maker of masks", "weight_makers": "maker of weights", "engine_commands": "engine command",

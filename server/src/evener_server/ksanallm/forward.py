@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from evener.contracts.outputs import PromptOutputs
+from evener.contracts.pooling import check_task
 from evener.errors import RequestError
-from evener.pooling.settings import check_task
 from evener.sampling_params import SamplingParams
 from evener_server.generation import Generation
 from evener_server.key_use import current_priority

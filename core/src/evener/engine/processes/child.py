@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,10 +16,11 @@ from evener.backend_search import BackendSearch
 from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.config.stages import config_of_stage, device_of_rank
-from evener.distributed.torchrun import Contact, TorchrunEnv
+from evener.distributed.contact import Contact
 from evener.distributed.world import RankPlacement
 from evener.engine.processes.child_process import ChildFailure, ParentChannel, read_spec
 from evener.engine.processes.control_channel import SHUTDOWN, ControlClient
+from evener.engine.processes.launch import launched_rank
 from evener.engine.wire.plan import Order
 from evener.errors import EngineError, EvenerError, PluginError
 from evener.logs import set_up_logging
@@ -88,19 +89,6 @@ def run_role(end: ControlClient | ParentChannel, role: Callable[[], None]) -> in
     return 0
 
 
-def run_rank(config: Config, torchrun: TorchrunEnv, level: int) -> NoReturn:
-    """In a process of rank above 0 that torchrun has started: run a worker until the controller ends it."""
-    sys.stdout.flush()  # what the program has written before it became a worker
-    set_up_logging(config.log, level)
-    place = RankPlacement.of(torchrun, config.infer.tp_size, config.infer.pp_size)
-    contact = torchrun.find()
-    control = ControlClient(contact.addresses, torchrun.rank, contact.keys, config.infer.heartbeat_timeout)
-    code = run_role(control, lambda: run_worker(config, control, place))
-    # Skips Python's shutdown: communication libraries may hang in it when other ranks have ended.
-    logging.shutdown()
-    os._exit(code)
-
-
 def main(argv: list[str]) -> int:
     """Run the role that ``argv`` names, and return the exit code."""
     role, level = argv
@@ -116,8 +104,8 @@ def main(argv: list[str]) -> int:
     control = ControlClient(contact.addresses, place.world.rank, contact.keys)
 
     def work() -> None:
-        if contact.keys is not None and (torchrun := TorchrunEnv.from_environ(os.environ)) is not None:
-            torchrun.publish(contact)
+        if contact.keys is not None and (launched := launched_rank(os.environ)) is not None:
+            launched.publish(contact)
         run_worker(config, control, place)
 
     return run_role(control, work)

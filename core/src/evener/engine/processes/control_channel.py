@@ -15,7 +15,7 @@ import threading
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from evener.distributed.torchrun import CurveServer, Keys, set_curve_keys
+from evener.distributed.contact import CurveServer, Keys, set_curve_keys
 from evener.engine.processes.heartbeat import EXIT_DISCONNECTED, HeartbeatMonitor, start_heartbeat
 from evener.errors import EngineDeadError
 from evener.folders.run import RunFolder

@@ -16,7 +16,7 @@ import time
 
 import zmq
 
-from evener.distributed.torchrun import Keys, set_curve_keys
+from evener.distributed.contact import Keys, set_curve_keys
 
 log = logging.getLogger("evener.engine")
 #: Exit codes of a child that has lost its parent: the pipe or the heartbeats ended, or a connection broke.

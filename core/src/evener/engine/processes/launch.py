@@ -1,17 +1,29 @@
 """Processes started together by ``torchrun``: rank 0 continues with its program, the others become workers of its
-engine. Torch-free, unless this process is a worker."""
+engine. An installed package knows the launcher. Torch-free, unless this process is a worker."""
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Mapping
+from typing import Any
 
 from evener.config.schema import Config
-from evener.distributed.torchrun import TorchrunEnv
-from evener.errors import ConfigError
 from evener.logs import stderr_level
+from evener.plugins.discover import installed_catalog
+
+
+def launched_rank(environ: Mapping[str, str]) -> Any | None:
+    """This process as a rank of a run, see ``evener_torchrun.ranks.TorchrunEnv``; None: it was started alone.
+
+    Raises:
+        ConfigError: the variables of ``environ`` are incomplete or wrong, or no installed package reads them.
+    """
+    if (size := environ.get("WORLD_SIZE", "1")) == "1":
+        return None
+    what = f"WORLD_SIZE={size} says that ranks were started together, which"
+    launcher = installed_catalog().need("launcher", "torchrun", what, "evener-server, or unset WORLD_SIZE")
+    return launcher.from_environ(environ)
 
 
 def join_ranks(config: Config, environ: Mapping[str, str], level: int = logging.INFO) -> None:
@@ -25,21 +37,8 @@ def join_ranks(config: Config, environ: Mapping[str, str], level: int = logging.
         ConfigError: the number of ranks differs from the configuration, torch.distributed is already initialized, or
             the ranks should be threads of one process (``executor=inline``).
     """
-    torchrun = TorchrunEnv.from_environ(environ)
-    if torchrun is None:
-        return
-    if config.executor == "inline":
-        raise ConfigError("executor=inline runs all ranks in one process, but torchrun starts one process for each "
-                          "rank: leave out one of them")  # fmt: skip
-    worker = torchrun.is_worker(config.infer.tp_size * config.infer.pp_size)
-    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
-        raise ConfigError("torch.distributed is already initialized in this process, but the engine must do it for its "
-                          "ranks: leave out init_process_group, or call destroy_process_group before the engine "
-                          "starts")  # fmt: skip
-    if worker:
-        from evener.engine.processes.child import run_rank
-
-        run_rank(config, torchrun, level)
+    if (rank := launched_rank(environ)) is not None:
+        rank.join(config, level)
 
 
 def join_script(config: Config) -> None:

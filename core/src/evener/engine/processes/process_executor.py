@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 import msgspec
 
 from evener.config.schema import Config
-from evener.distributed.torchrun import Contact, TorchrunEnv
+from evener.distributed.contact import Contact
 from evener.distributed.world import RankPlacement, World
 from evener.engine.processes.child_process import ADVICE, ChildFailure, ChildProcess, describe_silence, read_failure
 from evener.engine.processes.control_channel import SHUTDOWN, ControlServer
@@ -28,8 +29,8 @@ class ProcessExecutor(Executor):
     """Runs one worker process for each rank. The constructor waits until all are ready.
 
     Args:
-        torchrun: the processes that torchrun has started, of which this one is rank 0: it starts its own worker, the
-            others are workers themselves. None starts all workers on this machine.
+        launched: this process as rank 0 of those that a launcher has started (``launch.launched_rank``): it starts its
+            own worker, the others are workers themselves. None starts all workers on this machine.
 
     Attributes:
         facts: what the workers agree on.
@@ -38,18 +39,18 @@ class ProcessExecutor(Executor):
         EvenerError: the error that stopped a worker from starting.
     """
 
-    def __init__(self, config: Config, torchrun: TorchrunEnv | None = None) -> None:
+    def __init__(self, config: Config, launched: Any | None = None) -> None:
         infer = config.infer
         sizes = infer.tp_size, infer.pp_size
         self._heartbeat_timeout, self._failed = _STARTUP_FACTOR * infer.heartbeat_timeout, False
         self._step_timeout = infer.step_timeout
         self._worlds = [World.of(rank, *sizes) for rank in range(sizes[0] * sizes[1])]
-        self._control = ControlServer(None if torchrun is None else torchrun.interface)
+        self._control = ControlServer(None if launched is None else launched.interface)
         self._children: dict[int, ChildProcess] = {}
         meet = f"file://{self._control.folder.path}/meet"
         try:
-            if torchrun is not None:
-                self._start(config, RankPlacement.of(torchrun, *sizes))
+            if launched is not None:
+                self._start(config, launched.place(*sizes))
             else:
                 for world in self._worlds:
                     self._start(config, RankPlacement(world, world.rank, world.size, meet))

@@ -10,9 +10,8 @@ from evener.backend_search import BackendSearch
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config.resolve import plans_in_flight, uses_worker_processes
 from evener.config.schema import Config
-from evener.config.stages import config_of_stage, stage_devices
+from evener.config.stages import config_of_stage, stage_part
 from evener.contracts.state import StateKind
-from evener.distributed.torchrun import TorchrunEnv
 from evener.engine.batching import MicroBatches, limit_steps
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.drafts import find_drafter, open_drafts
@@ -20,6 +19,7 @@ from evener.engine.controller.grammars import open_grammars
 from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
+from evener.engine.processes.launch import launched_rank
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.installed import find_adapters, find_connector
@@ -55,7 +55,7 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     if config.infer.proposes != "none":
         find_drafter(config.infer)
     if config.infer.stages:
-        stage_devices(config, [package.name for package in installed_catalog().backends])
+        stage_part("check")(config)
     executor, facts = _executor(config, serving)
     try:
         return set_up_controller(config, executor, facts, serving or streaming), Ready(info=facts.info)
@@ -68,7 +68,7 @@ def _executor(config: Config, serving: bool) -> tuple[Executor, WorkerFacts]:
     if uses_worker_processes(config, serving):
         from evener.engine.processes.process_executor import ProcessExecutor
 
-        process = ProcessExecutor(config, TorchrunEnv.from_environ(os.environ))
+        process = ProcessExecutor(config, launched_rank(os.environ))
         return process, process.facts
     search = BackendSearch(config_of_stage(config, 0).backend)
     if config.infer.tp_size * config.infer.pp_size > 1:

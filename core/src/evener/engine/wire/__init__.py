@@ -10,5 +10,6 @@ module            holds, in reading order
 ``executor``      ``Executor``: how a controller uses its workers
 ``worker_facts``  what a started worker reports to its controller
 ``slabs``         how much of the pool one request's state fills; both sides count it
+``pooling``       what a package does for models that embed or score texts
 ================  ==================================================================
 """

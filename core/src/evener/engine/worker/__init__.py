@@ -5,7 +5,6 @@ module               holds, in reading order
 ===================  =======================================================================
 ``worker``           ``Worker``: the start of a rank from beginning to end, then its steps
 ``assembly``         choosing backend and kernels, declaring and resolving the model
-``layer_split``      how many layers each stage gets, if stages are on unlike devices
 ``geometry``         which layers share a block table, and how the pool is cut into blocks
 ``weights``          filling the weights of a rank's part of the model
 ``memory``           the memory plan that follows, and its report

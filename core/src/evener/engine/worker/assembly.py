@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from evener.backend_search import BackendSearch
 from evener.config.checkpoint import facts_of
 from evener.config.resolve import DeviceFacts, ResolvedConfig, layer_partition, resolve_config
 from evener.config.schema import Config
-from evener.config.stages import has_unlike_stages
+from evener.config.stages import has_unlike_stages, stage_part
 from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint, Headers
@@ -19,18 +20,19 @@ from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device
 from evener.contracts.experts import Placement
 from evener.contracts.graph import GraphCapture
-from evener.contracts.pooling import PoolingSettings
+from evener.contracts.pooling import PoolingRequest, PoolingSettings
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
-from evener.distributed.agreement import Agreement
-from evener.distributed.communicators import communicator_factory, open_host_group
+from evener.distributed.agreement import ALONE, Agreement
+from evener.distributed.communicators import communicator_factory
 from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.installed import find_adapters
+from evener.engine.wire.pooling import choose_pooling
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.engine.worker.placement import host_placement
-from evener.errors import ArchitectureError, ConfigError, did_you_mean
+from evener.errors import ArchitectureError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import Unquantized
@@ -38,8 +40,6 @@ from evener.loading.views import stored_partition, view_checkpoint
 from evener.plugins.catalog import Provided
 from evener.plugins.discover import core_version, installed_catalog
 from evener.plugins.load import LoadedPackages
-from evener.pooling.names import registered_name
-from evener.pooling.settings import choose_pooling
 from evener.resolution.buckets import captured_prompts, token_buckets
 from evener.resolution.candidates import Candidates
 from evener.resolution.footprint import Sizes
@@ -108,18 +108,18 @@ def assemble(
     loaded = search.load(config.options)
     device = loaded.open_device(place.device)
     family = find_architecture(loaded, checkpoint)
-    pooling = choose_pooling(config.infer, checkpoint, family, loaded.architectures)
+    generates = checkpoint.architecture in loaded.architectures
+    pooling = choose_pooling(PoolingRequest(checkpoint, config.infer.task, config.infer.pooling, generates), family)
     facts = facts_of(config.model, checkpoint.config, family.max_positions)
     of_device = DeviceFacts.of(device, loaded.backend.name, place.local_size)
     resolved = resolve_config(config, facts, of_device, serving=serving)
     resolved = replace(resolved, reasons={**resolved.reasons, **divided})
     device.limit_threads(resolved.threads)
     device.select()
-    unlike = has_unlike_stages(config)
-    factory = communicator_factory(loaded.communicator(), device)
-    ranks = place.open(factory, open_host_group if unlike else None)
-    agreement = Agreement(ranks.pp if unlike else None)
-    resolved = _agree(resolved, of_device, agreement) if unlike else resolved
+    factory, agreement = communicator_factory(loaded.communicator(), device), ALONE
+    if has_unlike_stages(config):
+        place, agreement, resolved = stage_part("meet")(place, factory, device, resolved, of_device)
+    ranks = place.open(factory)
     infer, world = resolved.config.infer, ranks.world
     stored = view_model(resolved, loaded, ranks, checkpoint, family)
     checkpoint, headers, scheme, _ = stored
@@ -220,24 +220,6 @@ def _divided_as_stored(config: Config, checkpoint: Checkpoint) -> tuple[Config, 
     return replace(config, infer=infer), {"infer.pp_layer_partition": "as the checkpoint was split"}
 
 
-def _agree(config: ResolvedConfig, device: DeviceFacts, agreement: Agreement) -> ResolvedConfig:
-    """The configuration that all stages use: a compute dtype that every device has, and the smallest limits."""
-    dtypes, limits = ("float32", "bfloat16", "float16"), ("max_reqs", "max_seq_len", "step_tokens")
-    flags = [name in device.dtypes | device.emulated for name in dtypes]
-    least = agreement.least([*(getattr(config, name) for name in limits), *flags])
-    for name, value in zip(limits, least, strict=False):
-        if value != getattr(config, name):
-            config = config.with_value(f"infer.{name}", value, "the smallest of all stages")
-    common = [name for name, everywhere in zip(dtypes, least[len(limits) :], strict=True) if everywhere]
-    if not common:
-        has = ", ".join(name for name, flag in zip(dtypes, flags, strict=True) if flag)
-        raise ConfigError(f"{device.name} has {has}, but the devices of the other stages have none of these; name "
-                          "others with infer.stages")  # fmt: skip
-    if config.dtype not in common:
-        config = config.with_value("dtype", common[0], f"the device of another stage does not have {config.dtype}")
-    return config
-
-
 def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:
     """What captures this model's decode steps, and a note for the manifest; None if steps run eagerly, and why."""
     capture = a.loaded.graph_capture(a.device)
@@ -265,6 +247,13 @@ def captured_prompt_sizes(a: Assembly) -> tuple[int, ...]:
     able = all(g.provider.graph == "any" and not g.attention.split_decode for g in a.geometry.groups)
     able = able and a.device.capabilities.max_captures is None
     return captured_prompts(min(a.config.step_tokens, a.config.max_seq_len)) if able else ()
+
+
+def registered_name(architecture: str, known: Collection[str]) -> str:
+    """The name under which a class is registered that computes an ``architecture`` of transformers: of ``XModel`` and
+    ``XForSequenceClassification`` that of ``XForCausalLM``."""
+    full = re.sub(r"(Model|ForSequenceClassification)$", "ForCausalLM", architecture)
+    return full if architecture not in known and full in known else architecture
 
 
 def find_architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Architecture]:

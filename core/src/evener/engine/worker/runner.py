@@ -25,7 +25,6 @@ from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.media import MediaStore
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import StepLayout, StepShape
-from evener.pooling.pooler import Pooler
 from evener.resolution.buckets import bucket_index
 
 
@@ -50,18 +49,19 @@ class Runner:
         adapters: the places for adapters.
         stages: this rank's end of the pipeline; None without pipeline stages.
         media: the media rows; None on stages after the first, which do not embed.
-        pooler: of a model that embeds texts, and samples nothing.
     """
 
     def __init__(
         self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry,
         adapters: AdapterStacks, stages: PipelineChannel | None = None, media: MediaStore | None = None,
-        pooler: Pooler | None = None,
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
-        self.adapters, self.stages, self.media, self.pooler = adapters, stages, media, pooler
+        self.adapters, self.stages, self.media = adapters, stages, media
         #: What follows a step once it has sampled: gets the plan, the step, and what ``forward`` returned.
         self.after: Callable[..., PendingStep | Draw] | None = None
+        #: What takes the place of sampling, for a model that generates nothing: gets the plan and what ``forward``
+        #: returned.
+        self.instead: Callable[..., PendingStep] | None = None
 
     def execute(self, plan: Plan) -> PendingStep | Draw:
         """Submit a step, or the part of it before its masks. On an asynchronous device it returns before that is
@@ -71,8 +71,8 @@ class Runner:
             if self.stages is not None and not self.stages.world.last_stage:
                 self.stages.send_stream(hidden, plan, parts)
                 return PendingStep(plan, None)
-            if self.pooler is not None:
-                return self._pool(self.pooler, plan, hidden, step, parts)
+            if self.instead is not None:
+                return self.instead(plan, hidden, step, parts)
             outputs = self._outputs(plan, hidden, step)
             scores = self._score(plan, hidden, step, parts) if plan.scores else ()
             done: PendingStep | Draw = PendingStep(plan, None, scores, outputs)
@@ -179,7 +179,7 @@ class Runner:
         greedy = not (plan.random or plan.penalized or plan.biased or plan.logprobs or plan.masked)
         best = self.greedy(rows, step) if greedy else None
         if best is not None:
-            return self._store_ids(plan, slots, positions, best, scores, outputs)
+            return self.store_ids(plan, slots, positions, best, scores, outputs)
         logits = self.logits(rows, step)
         floats, ints = self.tables.floats.index_select(0, slots), self.tables.ints.index_select(0, slots)
         random, penalized, biased = (parts[n] if getattr(plan, n) else None for n in ("random", "penalized", "biased"))
@@ -193,7 +193,7 @@ class Runner:
             ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=plan.filtered)
             # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
             logprob_ids = ids.index_select(0, parts["logprobs"]) if plan.logprobs else None
-            pending = self._store_ids(plan, slots, positions, ids, scores, outputs)
+            pending = self.store_ids(plan, slots, positions, ids, scores, outputs)
             if logprob_ids is not None:
                 found = self.sampler.logprobs(raw, logprob_ids, plan.top_logprobs)
                 named = [self.sampler.named(raw, logprob_ids, found.chosen, parts["named"])] if plan.named else []
@@ -202,21 +202,11 @@ class Runner:
 
         return draw if plan.masked else draw(None)
 
-    def _pool(
-        self, pooler: Pooler, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: dict[str, torch.Tensor]
-    ) -> PendingStep:
-        rows = pooler(plan.counts, hidden, parts, partial(self.logits, step=step))
-        if not plan.samples:
-            return PendingStep(plan, None)
-        slots, ends = parts["sample_slots"], parts["sample_positions"]
-        pending = self._store_ids(plan, slots, ends, torch.zeros_like(ends), ())
-        pending.pooled = [self.device.readback(rows)]
-        return pending
-
-    def _store_ids(
+    def store_ids(
         self, plan: Plan, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, scores: Sequence[Readback],
         outputs: Sequence[Sequence[Readback]] = (),
     ) -> PendingStep:  # fmt: skip
+        """Write the ids [R] of ``slots`` at ``positions``, send them to the first stage, and start to read them."""
         self.tables.tokens[slots, positions] = ids
         if self.stages is not None:
             self.stages.send_ids(ids)

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from evener.contracts.communicator import Communicator
-from evener.contracts.device import Device
 from evener.distributed.world import RankGroups
 from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.wire.plan import Plan
@@ -43,15 +42,12 @@ class PipelineChannel:
         hidden: width of the stream.
         dtype: the compute dtype.
         tables: receive the sampled ids.
-        device: this rank's. If the stages are on different backends, what it sends and receives goes through host
-            memory: a send then waits until its tensor is computed, but not for the receiver.
     """
 
-    def __init__(self, ranks: RankGroups, hidden: int, dtype: str, tables: DeviceTables, device: Device) -> None:
+    def __init__(self, ranks: RankGroups, hidden: int, dtype: str, tables: DeviceTables) -> None:
         assert ranks.pp is not None and ranks.ids is not None, "a world with stages has groups for them"
         self.world, self._hidden, self._dtype, self._tables = ranks.world, hidden, getattr(torch, dtype), tables
         self._stream, self._ids = ranks.pp, ranks.ids
-        self._device, self._where = device, torch.device(ranks.stage_device(device.torch_device))
         self._sending: deque[Callable[[], object]] = deque()
         self._expected_ids: deque[_ExpectedIds] = deque()
 
@@ -62,10 +58,7 @@ class PipelineChannel:
 
     def receive_stream(self, buffer: torch.Tensor) -> torch.Tensor:
         """Receive a step's stream from the stage before into ``buffer``."""
-        here = buffer.device.type == self._where.type
-        target = buffer if here else torch.empty_like(buffer, device=self._where)
-        arrived = self._stream.receive(target, self.world.pp_rank - 1)
-        return arrived if here else buffer.copy_(arrived)
+        return self._stream.receive(buffer, self.world.pp_rank - 1)
 
     def layer_input(self, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A received stream as the pair that a layer takes: zeros in the compute dtype, and the stream as residual."""
@@ -77,7 +70,7 @@ class PipelineChannel:
         self._isend(self._stream, stream, self.world.pp_rank + 1)
         if self.world.first_stage and plan.samples:
             slots, device_slots = frozenset(plan.slots[row] for row in plan.samples), parts["sample_slots"]
-            ids = torch.empty(len(device_slots), dtype=torch.int32, device=self._where)
+            ids = torch.empty(len(device_slots), dtype=torch.int32, device=device_slots.device)
             wait = self._ids.irecv(ids, self.world.pp_size - 1)
             self._expected_ids.append(_ExpectedIds(slots, device_slots, parts["sample_positions"], wait))
 
@@ -95,8 +88,6 @@ class PipelineChannel:
             self._tables.tokens[expected.device_slots, expected.positions] = expected.wait().to(self._tables.tokens)
 
     def _isend(self, group: Communicator, tensor: torch.Tensor, target: int) -> None:
-        if tensor.device.type != self._where.type:
-            tensor = self._device.readback(tensor).wait()
         self._sending.append(group.isend(tensor, target))
         # Not every library completes a send before somebody waits for it. One this old has been received, so its wait
         # returns at once.

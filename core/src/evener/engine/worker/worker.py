@@ -11,6 +11,7 @@ import torch
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
+from evener.config.stages import has_unlike_stages, stage_part
 from evener.contracts.architecture import Architecture
 from evener.contracts.connector import BlockMover
 from evener.distributed.communicators import JointCapture
@@ -21,10 +22,10 @@ from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.installed import find_commands, find_connector
 from evener.engine.wire.messages import Command, LoadAdapter, UnloadAdapter
 from evener.engine.wire.plan import Order, StepMasks
+from evener.engine.wire.pooling import pooling_part
 from evener.engine.wire.worker_facts import WorkerFacts
-from evener.engine.worker.assembly import Assembly, captured_prompt_sizes, find_graph_capture
+from evener.engine.worker.assembly import Assembly, assemble, captured_prompt_sizes, find_graph_capture, registered_name
 from evener.engine.worker.graphs import StepGraphs
-from evener.engine.worker.layer_split import assemble_split
 from evener.engine.worker.media import MediaStore
 from evener.engine.worker.memory import MemoryPlan, min_across_ranks, require_memory_plan
 from evener.engine.worker.runner import Runner
@@ -33,8 +34,6 @@ from evener.engine.worker.step_layout import one_request
 from evener.engine.worker.weights import load_stage
 from evener.loading.loader import WeightBytes
 from evener.plugins.discover import installed_catalog
-from evener.pooling.names import registered_name
-from evener.pooling.pooler import Pooler
 from evener.resolution.buckets import capture_sizes
 
 log = logging.getLogger("evener.worker")
@@ -58,7 +57,8 @@ class Worker:
         ranks: RankGroups | RankPlacement | None = None,
     ) -> None:  # fmt: skip
         began = time.monotonic()
-        a = assemble_split(config, search, serving, ranks)
+        start = stage_part("assemble") if has_unlike_stages(config) else assemble
+        a: Assembly = start(config, search, serving, ranks)
         resolved, plan = require_memory_plan(a)
         resolved, plan = min_across_ranks(a, resolved, plan)
         self._assembly = a = replace(a, config=resolved)
@@ -68,11 +68,11 @@ class Worker:
         length, size = resolved.max_seq_len, a.geometry.block_size
         tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
         hidden, dtype = a.model.hidden_size, resolved.dtype
-        stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, hidden, dtype, tables, a.device)
+        stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, hidden, dtype, tables)
         media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
-        width, where = a.model.hidden_size, a.device.torch_device
-        pooler = Pooler(a.pooling, resolved.max_reqs, width, where) if a.pooling else None
-        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media, pooler)
+        self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media)
+        if a.pooling is not None:
+            pooling_part("pooler")(a.pooling, resolved.max_reqs, self.runner)
         drafter = installed_catalog().lazy_imports("worker drafter").get(resolved.config.infer.proposes)
         self.drafter = drafter.load()(a, self.runner) if drafter else None
         #: What the draft model proposed in the step that was submitted last.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from evener_stages.assembly import agree
 
 from evener.config import from_overrides
 from evener.config.checkpoint import ModelFacts
 from evener.config.resolve import DeviceFacts, resolve_config
 from evener.distributed.agreement import Agreement
-from evener.engine.worker.assembly import _agree
 from evener.errors import ConfigError
 from evener_inspection.thread_communicator import ThreadCommunicator, run_on_threads
 
@@ -23,7 +23,7 @@ def agreed(*dtypes: str) -> list[tuple[str, int, int]]:
         rank = group.rank
         has = DeviceFacts(backend="ab"[rank], name=f"chip {rank}", dtypes=frozenset(dtypes[rank].split()),
                           host_memory=rank == 0, free=2**30)  # fmt: skip
-        found = _agree(resolve_config(config, MODEL, has), has, Agreement(group))
+        found = agree(resolve_config(config, MODEL, has), has, Agreement(group))
         return found.dtype, found.max_reqs, found.step_tokens
 
     return run_on_threads(len(dtypes), stage)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from evener.contracts.pooling import PoolingSettings
+from evener.engine.sampling.pending import PendingStep
+from evener.engine.wire.plan import Plan
+from evener.engine.worker.runner import ForwardStep, Runner
 
 #: Applies the model's head to rows [R, hidden]; float32 [R, width].
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -19,16 +23,28 @@ class Pooler:
     Args:
         settings: what is made of a text.
         slots: requests that run at a time.
-        width: of a row of the head.
-        where: the device.
+        runner: of the model; its steps are pooled, and nothing is sampled.
     """
 
-    def __init__(self, settings: PoolingSettings, slots: int, width: int, where: torch.device) -> None:
+    def __init__(self, settings: PoolingSettings, slots: int, runner: Runner) -> None:
+        width, where = runner.model.hidden_size, runner.device.torch_device
+        self._runner, runner.instead = runner, self._step
         self._pooling, self._tokens = settings.pooling, settings.tokens
         #: The sum of each request's rows so far, or its first row.
         self._held = torch.zeros(0 if self._pooling == "last" else slots, width, dtype=torch.float32, device=where)
 
-    def __call__(
+    def _step(
+        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: Mapping[str, torch.Tensor]
+    ) -> PendingStep:
+        rows = self._pool(plan.counts, hidden, parts, partial(self._runner.logits, step=step))
+        if not plan.samples:
+            return PendingStep(plan, None)
+        ends = parts["sample_positions"]
+        pending = self._runner.store_ids(plan, parts["sample_slots"], ends, torch.zeros_like(ends), ())
+        pending.pooled = [self._runner.device.readback(rows)]
+        return pending
+
+    def _pool(
         self, counts: Sequence[int], hidden: torch.Tensor, parts: Mapping[str, torch.Tensor], head: Head
     ) -> torch.Tensor:
         """Take a step's tokens. Returns the pooled rows of the prompts that end in it, float32 [N, width].

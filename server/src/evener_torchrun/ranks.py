@@ -1,75 +1,31 @@
-"""Ranks that torchrun has started, on one machine or on several: which rank this is, and how it finds the controller.
+"""Which rank this process is, and how it finds the controller.
 
 Rank 0 publishes the controller's addresses and keys in torch's rendezvous store. Anyone who can read that store can
-join the run, so the store must be in a network that only the run's machines can reach. The same holds for the
-connections that carry tensors. zmq's CURVE encrypts the control channel and authenticates both ends.
+join the run, so the store must be in a network that only the run's machines can reach.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
+from evener.config.schema import Config
+from evener.distributed.contact import Contact
+from evener.distributed.world import RankPlacement, World
 from evener.errors import ConfigError
+from evener.logs import set_up_logging
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _NAME = "evener/control"
-
-
-class Keys(msgspec.Struct, frozen=True):
-    """What a worker needs: the controller's public key, and the key pair that all workers of the run share."""
-
-    controller: bytes
-    public: bytes
-    secret: bytes
-
-
-class CurveServer:
-    """The controller's keys, made for one run, and the thread that rejects clients without the workers' key."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        public, self._secret = zmq.curve_keypair()
-        self.keys = Keys(public, *zmq.curve_keypair())
-        self._thread = ThreadAuthenticator(context)
-        self._thread.start()
-        self._thread.configure_curve_callback("*", credentials_provider=self)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Called by zmq: whether to accept a client with this public key."""
-        del domain
-        return key == self.keys.public
-
-    def protect(self, socket: zmq.Socket[bytes]) -> None:
-        """Require keys on ``socket``. Call it before the socket is bound."""
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.stop()
-
-
-def set_curve_keys(socket: zmq.Socket[bytes], keys: Keys | None) -> None:
-    """Use the keys on a worker's ``socket``. Call it before the socket connects; None changes nothing."""
-    if keys is not None:
-        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.controller)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-
-
-class Contact(msgspec.Struct, frozen=True):
-    """How a worker reaches its controller; see ``ControlServer``."""
-
-    addresses: list[str]
-    keys: Keys | None = None
 
 
 @dataclass(frozen=True)
@@ -104,19 +60,32 @@ class TorchrunEnv:
         rank, size, local_rank, local_size = (int(environ[name]) for name in names)
         return cls(rank, size, local_rank, local_size, environ["MASTER_ADDR"])
 
-    def is_worker(self, used: int) -> bool:
-        """Whether this process only runs a worker, for the engine of rank 0. ``used``: the number of ranks that the
-        configuration uses.
+    def join(self, config: Config, level: int) -> None:
+        """In rank 0 this returns; the other ranks become its workers, and their processes end here. ``level``: as in
+        ``evener.engine.processes.launch.join_ranks``.
 
         Raises:
-            ConfigError: torchrun has started another number of ranks.
+            ConfigError: torchrun has started another number of ranks than the configuration uses, torch.distributed is
+                already initialized, or the ranks should be threads of one process (``executor=inline``).
         """
-        if self.size != used:
+        if config.executor == "inline":
+            raise ConfigError("executor=inline runs all ranks in one process, but torchrun starts one process for each "
+                              "rank: leave out one of them")  # fmt: skip
+        if self.size != (used := config.infer.tp_size * config.infer.pp_size):
             raise ConfigError(
                 f"WORLD_SIZE={self.size}: {self.size} ranks were started, but infer.tp_size × infer.pp_size uses "
                 f"{used}; set infer.tp_size={self.size}, or start one process without torchrun (`python -m evener …`)"
             )
-        return self.rank > 0
+        if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+            raise ConfigError("torch.distributed is already initialized in this process, but the engine must do it for "
+                              "its ranks: leave out init_process_group, or call destroy_process_group before the "
+                              "engine starts")  # fmt: skip
+        if self.rank > 0:
+            self._work(config, level)
+
+    def place(self, tp_size: int, pp_size: int) -> RankPlacement:
+        """Where this process joins the others."""
+        return RankPlacement(World.of(self.rank, tp_size, pp_size), self.local_rank, self.local_size, "env://")
 
     @property
     def interface(self) -> str:
@@ -150,6 +119,20 @@ class TorchrunEnv:
     def find(self) -> Contact:
         """On the other ranks: wait until rank 0 has published the contact."""
         return msgspec.json.decode(self._store().get(_NAME), type=Contact)
+
+    def _work(self, config: Config, level: int) -> NoReturn:
+        """In a process of rank above 0: run a worker until the controller ends it."""
+        from evener.engine.processes.child import run_role, run_worker
+        from evener.engine.processes.control_channel import ControlClient
+
+        sys.stdout.flush()  # what the program has written before it became a worker
+        set_up_logging(config.log, level)
+        place, contact = self.place(config.infer.tp_size, config.infer.pp_size), self.find()
+        control = ControlClient(contact.addresses, self.rank, contact.keys, config.infer.heartbeat_timeout)
+        code = run_role(control, lambda: run_worker(config, control, place))
+        # Skips Python's shutdown: communication libraries may hang in it when other ranks have ended.
+        logging.shutdown()
+        os._exit(code)
 
     def _store(self) -> Store:
         from torch.distributed.rendezvous import rendezvous

@@ -1,0 +1,46 @@
+"""What an installed package does for models that embed or score texts: one for the workers, and one for the callers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from evener.contracts.pooling import PoolingAnswer, PoolingRequest, check_task
+from evener.engine.wire.engine_info import EngineInfo
+from evener.plugins.discover import installed_catalog
+
+if TYPE_CHECKING:
+    from evener.contracts.architecture import Architecture
+
+
+def pooling_part(name: str) -> Any:
+    """The part of that name, see ``evener.contracts.pooling``.
+
+    Raises:
+        ConfigError: no installed package has it.
+    """
+    install = "evener-generation, or set infer.task=generate"
+    return installed_catalog().need("part of pooling", name, "embedding or scoring texts", install)
+
+
+def choose_pooling(request: PoolingRequest, family: type[Architecture]) -> PoolingAnswer | None:
+    """What a model of class ``family`` makes of a text; None: it generates text.
+
+    Raises:
+        ConfigError: a package is not installed, or ``infer.pooling`` is set for a model that does not embed.
+        EvenerError: what the package raises.
+    """
+    # A model that generates needs no package.
+    if not request.wanted and request.pooling == "auto" and not installed_catalog().lazy_imports("part of pooling"):
+        return None
+    answer: PoolingAnswer | None = pooling_part("choose")(request, family)
+    return answer
+
+
+def text_vectors(info: EngineInfo, dimensions: int | None) -> Any:
+    """The vectors that a request wants, as ``evener_pooling.vectors.TextVectors``.
+
+    Raises:
+        RequestError: the model does not embed, or its vectors cannot be cut to so many ``dimensions``.
+    """
+    check_task("embed", info.pooling)
+    return pooling_part("vectors")(info.pooling, info.hidden_size, dimensions)

@@ -1,0 +1,10 @@
+"""Vectors and scores of whole texts, from models that then generate none.
+
+============  ===================================================================
+module        what it holds
+============  ===================================================================
+``settings``  asking a package what a model makes of a text
+``pooler``    the rows of a text's tokens, pooled on the device; needs torch
+``vectors``   the vector of a text, for the caller
+============  ===================================================================
+"""
