@@ -230,18 +230,18 @@ def test_no_descriptor_imports_torch() -> None:
 CAPS: Mapping[str, int] = {
     "evener.engine.wire": 313, "evener.engine.batching": 77, "evener.engine.controller": 1_045,
     "evener.engine.worker": 1_403, "evener.engine.processes": 819, "evener.ops": 1_401, "evener.plugins": 1_483,
-    "evener.frontend": 871, "evener.layers": 1_119, "evener.config": 843, "evener.cli": 264,
+    "evener.frontend": 871, "evener.layers": 1_119, "evener.config": 843, "evener.cli": 296,
     "evener.contracts": 1_226, "evener.loading": 630, "evener.resolution": 678, "evener.distributed": 239,
     "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 124,
     "evener.contracts.grammar": 24, "evener.engine.sampling": 207,
     "evener.exits": 51, "evener.contracts.conversion": 83, "evener.contracts.quantized": 40,
     "evener.contracts.storage": 61, "evener.contracts.writing": 23, "evener.engine.quantized": 41,
-    "evener.state_pages": 28, "evener.pooling": 104, "evener.contracts.pooling": 28,
+    "evener.state_pages": 28, "evener.tuning": 318, "evener.pooling": 104, "evener.contracts.pooling": 28,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 971
 #: The whole core.
-TOTAL_CAP = 14_567
+TOTAL_CAP = 14_917
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:
