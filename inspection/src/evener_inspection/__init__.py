@@ -1,6 +1,5 @@
-"""For looking into a run: commands that show what it would use on this machine, and why, or measure what it should
-use; measurements for a start; and an executor that runs all ranks in one process, for a debugger. The commands start no
-engine. Torch-free.
+"""For looking into a run: commands that show what it would use on this machine, and why; measurements for a start; and
+an executor that runs all ranks in one process, for a debugger. The commands start no engine. Torch-free.
 
 =======================  ===============================================================================
 module                   holds
@@ -8,7 +7,6 @@ module                   holds
 ``explain_command``      ``evener explain``: the kernel of each op, and the memory plan
 ``why_not_command``      ``evener why-not``: why something that is installed was or wasn't used
 ``config_command``       ``evener config``: the resolved value of every key
-``tune_command``         ``evener tune``: measures kernels and saves the fastest choices
 ``models_command``       ``evener models``: the supported architectures
 ``plugins_command``      ``evener plugins``: the installed packages
 ``explanation``          what ``explain`` shows, as plain data
@@ -16,7 +14,6 @@ module                   holds
 ``explanation_text``     the same as text for a terminal
 ``dummy_weights``        random weights, for ``load=dummy``
 ``layer_split``          the layers of each stage, where stages are on unlike devices
-``tuning``               what ``tune`` measures, and how
 ``rank_threads``         the executor whose workers are threads of one process
 ``thread_communicator``  how these threads communicate
 =======================  ===============================================================================
@@ -28,12 +25,12 @@ from evener.contracts.descriptor import Descriptor
 
 descriptor = Descriptor(
     name="inspection",
-    summary="Commands that show or measure what a run should use, and why; ranks in one process, for debugging.",
+    summary="Commands that show what a run would use, and why; ranks in one process, for debugging.",
     contracts={"descriptor": 1},
     commands={
         "explain": "evener_inspection.explain_command:main", "why-not": "evener_inspection.why_not_command:main",
         "config": "evener_inspection.config_command:main", "models": "evener_inspection.models_command:main",
-        "plugins": "evener_inspection.plugins_command:main", "tune": "evener_inspection.tune_command:main",
+        "plugins": "evener_inspection.plugins_command:main",
     },
     weight_makers={"dummy": "evener_inspection.dummy_weights:load_dummy"},
     layer_splitters={"measured": "evener_inspection.layer_split:measured_split"},

@@ -25,6 +25,7 @@ Main = Callable[[list[str]], int]
 _BUILTIN: Mapping[str, tuple[str, str]] = {
     "doctor": ("evener.cli.doctor", "show how the backend is chosen, step by step"),
     "version": ("evener.cli.version", "show versions"),
+    "tune": ("evener.cli.tune", "benchmark kernels and save the choices"),
 }
 BUILTIN_NAMES = tuple(_BUILTIN)
 #: Commands that come with another distribution of this project, and what to type when it is not installed.
@@ -38,7 +39,6 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "why-not": (
         "explain why a backend, package, op, kernel or scheme was or wasn't used", 'pip install "evener[serve]"'
     ),
-    "tune": ("benchmark kernels and save the choices", 'pip install "evener[serve]"'),
     "config": ("show the resolved value of every option, and why", 'pip install "evener[serve]"'),
     "models": ("list the supported model architectures", 'pip install "evener[serve]"'),
     "plugins": ("list installed packages", 'pip install "evener[serve]"'),
