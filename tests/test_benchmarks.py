@@ -334,6 +334,13 @@ def test_later_turns_of_chats_are_measured_with_host_memory_and_without(model: P
 
 
 @pytest.mark.slow
+def test_adapters_new_weights_and_stages_are_tried_on_a_device() -> None:
+    lines = [json.loads(line) for line in program("device_moves.py", "--backend", "cpu").splitlines()]
+    assert [line["part"] for line in lines] == ["adapters", "new weights", "stages cpu,cpu"]
+    assert all(line["equal"] and not line["error"] for line in lines)
+
+
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(600)
 def test_the_perplexity_of_a_real_file_is_within_a_hundredth_of_llama_cpps(tmp_path: Path) -> None:
