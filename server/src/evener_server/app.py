@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
@@ -48,6 +48,9 @@ from evener_server.tokens import DetokenizeBody, TokenizeChat, TokenizeText, Tok
 from evener_server.unknown_fields import header
 from evener_server.weights import UpdateWeightsBody, VersionHeader, add_weights
 
+if TYPE_CHECKING:
+    from evener_server.request_traces import Traces
+
 B = TypeVar("B", bound=PromptBody)
 
 _ERROR_TEXTS = {
@@ -72,12 +75,13 @@ def _errors(texts: Mapping[int, str] = _ERROR_TEXTS, schema: str = "Error") -> d
 
 def create_app(
     llm: AsyncLLM, limits: BodyLimits | None = None, hosts: Collection[str] | None = None,
-    options: ServerOptions | None = None, keys: ApiKeys | None = None,
+    options: ServerOptions | None = None, keys: ApiKeys | None = None, traces: Traces | None = None,
 ) -> FastAPI:  # fmt: skip
     """The application for one engine; the caller closes the engine. ``app.state.service`` is its ``Service``.
 
     Args:
         hosts: names that the ``Host`` header may have, see ``HostCheck``; None: any.
+        traces: makes the spans of requests; None: they are not traced.
         keys: API keys, one of which a request must have, see ``KeyCheck``; None or empty: none is needed.
     """
     service = Service(llm, limits or BodyLimits(), options)
@@ -97,6 +101,10 @@ def create_app(
         )  # fmt: skip
     if hosts is not None:
         app.add_middleware(HostCheck, hosts=hosts)
+    if traces is not None:
+        from evener_server.request_traces import RequestTraces
+
+        app.add_middleware(RequestTraces, traces=traces, model_of=service.answering_model)
     app.add_middleware(RequestLog)
     if service.options.weights_folder is not None:
         app.add_middleware(VersionHeader, llm=llm)

@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -144,24 +145,48 @@ class Metrics:
         return generate_latest(registry)
 
 
+@dataclass(frozen=True)
+class Moments:
+    """When what happened to a request, as ``time.perf_counter`` has it.
+
+    Attributes:
+        began: it was about to be given to the engine; submitted: the engine had all of it.
+        started: its first step began; first: the first token came. None: that has not happened.
+        ended: it ended, or now.
+    """
+
+    began: float
+    submitted: float
+    started: float | None
+    first: float | None
+    ended: float
+
+
 class RequestTimer:
     """Measures the times of one request's samples; created when the request arrives."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._started = metrics, time.perf_counter()
+        self._submitted = self._started
+        self._waited: float | None = None
+        self._ended: float | None = None
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._tokens: Counter[int] = Counter()
 
     def prompts(self, lengths: Sequence[int], n: int, max_tokens: int | None) -> None:
         """The request was accepted: tokens of its prompts, samples of each, and the maximum that it asked for."""
-        own = self._metrics
+        own, self._submitted = self._metrics, time.perf_counter()
         own.prompt_tokens += sum(lengths)
         for length in lengths:
             own.request_prompt_tokens.add(length)
         own.request_n.add(n)
         if max_tokens is not None:
             own.request_max_tokens.add(max_tokens)
+
+    def waited(self, queued: float) -> None:
+        """A result came of a sample that waited ``queued`` seconds for its first step."""
+        self._waited = queued if self._waited is None else min(self._waited, queued)
 
     def tokens(self, choice: int, count: int) -> None:
         """``count`` more tokens of one sample. Tokens that come together share the time since the previous one."""
@@ -198,8 +223,18 @@ class RequestTimer:
             found["mean_itl_ms"] = spent / gaps * 1000
         return found | {"tokens_per_second": tokens / (last - self._started)}
 
+    def moments(self) -> Moments:
+        """When what happened, of the sample that was first in each."""
+        first, ended = min(self._first.values(), default=None), self._ended or time.perf_counter()
+        started = None
+        if self._waited is not None:
+            # What the engine measured, from when it had the request; the first token cannot come before.
+            started = min(self._submitted + self._waited, ended if first is None else first)
+        return Moments(self._started, self._submitted, started, first, ended)
+
     def close(self) -> None:
         """All samples have ended."""
+        self._ended = time.perf_counter()
         self._metrics.request_max_generation_tokens.add(max(self._tokens.values(), default=0))
 
 
