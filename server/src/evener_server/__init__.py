@@ -25,6 +25,7 @@ module                  content
 ``router_info``         what routers ask: the server's and the model's limits
 ``kv_events``           events of the prefix cache, for routers
 ``service``             what the endpoints share
+``status_page``         GET /status, for programs and people
 ``page``                the page for people at /; ``web/`` has its files
 ``adapters``            adapters (LoRA) that are loaded while the server runs
 ``weights``             sleep and wake, and new weights while the server runs

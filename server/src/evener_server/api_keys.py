@@ -136,18 +136,18 @@ class KeyCheck:
 
     Args:
         keys: at least one.
-        is_open: says of further paths that they need no key.
+        is_open: says of further requests that they need no key.
         is_crowded: whether there is only room left that is kept for the highest priority.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys, is_open: Callable[[str], bool] = lambda path: False,
+        self, app: ASGIApp, keys: ApiKeys, is_open: Callable[[Scope], bool] = lambda scope: False,
         is_crowded: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self._app, self._keys, self._is_open, self._is_crowded = app, keys, is_open, is_crowded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_open(scope["path"]):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_open(scope):
             await self._app(scope, receive, send)
             return
         given = list(_given(scope))

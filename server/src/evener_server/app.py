@@ -34,7 +34,7 @@ from evener_server.metrics import CONTENT_TYPE
 from evener_server.middleware import HEADER, IGNORED_HEADER, HostCheck, RequestLog, RootPath
 from evener_server.msgpack_body import read_either
 from evener_server.options import ServerOptions
-from evener_server.page import add_page, is_page
+from evener_server.page import add_page
 from evener_server.protocol import ChatBody, CompletionBody, PromptBody, parse_body
 from evener_server.responses.background import BackgroundResponses
 from evener_server.responses.body import ResponsesBody
@@ -43,6 +43,7 @@ from evener_server.responses.store import ResponseStore
 from evener_server.router_info import add_router_info
 from evener_server.scores import RerankBody, RerankJob, ScoreBody, ScoreJob
 from evener_server.service import Service
+from evener_server.status_page import add_status_page, needs_no_key
 from evener_server.streaming import GenerationResponse, to_json
 from evener_server.tokens import DetokenizeBody, TokenizeChat, TokenizeText, TokenService, tokenize_body
 from evener_server.unknown_fields import header
@@ -91,7 +92,7 @@ def create_app(
     if keys:
         service.key_uses = keys.uses
         # People type their key into the page, so they must be able to load it first.
-        page = {"is_open": is_page} if service.options.page else {}
+        page = {"is_open": needs_no_key} if service.options.page else {}
         app.add_middleware(KeyCheck, keys=keys, is_crowded=service.is_crowded, **page)
     if origins := service.options.origins:
         # Before the key is checked: browsers ask first (OPTIONS), without one. Cookies are not used.
@@ -116,6 +117,7 @@ def create_app(
     if service.options.page:
         add_page(app)
     _add_status(app, service)
+    add_status_page(app, service)
     add_router_info(app, service)
     _add_generation(app, service)
     _add_pooled(app, service)
