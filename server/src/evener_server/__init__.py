@@ -16,6 +16,7 @@ module                  content
 ``app``                 the FastAPI application and its routes
 ``status``              models, health, readiness, version
 ``metrics``             counters and histograms for Prometheus
+``dashboard``           a dashboard of them for Grafana (``grafana.json``)
 ``vllm_metrics``        the same under vLLM's names
 ``options``             keys of the server itself
 ``stats_logger``        the periodic log line

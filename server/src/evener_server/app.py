@@ -106,7 +106,7 @@ def create_app(
         from evener_server.request_traces import RequestTraces
 
         app.add_middleware(RequestTraces, traces=traces, model_of=service.answering_model)
-    app.add_middleware(RequestLog)
+    app.add_middleware(RequestLog, responses=service.metrics.responses)
     if service.options.weights_folder is not None:
         app.add_middleware(VersionHeader, llm=llm)
     if root := service.options.root_path.strip("/"):

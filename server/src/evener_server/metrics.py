@@ -102,6 +102,7 @@ class Metrics:
     Attributes:
         prompt_tokens, generation_tokens: counters.
         finished: samples by finish reason.
+        responses: answers by HTTP status, those to monitoring and of the page's files left out.
         time_to_first_token, inter_token_latency, e2e_latency: seconds from a request to a sample's first token, from
             one token to the next, and from a request to a sample's end.
         decode_time: seconds from a sample's first token to its end.
@@ -120,6 +121,7 @@ class Metrics:
         self.request_max_tokens, self.request_n = Histogram(_TOKEN_BUCKETS), Histogram(_SAMPLE_BUCKETS)
         self.prompt_tokens = self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
+        self.responses: Counter[int] = Counter()
         self.time_to_first_token, self.inter_token_latency, self.e2e_latency = (
             Histogram(_LATENCY_BUCKETS),
             Histogram(_INTER_TOKEN_BUCKETS),
@@ -270,6 +272,10 @@ class _Families(Collector):
         for reason in FINISH_REASONS:
             ended.add_metric((self._model, reason), own.finished[reason])
         yield ended
+        answers = CounterMetricFamily("evener:http_responses", "Answers, by status.", labels=("model_name", "status"))
+        for status, count in self._metrics.responses.items():
+            answers.add_metric((self._model, str(status)), count)
+        yield answers
         yield self._histogram(
             "time_to_first_token_seconds", "From a request to its first token.", own.time_to_first_token
         )

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection
 
 from starlette.datastructures import MutableHeaders
@@ -41,10 +42,13 @@ class RequestLog:
 
     Every response has ``x-request-id``: the client's own if it has 1 to 128 characters of ``A-Za-z0-9._:/+=@-``, else a
     new one. An unexpected exception is logged and answered with a 500.
+
+    Args:
+        responses: counts answers by status; 499: the client was gone before.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, responses: Counter[int]) -> None:
+        self._app, self._responses = app, responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,7 +78,10 @@ class RequestLog:
             if status == 0:
                 await error_response(scope, internal_error())(scope, receive, send_with_id)
         finally:
-            _write(scope, status or CLIENT_GONE, time.perf_counter() - started)
+            status = status or CLIENT_GONE
+            if not is_quiet(scope["path"]):
+                self._responses[status] += 1
+            _write(scope, status, time.perf_counter() - started)
 
 
 class RootPath:
