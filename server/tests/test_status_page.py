@@ -96,6 +96,14 @@ def test_the_page_has_the_policy_of_the_chat_and_runs_only_files_of_ours(api: An
     assert "fake" not in response.text
 
 
+def test_the_log_is_not_full_of_a_page_that_asks_every_other_second(api: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "evener_server.access"):
+        api.get("/status")
+        api.get("/version")
+    assert [message for message in caplog.messages if "request_id=" in message and "path=/status" in message] == []
+    assert any("path=/version" in message for message in caplog.messages)
+
+
 def test_without_pages_there_is_only_json(make_api: Any) -> None:
     api = make_api(options=ServerOptions(page=False))
     assert api.get("/status", headers=BROWSER).headers["content-type"] == "application/json"

@@ -23,7 +23,7 @@ IGNORED_HEADER = "x-ignored-fields"
 #: A client's id that is safe in a header and a log line; any other is replaced by a new id, which the response has.
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 #: Monitoring asks for these all the time: they are logged at level debug.
-_QUIET = ("/health", "/ready", "/metrics")
+_QUIET = ("/health", "/ready", "/metrics", "/status")
 #: So are the files of the page: a browser asks for some dozens at once.
 _QUIET_PREFIX = "/page/"
 #: nginx's status for a client that disconnected before the response.
