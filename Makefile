@@ -78,7 +78,7 @@ test-slow: models llamacpp  ## the slow tests that a change since their record c
 test-all: models llamacpp  ## every test, the slow ones too; the record of slow tests says which files passed
 	@$(RECORDED) $(PYTEST) -p slow_tests -m "not gpu" $(ARGS)
 
-test-peers: model  ## vLLM's tests of the HTTP API and other clients against the server (ARGS="clients", "deploy", "vllm --only TEXT")
+test-peers: model  ## vLLM's tests of the HTTP API and other clients against the server (ARGS="clients", "deploy", "operators", "vllm --only TEXT")
 	@$(PY) scripts/run_peers.py $(ARGS)
 
 # torch_npu's wheel over a fake runtime, in a folder of the cache whose name is a hash of both; once for each chip.

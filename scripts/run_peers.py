@@ -6,6 +6,7 @@
     python scripts/run_peers.py vllm --judge     # judge the last run again, after a change of the reviewed list
     python scripts/run_peers.py clients
     python scripts/run_peers.py deploy       # `evener deploy` on Ray Serve, and routers; not part of the whole
+    python scripts/run_peers.py operators    # Prometheus and systemd (apt-get install prometheus systemd); not either
 
 The exit code is 1 if a test of vLLM fails for a reason that nobody has judged, if a judgement is out of date, or if a
 client fails.
@@ -48,6 +49,7 @@ TEST_RECORDS = RESULTS / "peers-vllm-tests.jsonl"
 CLIENT_RECORDS = RESULTS / "peers-clients.jsonl"
 DEPLOY_RECORDS, DEPLOY_PAGE = RESULTS / "peers-deploy.jsonl", RESULTS / "deploy.md"
 DEPLOY_TESTS = "tests/peers/test_deploy.py"
+OPERATOR_RECORDS, OPERATOR_TESTS = RESULTS / "peers-operators.jsonl", "tests/peers/test_operators.py"
 PAGE = RESULTS / "peers.md"
 REVIEWED = ROOT / "tests/peers/vllm_reviewed.yaml"
 #: Seconds that one test of vLLM may take.
@@ -58,7 +60,8 @@ _INI = "[pytest]\nasyncio_default_fixture_loop_scope = function\naddopts = --imp
 def main(argv: Sequence[str]) -> int:
     """Run what was asked for; 0 if everything is as it was judged."""
     parser = argparse.ArgumentParser(description="Drive evener serve with programs of others.")
-    parser.add_argument("what", nargs="?", choices=("vllm", "clients", "deploy"), help="default: the first two")
+    choices = ("vllm", "clients", "deploy", "operators")
+    parser.add_argument("what", nargs="?", choices=choices, help="default: the first two")
     parser.add_argument("--only", metavar="TEXT", help="with 'vllm': tests with this in their id; nothing is written")
     parser.add_argument("--judge", action="store_true", help="with 'vllm': judge the last run of all of them again")
     parser.add_argument("--again", metavar="TEXT", help="with 'vllm': run these again, and judge all as the last run")
@@ -68,13 +71,15 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--only, --again and --judge are about vLLM's tests; type for example: vllm --only TEXT")
     places = Places.default()
     model, larger = (models_root() / SOURCES[name].name for name in ("smollm2", "qwen2.5"))
-    for name in ("smollm2",) if options.what in ("clients", "deploy") else ("smollm2", "qwen2.5"):
+    for name in ("smollm2",) if options.what in ("clients", "deploy", "operators") else ("smollm2", "qwen2.5"):
         if (reason := problem(SOURCES[name], models_root())) is not None:
             parser.error(f"{models_root() / SOURCES[name].name}: {reason}; run 'make models ONLY={name}'")
     try:
         if options.what == "deploy":
             install_deploy(places)
             return run_deploy(model)
+        if options.what == "operators":
+            return run_clients(model, OPERATOR_RECORDS, OPERATOR_TESTS, argument=options.what)
         install(places)
         failed = _drive(options, places, model, larger)
     except (PeerError, OSError, subprocess.CalledProcessError) as error:
@@ -168,16 +173,16 @@ def judge_vllm(report: Path, model: Path, larger: Path, complete: bool) -> int:
 
 def run_deploy(model: Path) -> int:
     """The tests of several servers behind one address, and the page of them; 1 if any failed."""
-    failed = run_clients(model, DEPLOY_RECORDS, DEPLOY_TESTS)
+    failed = run_clients(model, DEPLOY_RECORDS, DEPLOY_TESTS, argument="deploy")
     if not failed:
         DEPLOY_PAGE.write_text(deploy_page(read_records(DEPLOY_RECORDS)), "utf-8")
     return failed
 
 
-def run_clients(model: Path, records: Path = CLIENT_RECORDS, *tests: str) -> int:
-    """The tests marked ``peers``, ``tests`` or all but those of several servers; pytest's exit status."""
-    chosen = tests or ("tests/peers", f"--ignore={DEPLOY_TESTS}")
-    what = "make test-peers" + (" ARGS=deploy" if tests else "")
+def run_clients(model: Path, records: Path = CLIENT_RECORDS, *tests: str, argument: str = "") -> int:
+    """The tests marked ``peers``, ``tests`` or all but those with an argument of their own; pytest's exit status."""
+    chosen = tests or ("tests/peers", *(f"--ignore={other}" for other in (DEPLOY_TESTS, OPERATOR_TESTS)))
+    what = "make test-peers" + (f" ARGS={argument}" if argument else "")
     with tempfile.TemporaryDirectory() as temp:
         report = Path(temp) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "peers", "-q", *chosen]

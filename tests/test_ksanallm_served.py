@@ -54,6 +54,14 @@ class Oracle:
         return math.exp(-float(rows.gather(1, torch.tensor(ids[1:])[:, None]).mean()))
 
 
+    def greedy(self, ids: Sequence[int], count: int, **fields: Any) -> list[int]:
+        """The ids of an answer of ``count`` tokens."""
+        given = torch.tensor([list(ids)])
+        self._model.generation_config.eos_token_id = None
+        found = self._model.generate(given, do_sample=False, max_new_tokens=count, **fields)
+        return [int(each) for each in found[0, len(ids) :]]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("model") / "llama"
@@ -104,6 +112,19 @@ def test_targets_are_what_transformers_computes(served: Served, oracle: Oracle) 
         ]  # fmt: skip
         for target, rows in zip(found["response"], expected, strict=True):
             torch.testing.assert_close(numbers(target), rows, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [{"no_repeat_ngram_size": 2}, {"encoder_no_repeat_ngram_size": 1},
+                                   {"no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 1}])  # fmt: skip
+def test_texts_without_repeated_sequences_are_those_of_transformers(
+    served: Served, oracle: Oracle, sizes: dict[str, int]
+) -> None:
+    ids = [7, 9, 7, 11, 7, 9, 12, 13]
+    plain = oracle.greedy(ids, 40)
+    wanted = oracle.greedy(ids, 40, **sizes)
+    config = {"max_new_tokens": 40, "ignore_eos": True, **sizes}
+    body = {"input_tokens": ids, "stream": False, "sampling_config": config}
+    assert served.http.post("/generate", json=body).json()["output_token_ids"] == [wanted] and wanted != plain
 
 
 def test_generate_gives_the_tokens_of_the_completions_endpoint(served: Served, capsys: Any) -> None:
@@ -241,5 +262,6 @@ def test_the_documents_embeddings_plugin_puts_an_image_into_the_prompt(
 def test_the_documents_key_file_can_be_used(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(named(DOCS / "api.md", "name")["keys"])
-    chat, batch = read_key_file(str(file))
+    chat, operator, batch = read_key_file(str(file))
+    assert (operator.admin, chat.admin, batch.admin) == (True, False, False)
     assert (chat.name, chat.priority, batch.name, batch.tokens_per_minute) == ("chat", 10, "batch", 100_000)

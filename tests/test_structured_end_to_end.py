@@ -184,6 +184,25 @@ def test_forbidden_pairs_of_tokens_never_come_and_change_nothing_before(folder: 
         assert not set(pairwise(ids)) & set(pairs)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_pair_of_tokens_comes_twice_counted_over_prompt_and_text(folder: Path, depth: int) -> None:
+    settings = dict(setting.split("=") for setting in TINY)
+    common: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    spec = GrammarSpec(kind="any", text="", no_repeat=(2, 0))
+    with LLM(str(folder), **{**settings, "infer.depth": str(depth)}) as llm:
+        prompt = llm.generate(["hello hello"], SamplingParams(temperature=0.0, **common))[0]
+        held = llm.generate(["hello hello"], SamplingParams(temperature=0.0, grammar=spec, **common))[0].outputs
+        drawn = llm.generate(["hello hello"], SamplingParams(n=3, seed=1, top_k=2, grammar=spec, **common))[0].outputs
+    given, free = prompt.prompt_token_ids, prompt.outputs[0].token_ids
+    whole = [*given, *free]
+    first = next(i for i in range(len(given), len(whole)) if (whole[i - 1], whole[i]) in set(pairwise(whole[:i])))
+    first -= len(given)
+    assert held[0].token_ids[:first] == free[:first] and held[0].token_ids[first] != free[first]
+    for output in (*held, *drawn):
+        new = list(pairwise([*given[-1:], *output.token_ids]))
+        assert len(new) == len(set(new)) == 40 and not set(new) & set(pairwise(given))
+
+
 def test_a_bad_word_of_several_tokens_is_not_generated(client: OpenAI) -> None:
     def answer(**fields: Any) -> str:
         bias = {str(letter): 40 for letter in b"abc"}

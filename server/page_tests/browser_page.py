@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -10,6 +12,10 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Request, expec
 from scripted_server import PATIENCE
 
 _MS = PATIENCE * 1000
+_RUN_AXE = """async () => {
+    const found = await axe.run(document, { resultTypes: ["violations"] });
+    return found.violations.map(each => `${each.impact}: ${each.id}: ${each.nodes.map(n => n.target).join(" ")}`);
+}"""
 
 
 class BrowserPage:
@@ -85,6 +91,11 @@ class BrowserPage:
 
     def evaluate(self, script: str, argument: Any = None) -> Any:
         return self.page.evaluate(script, argument)
+
+    def violations(self) -> list[str]:
+        """What axe finds wrong in the page as it is now. ``AXE`` is the path of its file."""
+        self.page.evaluate(Path(os.environ["AXE"]).read_text("utf-8") + "; undefined")
+        return list(self.page.evaluate(_RUN_AXE))
 
     def close(self) -> None:
         wrong = [each for each in self.problems if not any(re.search(p, each) for p in self.allowed)]

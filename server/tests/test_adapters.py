@@ -21,6 +21,7 @@ from evener_conformance.fake_engine import FakeEngine
 from evener_server.api_keys import ApiKeys
 from evener_server.app import create_app
 from evener_server.command import main
+from evener_server.key_file import ApiKey, digest_of
 from evener_server.options import ServerOptions
 
 LIMITS = AdapterLimits(targets={"layers.0.q_proj.weight": (6, 4)}, rank=4, loaded=3)
@@ -216,17 +217,18 @@ def test_an_engine_without_places_says_what_to_start_it_with(serve: Callable[...
     assert response.status_code == 400 and "infer.max_loras=1" in error(response)["message"]
 
 
-def test_a_server_with_keys_loads_only_for_those_who_have_one(serve: Callable[..., Any], adapters: Path) -> None:
+def test_a_server_with_keys_loads_only_for_admins(serve: Callable[..., Any], adapters: Path) -> None:
     api = serve()
-    app = create_app(api.llm, keys=ApiKeys(["sk-1"]), options=ServerOptions(lora_folder=str(adapters)))
+    keys = ApiKeys(["sk-1", ApiKey(name="boss", digest=digest_of(b"sk-2"), admin=True)])
+    app = create_app(api.llm, keys=keys, options=ServerOptions(lora_folder=str(adapters)))
 
     async def ask(**headers: str) -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             body = {"lora_name": "sql", "lora_path": "sql"}
             return (await client.post("/v1/load_lora_adapter", json=body, headers=headers)).status_code
 
-    assert api.run(ask()) == 401 and api.engine.sent == []
-    assert api.run(ask(authorization="Bearer sk-1")) == 200
+    assert api.run(ask()) == 401 and api.run(ask(authorization="Bearer sk-1")) == 403 and api.engine.sent == []
+    assert api.run(ask(authorization="Bearer sk-2")) == 200
 
 
 def test_the_adapters_of_the_configuration_are_there_at_the_start(serve: Callable[..., Any], adapters: Path) -> None:

@@ -22,7 +22,7 @@ from evener.engine.wire.messages import NewRequest
 from evener.errors import ConfigError
 from evener_conformance.fake_engine import FakeEngine
 from evener_server import process
-from evener_server.api_keys import ApiKeys, KeyReader
+from evener_server.api_keys import ADMIN_PATHS, ApiKeys, KeyReader
 from evener_server.app import create_app
 from evener_server.errors import ApiError
 from evener_server.key_file import ApiKey, digest_of, read_key_file
@@ -277,6 +277,39 @@ def test_a_request_in_the_background_counts_and_is_charged(api: Any, ask: Any, e
         api.run(asyncio.sleep(0.001))
     assert keys.uses["a"].tokens > 3
     assert send(key="a").status_code == 200
+
+
+def test_only_an_admin_key_changes_what_the_server_serves(ask: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("- {name: boss, key: sk-boss, admin: true}\n- {name: a, key: sk-a}\n")
+    options = ServerOptions(weights_folder=str(tmp_path), lora_folder=str(tmp_path))
+    keys = ApiKeys([*read_key_file(str(file)), "sk-plain"])
+    send = ask(keys, options)
+    paths = {"/sleep", "/wake_up", "/update_weights", "/update_weights_from_disk", "/v1/load_lora_adapter",
+             "/v1/unload_lora_adapter"}  # fmt: skip
+    for path in paths:
+        for name in ("a", "plain"):
+            refused = send(path, name)
+            assert refused.status_code == 403 and refused.json()["error"]["code"] == "admin_key_needed", path
+        assert send(path).status_code == 401
+    assert keys.uses["a"].requests == 0
+    # What the server then says is about the request.
+    assert {path: send(f"{path}?unknown=1", "boss").status_code for path in paths} == dict.fromkeys(paths, 400)
+    # What is only looked at needs no admin, and neither does a completion.
+    assert send("/is_sleeping", "a", "GET").status_code == 200 and send(key="a").status_code == 200
+
+
+def test_no_path_that_changes_what_is_served_was_forgotten(api: Any, tmp_path: Path) -> None:
+    changing = create_app(api.llm, options=ServerOptions(weights_folder=str(tmp_path), lora_folder=str(tmp_path)))
+    plain = create_app(api.llm)
+    more = {route.path for route in changing.routes} - {route.path for route in plain.routes}
+    assert more - {"/is_sleeping"} == ADMIN_PATHS
+
+
+def test_without_keys_everybody_may_and_with_optional_ones_nobody_without(ask: Any, tmp_path: Path) -> None:
+    options = ServerOptions(weights_folder=str(tmp_path))
+    assert ask(ApiKeys(), options)("/update_weights").status_code == 400
+    assert ask(ApiKeys([key("a")], strict=False), options)("/update_weights").status_code == 403
 
 
 def test_metrics_and_the_log_name_keys(ask: Any, caplog: pytest.LogCaptureFixture) -> None:

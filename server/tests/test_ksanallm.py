@@ -152,6 +152,16 @@ def test_a_regular_expression_and_the_model_go_to_the_engine(api: Any) -> None:
     assert wrong(api.post("/generate", {"prompt": "a", "model_name": "other"}))["code"] == "model_not_found"
 
 
+def test_sizes_of_sequences_that_do_not_come_again_go_to_the_engine_with_and_without_a_grammar(api: Any) -> None:
+    config = {"sampling_config": {"max_new_tokens": 2, "no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 2}}
+    for fields, kind in (({}, "any"), ({"structured_output_regex": "[ab]+"}, "regex")):
+        assert api.post("/generate", {"prompt": "a", "stream": False, **config, **fields}).status_code == 200
+        grammar = last(api).sampling.grammar
+        assert grammar is not None and (grammar.kind, grammar.no_repeat) == (kind, (3, 2))
+    body = {"prompt": "a", "stream": False, "sampling_config": {"no_repeat_ngram_size": 0, "max_new_tokens": 1}}
+    assert api.post("/generate", body).status_code == 200 and last(api).sampling.grammar is None
+
+
 def test_rows_replace_the_embeddings_of_tokens(api: Any) -> None:
     rows = {"pos": [3, 1], "embeddings": [[1.0] * HIDDEN, [2.0] * 2 * HIDDEN]}
     body = {"input_tokens": [1, 2, 3, 4, 5], "input_refit_embedding": rows, "stream": False}
@@ -226,8 +236,12 @@ def test_clients_that_name_no_content_type_send_json_unless_they_are_pages(api: 
         ({"prompt": "a", "sampling_config": {"topk": -2}}, "sampling_config.topk", "sampling_config.topk is -2"),
         ({"prompt": "a", "sampling_config": {"top_k": 2}}, "sampling_config.top_k", "not a field of this API"),
         ({"prompt": "a", "sampling_config": {"max_new_tokens": 0}}, "sampling_config.max_new_tokens", "or -1"),
-        ({"prompt": "a", "sampling_config": {"no_repeat_ngram_size": 3}}, "sampling_config.no_repeat_ngram_size",
-         "or send 0"),
+        ({"prompt": "a", "sampling_config": {"no_repeat_ngram_size": 65}}, "sampling_config.no_repeat_ngram_size",
+         "64"),
+        ({"prompt": "a", "sampling_config": {"encoder_no_repeat_ngram_size": -1}},
+         "sampling_config.encoder_no_repeat_ngram_size", "0"),
+        ({"prompt": "a", "stream": False, "sampling_config": {"no_repeat_ngram_size": 2, "num_beams": 2}},
+         "sampling_config.no_repeat_ngram_size", "leave one of them out"),
         ({"prompt": "a", "sampling_config": {"num_beams": 2}}, "stream", "send stream=false"),
         ({"prompt": "a", "sampling_config": {"num_beams": 2, "num_return_sequences": 3}},
          "sampling_config.num_return_sequences", "send as many beams"),

@@ -203,3 +203,14 @@ def test_the_log_line_comes_by_itself(make_api: Any, caplog: pytest.LogCaptureFi
 
     with caplog.at_level("INFO", "evener_server.stats_logger"):
         api.run(asyncio.wait_for(wait(), 120))
+
+
+def test_answers_are_counted_by_status_without_those_to_monitoring(make_api: Any) -> None:
+    api = make_api()
+    api.complete()
+    api.complete(max_tokens=-1)
+    api.get("/v1/nothing")
+    api.get("/health")
+    found = read(api)
+    names = {name: value for name, value in found.items() if name.startswith("evener:http_responses_total")}
+    assert names == {f"evener:http_responses_total{{status={status}}}": 1 for status in (200, 400, 404)}

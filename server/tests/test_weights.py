@@ -14,6 +14,7 @@ from evener.engine.wire.messages import Command
 from evener_conformance.fake_engine import FakeEngine
 from evener_server.api_keys import ApiKeys
 from evener_server.app import create_app
+from evener_server.key_file import ApiKey, digest_of
 from evener_server.options import ServerOptions
 
 
@@ -145,14 +146,16 @@ def test_without_the_operator_s_folder_there_are_no_such_routes(make_api: Callab
     assert "x-weight-version" not in answer.headers and "weight_version" not in answer.json()
 
 
-def test_a_server_with_keys_does_it_only_for_those_who_have_one(serve: Callable[..., Any], weights: Path) -> None:
+def test_a_server_with_keys_does_it_only_for_admins(serve: Callable[..., Any], weights: Path) -> None:
     api = serve()
-    app = create_app(api.llm, keys=ApiKeys(["sk-1"]), options=ServerOptions(weights_folder=str(weights)))
+    keys = ApiKeys(["sk-1", ApiKey(name="boss", digest=digest_of(b"sk-2"), admin=True)])
+    app = create_app(api.llm, keys=keys, options=ServerOptions(weights_folder=str(weights)))
 
     async def ask(path: str, **headers: str) -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             return (await client.post(path, json={"model_path": "step-1"}, headers=headers)).status_code
 
     assert [api.run(ask(path)) for path in ("/sleep", "/wake_up", "/update_weights")] == [401] * 3
+    assert api.run(ask("/update_weights", authorization="Bearer sk-1")) == 403
     assert changes(api) == []
-    assert api.run(ask("/update_weights", authorization="Bearer sk-1")) == 200
+    assert api.run(ask("/update_weights", authorization="Bearer sk-2")) == 200

@@ -15,6 +15,7 @@ from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Plan, StepMasks, StepResult
 from evener_constraints.compiler import GrammarCompiler
 from evener_constraints.library import open_grammar_library
+from evener_constraints.no_repeats import NoRepeats
 
 
 class GrammarMasks(Grammars):
@@ -47,6 +48,8 @@ class GrammarMasks(Grammars):
                 continue
             try:
                 matcher = self._compiler.matcher(admission.sampling.grammar)
+                if any(sizes := admission.sampling.grammar.no_repeat):
+                    matcher = NoRepeats(sizes, admission.tokens[: admission.prompt], matcher)
                 for token in admission.tokens[admission.prompt :]:
                     matcher.accept(token)
                 self._matchers[admission.slot] = matcher

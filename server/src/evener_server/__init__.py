@@ -16,13 +16,17 @@ module                  content
 ``app``                 the FastAPI application and its routes
 ``status``              models, health, readiness, version
 ``metrics``             counters and histograms for Prometheus
+``dashboard``           a dashboard of them for Grafana (``grafana.json``)
 ``vllm_metrics``        the same under vLLM's names
 ``options``             keys of the server itself
 ``stats_logger``        the periodic log line
+``trace_settings``      whether requests are traced, and where to
+``request_traces``      their spans, for OpenTelemetry
 ``nodes``               one process started per machine: starts torchrun
 ``router_info``         what routers ask: the server's and the model's limits
 ``kv_events``           events of the prefix cache, for routers
 ``service``             what the endpoints share
+``status_page``         GET /status, for programs and people
 ``page``                the page for people at /; ``web/`` has its files
 ``adapters``            adapters (LoRA) that are loaded while the server runs
 ``weights``             sleep and wake, and new weights while the server runs
@@ -108,6 +112,10 @@ descriptor = Descriptor(
             type=str,
             default="",
             help="Other names under which requests find the model, separated by commas; answers have its own name.",
+        ),
+        "otlp_endpoint": Option(
+            type=str, default=None, help="Address of a collector (OTLP over HTTP, as http://127.0.0.1:4318) that gets "
+            "a trace of each request; none: what OpenTelemetry's variables say (OTEL_EXPORTER_OTLP_ENDPOINT).",
         ),
         "page": Option(
             type=bool, default=True, help="Serve a page for people at /: a chat with the model in a browser."

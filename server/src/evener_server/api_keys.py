@@ -25,6 +25,11 @@ logger = logging.getLogger(__name__)
 VARIABLE = "EVENER_API_KEY"
 #: Supervisors, load balancers and Prometheus ask these; they have no key, and the answers have no content of requests.
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+#: These change what everybody gets: a key has to be marked for them.
+ADMIN_PATHS = frozenset({
+    "/sleep", "/wake_up", "/update_weights", "/update_weights_from_disk",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+})  # fmt: skip
 #: How paths of Anthropic's API begin: its clients read errors in its own format.
 _ANTHROPIC_PATH = ["v1", "messages"]
 #: KsanaLLM's clients read errors in its own format, too.
@@ -123,26 +128,26 @@ class KeyReader:
 
 
 class KeyCheck:
-    """ASGI middleware that answers 401 to requests without one of the keys, and 429 to those that a limit of their key
-    refuses, before their body is read.
+    """ASGI middleware that answers 401 to requests without one of the keys, 403 to those whose key does not suffice,
+    and 429 to those that a limit of their key refuses, before their body is read.
 
     A key comes as ``Authorization: Bearer KEY``, or as ``x-api-key: KEY`` as Anthropic's clients send it; one valid key
-    is enough. ``OPEN_PATHS`` need none. Limits are for POST.
+    is enough. ``OPEN_PATHS`` need none, and ``ADMIN_PATHS`` one that is marked ``admin``. Limits are for POST.
 
     Args:
         keys: at least one.
-        is_open: says of further paths that they need no key.
+        is_open: says of further requests that they need no key.
         is_crowded: whether there is only room left that is kept for the highest priority.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys, is_open: Callable[[str], bool] = lambda path: False,
+        self, app: ASGIApp, keys: ApiKeys, is_open: Callable[[Scope], bool] = lambda scope: False,
         is_crowded: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self._app, self._keys, self._is_open, self._is_crowded = app, keys, is_open, is_crowded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_open(scope["path"]):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_open(scope):
             await self._app(scope, receive, send)
             return
         given = list(_given(scope))
@@ -151,6 +156,8 @@ class KeyCheck:
             if client is None:
                 raise _unauthorized(bool(given))
             log_fields(scope)["key"] = client.key.name
+            if scope["path"] in ADMIN_PATHS and not client.key.admin:
+                raise _not_admin()
             if scope["method"] == "POST":
                 if client.key.priority < self._keys.highest and self._is_crowded():
                     raise _crowded()
@@ -177,6 +184,12 @@ def _given(scope: Scope) -> Iterator[bytes]:
     for value in headers.getlist("x-api-key"):
         if value.strip():
             yield value.strip().encode("latin-1")
+
+
+def _not_admin() -> ApiError:
+    message = ("this path needs an API key that may change what the server serves: mark one with admin: true in "
+               "server.api_key_file, and send that")  # fmt: skip
+    return ApiError(403, message, code="admin_key_needed")
 
 
 def _crowded() -> ApiError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
@@ -34,7 +34,7 @@ from evener_server.metrics import CONTENT_TYPE
 from evener_server.middleware import HEADER, IGNORED_HEADER, HostCheck, RequestLog, RootPath
 from evener_server.msgpack_body import read_either
 from evener_server.options import ServerOptions
-from evener_server.page import add_page, is_page
+from evener_server.page import add_page
 from evener_server.protocol import ChatBody, CompletionBody, PromptBody, parse_body
 from evener_server.responses.background import BackgroundResponses
 from evener_server.responses.body import ResponsesBody
@@ -43,10 +43,14 @@ from evener_server.responses.store import ResponseStore
 from evener_server.router_info import add_router_info
 from evener_server.scores import RerankBody, RerankJob, ScoreBody, ScoreJob
 from evener_server.service import Service
+from evener_server.status_page import add_status_page, needs_no_key
 from evener_server.streaming import GenerationResponse, to_json
 from evener_server.tokens import DetokenizeBody, TokenizeChat, TokenizeText, TokenService, tokenize_body
 from evener_server.unknown_fields import header
 from evener_server.weights import UpdateWeightsBody, VersionHeader, add_weights
+
+if TYPE_CHECKING:
+    from evener_server.request_traces import Traces
 
 B = TypeVar("B", bound=PromptBody)
 
@@ -72,12 +76,13 @@ def _errors(texts: Mapping[int, str] = _ERROR_TEXTS, schema: str = "Error") -> d
 
 def create_app(
     llm: AsyncLLM, limits: BodyLimits | None = None, hosts: Collection[str] | None = None,
-    options: ServerOptions | None = None, keys: ApiKeys | None = None,
+    options: ServerOptions | None = None, keys: ApiKeys | None = None, traces: Traces | None = None,
 ) -> FastAPI:  # fmt: skip
     """The application for one engine; the caller closes the engine. ``app.state.service`` is its ``Service``.
 
     Args:
         hosts: names that the ``Host`` header may have, see ``HostCheck``; None: any.
+        traces: makes the spans of requests; None: they are not traced.
         keys: API keys, one of which a request must have, see ``KeyCheck``; None or empty: none is needed.
     """
     service = Service(llm, limits or BodyLimits(), options)
@@ -87,7 +92,7 @@ def create_app(
     if keys:
         service.key_uses = keys.uses
         # People type their key into the page, so they must be able to load it first.
-        page = {"is_open": is_page} if service.options.page else {}
+        page = {"is_open": needs_no_key} if service.options.page else {}
         app.add_middleware(KeyCheck, keys=keys, is_crowded=service.is_crowded, **page)
     if origins := service.options.origins:
         # Before the key is checked: browsers ask first (OPTIONS), without one. Cookies are not used.
@@ -97,7 +102,11 @@ def create_app(
         )  # fmt: skip
     if hosts is not None:
         app.add_middleware(HostCheck, hosts=hosts)
-    app.add_middleware(RequestLog)
+    if traces is not None:
+        from evener_server.request_traces import RequestTraces
+
+        app.add_middleware(RequestTraces, traces=traces, model_of=service.answering_model)
+    app.add_middleware(RequestLog, responses=service.metrics.responses)
     if service.options.weights_folder is not None:
         app.add_middleware(VersionHeader, llm=llm)
     if root := service.options.root_path.strip("/"):
@@ -108,6 +117,7 @@ def create_app(
     if service.options.page:
         add_page(app)
     _add_status(app, service)
+    add_status_page(app, service)
     add_router_info(app, service)
     _add_generation(app, service)
     _add_pooled(app, service)

@@ -15,7 +15,7 @@ from evener.contracts.outputs import Delta
 from evener.frontend.stream import RequestStream
 from evener_server.errors import ApiError, deadline_missed, status_error, unavailable
 from evener_server.key_use import current_client
-from evener_server.metrics import Metrics, RequestTimer
+from evener_server.metrics import Metrics, Moments, RequestTimer
 
 #: What a prompt's deltas come from.
 Stream: TypeAlias = "RequestStream | BeamStream"
@@ -122,6 +122,10 @@ class Generation:
         """How long the request took, see ``RequestTimer.times``; of several samples the longest time in the queue."""
         return self._meter.times(self._queued)
 
+    def moments(self) -> Moments:
+        """When what happened."""
+        return self._meter.moments()
+
     async def __aenter__(self) -> Generation:
         return self
 
@@ -161,6 +165,8 @@ class Generation:
 
     def _record(self, prompt: int, delta: Delta) -> tuple[int, Delta]:
         choice = prompt * self.n + delta.index
+        if delta.token_ids or delta.pooled:
+            self._meter.waited(delta.queued)
         if self.prompt_only:
             delta.text, delta.token_ids, delta.logprobs = "", [], None
             delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason

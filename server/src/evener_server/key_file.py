@@ -28,6 +28,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
         name: for the log and metrics; it does not show the key.
         digest: SHA-256 of the key.
         priority: waiting requests with a higher one start first.
+        admin: it may change what the server serves: let it sleep, replace its weights, load adapters.
         requests_at_once: requests that may be open at a time; None: any number.
         requests_per_minute, tokens_per_minute: of prompts and answers together; None: any number.
     """
@@ -35,6 +36,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     digest: bytes
     priority: int = 0
+    admin: bool = False
     requests_at_once: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -47,6 +49,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     key: str | None = None
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")] | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    admin: bool = False
     requests_at_once: _Positive | None = None
     requests_per_minute: _Positive | None = None
     tokens_per_minute: _Positive | None = None
@@ -166,6 +169,6 @@ def _checked(entries: Iterable[tuple[str, Any]]) -> list[ApiKey]:
         digest = digest_of(entry.key.encode()) if entry.key is not None else bytes.fromhex(entry.sha256 or "")
         if any(entry.name == each.name or digest == each.digest for each in found):
             raise ConfigError(f"{where} has the name or the key of an earlier one ({entry.name}); leave one out")
-        limits = {name: getattr(entry, name) for name in ApiKey.__struct_fields__[2:]}
-        found.append(ApiKey(name=entry.name, digest=digest, **limits))
+        others = {name: getattr(entry, name) for name in ApiKey.__struct_fields__[2:]}
+        found.append(ApiKey(name=entry.name, digest=digest, **others))
     return found

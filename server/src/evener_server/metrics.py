@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -101,6 +102,7 @@ class Metrics:
     Attributes:
         prompt_tokens, generation_tokens: counters.
         finished: samples by finish reason.
+        responses: answers by HTTP status, those to monitoring and of the page's files left out.
         time_to_first_token, inter_token_latency, e2e_latency: seconds from a request to a sample's first token, from
             one token to the next, and from a request to a sample's end.
         decode_time: seconds from a sample's first token to its end.
@@ -119,6 +121,7 @@ class Metrics:
         self.request_max_tokens, self.request_n = Histogram(_TOKEN_BUCKETS), Histogram(_SAMPLE_BUCKETS)
         self.prompt_tokens = self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
+        self.responses: Counter[int] = Counter()
         self.time_to_first_token, self.inter_token_latency, self.e2e_latency = (
             Histogram(_LATENCY_BUCKETS),
             Histogram(_INTER_TOKEN_BUCKETS),
@@ -144,24 +147,48 @@ class Metrics:
         return generate_latest(registry)
 
 
+@dataclass(frozen=True)
+class Moments:
+    """When what happened to a request, as ``time.perf_counter`` has it.
+
+    Attributes:
+        began: it was about to be given to the engine; submitted: the engine had all of it.
+        started: its first step began; first: the first token came. None: that has not happened.
+        ended: it ended, or now.
+    """
+
+    began: float
+    submitted: float
+    started: float | None
+    first: float | None
+    ended: float
+
+
 class RequestTimer:
     """Measures the times of one request's samples; created when the request arrives."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._started = metrics, time.perf_counter()
+        self._submitted = self._started
+        self._waited: float | None = None
+        self._ended: float | None = None
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._tokens: Counter[int] = Counter()
 
     def prompts(self, lengths: Sequence[int], n: int, max_tokens: int | None) -> None:
         """The request was accepted: tokens of its prompts, samples of each, and the maximum that it asked for."""
-        own = self._metrics
+        own, self._submitted = self._metrics, time.perf_counter()
         own.prompt_tokens += sum(lengths)
         for length in lengths:
             own.request_prompt_tokens.add(length)
         own.request_n.add(n)
         if max_tokens is not None:
             own.request_max_tokens.add(max_tokens)
+
+    def waited(self, queued: float) -> None:
+        """A result came of a sample that waited ``queued`` seconds for its first step."""
+        self._waited = queued if self._waited is None else min(self._waited, queued)
 
     def tokens(self, choice: int, count: int) -> None:
         """``count`` more tokens of one sample. Tokens that come together share the time since the previous one."""
@@ -198,8 +225,18 @@ class RequestTimer:
             found["mean_itl_ms"] = spent / gaps * 1000
         return found | {"tokens_per_second": tokens / (last - self._started)}
 
+    def moments(self) -> Moments:
+        """When what happened, of the sample that was first in each."""
+        first, ended = min(self._first.values(), default=None), self._ended or time.perf_counter()
+        started = None
+        if self._waited is not None:
+            # What the engine measured, from when it had the request; the first token cannot come before.
+            started = min(self._submitted + self._waited, ended if first is None else first)
+        return Moments(self._started, self._submitted, started, first, ended)
+
     def close(self) -> None:
         """All samples have ended."""
+        self._ended = time.perf_counter()
         self._metrics.request_max_generation_tokens.add(max(self._tokens.values(), default=0))
 
 
@@ -235,6 +272,10 @@ class _Families(Collector):
         for reason in FINISH_REASONS:
             ended.add_metric((self._model, reason), own.finished[reason])
         yield ended
+        answers = CounterMetricFamily("evener:http_responses", "Answers, by status.", labels=("model_name", "status"))
+        for status, count in self._metrics.responses.items():
+            answers.add_metric((self._model, str(status)), count)
+        yield answers
         yield self._histogram(
             "time_to_first_token_seconds", "From a request to its first token.", own.time_to_first_token
         )

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection
 
 from starlette.datastructures import MutableHeaders
@@ -22,13 +23,18 @@ IGNORED_HEADER = "x-ignored-fields"
 #: A client's id that is safe in a header and a log line; any other is replaced by a new id, which the response has.
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 #: Monitoring asks for these all the time: they are logged at level debug.
-_QUIET = ("/health", "/ready", "/metrics")
+_QUIET = ("/health", "/ready", "/metrics", "/status")
 #: So are the files of the page: a browser asks for some dozens at once.
 _QUIET_PREFIX = "/page/"
 #: nginx's status for a client that disconnected before the response.
-_CLIENT_GONE = 499
+CLIENT_GONE = 499
 _MAX_SHOWN_CHARS, _MAX_ERROR_CHARS = 64, 300
 _PORT = re.compile(r":[0-9]*\Z")
+
+
+def is_quiet(path: str) -> bool:
+    """Whether requests for ``path`` come so often that they are of no interest."""
+    return path in _QUIET or path.startswith(_QUIET_PREFIX)
 
 
 class RequestLog:
@@ -36,10 +42,13 @@ class RequestLog:
 
     Every response has ``x-request-id``: the client's own if it has 1 to 128 characters of ``A-Za-z0-9._:/+=@-``, else a
     new one. An unexpected exception is logged and answered with a 500.
+
+    Args:
+        responses: counts answers by status; 499: the client was gone before.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, responses: Counter[int]) -> None:
+        self._app, self._responses = app, responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -69,7 +78,10 @@ class RequestLog:
             if status == 0:
                 await error_response(scope, internal_error())(scope, receive, send_with_id)
         finally:
-            _write(scope, status or _CLIENT_GONE, time.perf_counter() - started)
+            status = status or CLIENT_GONE
+            if not is_quiet(scope["path"]):
+                self._responses[status] += 1
+            _write(scope, status, time.perf_counter() - started)
 
 
 class RootPath:
@@ -121,8 +133,7 @@ def _request_id(scope: Scope) -> str:
 
 
 def _write(scope: Scope, status: int, seconds: float) -> None:
-    quiet = scope["path"] in _QUIET or scope["path"].startswith(_QUIET_PREFIX)
-    level = logging.DEBUG if quiet else logging.INFO
+    level = logging.DEBUG if is_quiet(scope["path"]) else logging.INFO
     if not logger.isEnabledFor(level):
         return
     fields = {
@@ -133,17 +144,20 @@ def _write(scope: Scope, status: int, seconds: float) -> None:
         "ms": round(seconds * 1000),
         **log_fields(scope),
     }
-    longest = {"error": _MAX_ERROR_CHARS}
-    words = {
-        key: _sanitize(value, longest.get(key, _MAX_SHOWN_CHARS)) for key, value in fields.items() if value is not None
-    }
-    text = " ".join(f"{key}={word}" for key, word in words.items())
-    logger.log(level, text, extra={"fields": fields})
+    shown = {key: _shortened(key, value) for key, value in fields.items() if value is not None}
+    text = " ".join(f"{key}={_sanitize(value)}" for key, value in shown.items())
+    logger.log(level, text, extra={"fields": shown})
 
 
-def _sanitize(value: object, longest: int) -> str:
-    """Clients' text is quoted, escaped and shortened, so that it cannot imitate a log line of ours."""
+def _shortened(name: str, value: object) -> object:
+    """A field as the log has it: clients' text may be as long as their request."""
+    if not isinstance(value, str) or _ID.fullmatch(value):
+        return value
+    longest = _MAX_ERROR_CHARS if name in ("error", "end") else _MAX_SHOWN_CHARS
+    return value if len(value) <= longest else value[:longest] + "..."
+
+
+def _sanitize(value: object) -> str:
+    """Clients' text is quoted and escaped, so that it cannot imitate a log line of ours."""
     text = str(value)
-    if _ID.fullmatch(text):
-        return text
-    return ascii(text if len(text) <= longest else text[:longest] + "...")
+    return text if _ID.fullmatch(text) else ascii(text)

@@ -35,6 +35,7 @@ class ServerOptions:
         forward_bytes: bytes of the numbers in one answer of /forward.
         force_include_usage: every stream ends with the usage.
         model_aliases: other names of the model, separated by commas.
+        otlp_endpoint: where spans of requests are sent; None: what the environment says.
         page: serve the page for people at /.
         request_metrics: answers have the times of their request.
         root_path: a path before every route.
@@ -62,6 +63,7 @@ class ServerOptions:
     forward_bytes: int = 64 << 20
     force_include_usage: bool = False
     model_aliases: str = ""
+    otlp_endpoint: str | None = None
     page: bool = True
     request_metrics: bool = False
     root_path: str = ""

@@ -73,17 +73,18 @@ def add_page(app: FastAPI) -> None:
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
-        return _response(request, files["index.html"])
+        return file_response(request, files["index.html"])
 
     @app.head(PREFIX + "{path:path}", include_in_schema=False)
     @app.get(PREFIX + "{path:path}", include_in_schema=False)
     async def page_file(request: Request, path: str) -> Response:
         if path not in files:
             raise ApiError(404, f"the page has no file {path[:200]!r}; the page itself is at /", code="unknown_url")
-        return _response(request, files[path])
+        return file_response(request, files[path])
 
 
-def _response(request: Request, file: PageFile) -> Response:
+def file_response(request: Request, file: PageFile) -> Response:
+    """A file with the headers of the page; empty with status 304 if the browser has it."""
     headers = {**HEADERS, "ETag": file.etag}
     known = request.headers.get("if-none-match", "")
     if any(tag.strip().removeprefix("W/") in (file.etag, "*") for tag in known.split(",")):

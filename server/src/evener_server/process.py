@@ -16,9 +16,10 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from importlib_metadata import version
 
 from evener.async_llm import AsyncLLM
 from evener.config import Config
@@ -31,6 +32,10 @@ from evener_server.options import ServerOptions
 from evener_server.service import Service
 from evener_server.stats_logger import StatsLogger
 from evener_server.tls import tls_files
+from evener_server.trace_settings import open_traces
+
+if TYPE_CHECKING:
+    from evener_server.request_traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +86,11 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
     template = options.read_chat_template()
     # The engine and its processes have no use for the keys.
     config = dataclasses.replace(config, serve=dataclasses.replace(config.serve, api_keys=()))
-    listener = bind(config.serve.host, config.serve.port)
-    with contextlib.closing(listener):
+    with contextlib.ExitStack() as ends:
+        listener = ends.enter_context(contextlib.closing(bind(config.serve.host, config.serve.port)))
+        traces = open_traces(options.otlp_endpoint, version("evener-server"), os.environ)
+        if traces is not None:
+            ends.callback(traces.close)
         llm = await _until_signal(start(config))
         if not isinstance(llm, AsyncLLM):
             logger.info("%s: stopped before the engine had started", llm.name)
@@ -93,7 +101,7 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
             await llm.warm_up_chat()
             if (unused := unused_file(config)) is not None:
                 logger.warning("%s", unused)
-            run = _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys)
+            run = _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys, traces)
             watch = asyncio.ensure_future(reader.watch(keys))
             try:
                 return await run.run()
@@ -178,12 +186,12 @@ class _Server(uvicorn.Server):
 class _ServerRun:
     def __init__(
         self, llm: AsyncLLM, config: Config, listener: socket.socket, drain_timeout: float, dead_grace: float,
-        keys: ApiKeys,
+        keys: ApiKeys, traces: Traces | None,
     ) -> None:  # fmt: skip
         self._llm, self._config, self._listener, self._drain_timeout = llm, config, listener, drain_timeout
         self._dead_grace = dead_grace
         options = ServerOptions.of(config.options)
-        app = create_app(llm, hosts=allowed_hosts(config), options=options, keys=keys)
+        app = create_app(llm, hosts=allowed_hosts(config), options=options, keys=keys, traces=traces)
         self._keys, tls = keys, tls_files(options.tls_cert, options.tls_key)
         self._scheme = "http" if tls is None else "https"
         protocol = type("_Protocol", (Protocol,), {"connection_limit": max_connections(config.serve.max_connections)})

@@ -113,6 +113,14 @@ class Service:
         """The adapter (LoRA) that a request's ``model`` names; None if it is the model itself."""
         return None if name is None or name in self.own_names else name
 
+    def answering_model(self, name: str | None) -> str:
+        """The model or adapter that answers a request whose ``model`` is ``name``.
+
+        Raises:
+            ApiError: 503, the engine is not ready yet.
+        """
+        return self.adapter(name) or self.model_name
+
     def check_model(self, name: str) -> None:
         """Raises:
         ApiError: 404, ``name`` is another model.
@@ -201,7 +209,7 @@ class Service:
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
-            "model": self.adapter(model) or self.model_name,
+            "model": self.answering_model(model),
             "system_fingerprint": self.fingerprint,
             **({} if self.options.weights_folder is None else {"weight_version": self.llm.weights_version}),
         }

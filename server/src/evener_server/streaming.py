@@ -121,7 +121,7 @@ class GenerationResponse(Response):
             # After those of the body.
             named = [fields["ignored"]] if fields.get("ignored") else []
             fields["ignored"] = ", ".join([*named, *self._job.without_effect])
-        work = asyncio.ensure_future(self._answer(send, fields))
+        work = asyncio.ensure_future(self._answer(scope, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -137,8 +137,10 @@ class GenerationResponse(Response):
         if finished:
             work.result()
 
-    async def _answer(self, send: Send, fields: LogFields) -> None:
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        fields = log_fields(scope)
         async with await self._job.start() as generation:
+            scope["state"]["generation"] = generation
             fields["id"] = generation.streams[0].request_id
             try:
                 if self._job.stream:
@@ -150,6 +152,7 @@ class GenerationResponse(Response):
                 fields["prompt_tokens"] = generation.prompt_tokens
                 fields["completion_tokens"] = generation.completion_tokens
                 fields["finish"] = ",".join(sorted(set(generation.finish_reasons.values()))) or None
+                fields.update(_milliseconds(generation.times()))
 
     async def _send_events(self, generation: Generation, send: Send, fields: LogFields) -> None:
         async with aclosing(self._job.events(generation)) as events:  # type: ignore[type-var]
@@ -180,6 +183,12 @@ class GenerationResponse(Response):
                     }
                 )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _milliseconds(times: Mapping[str, float]) -> dict[str, int]:
+    """The times of a request as its log line has them."""
+    names = {"queue_time_ms": "queue_ms", "time_to_first_token_ms": "first_token_ms", "generation_time_ms": "tokens_ms"}
+    return {short: round(times[name]) for name, short in names.items() if name in times}
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 from pydantic import Field
 
+from evener.contracts.grammar.library import GrammarSpec
 from evener.errors import RequestError
-from evener.sampling_params import MAX_LOGPROBS, MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION
+from evener.sampling_params import MAX_LOGPROBS, MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION, SamplingParams
 from evener_server.field_types import INT32, Stops, TokenId
 from evener_server.messages import Body, allowed_values
 from evener_server.protocol import PromptBody
 
 #: Prompts of one request to /forward, and targets of one prompt.
 MOST_PROMPTS, MOST_TARGETS = 1024, 16
+#: Tokens of a sequence that does not come again: each of the context's is kept.
+MOST_REPEATED = 64
 #: Of ``input_refit_embedding``: KsanaLLM's clients send one for each image.
 MOST_EMBEDDINGS = 1024
 
@@ -68,9 +73,10 @@ class SamplingConfig(Body):
     num_return_sequences: Annotated[int, Field(ge=1, le=128)] | None = None
     length_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] | None = None
-    # 0, as KsanaLLM's clients send it; this server has no such filter.
-    no_repeat_ngram_size: Annotated[Any, allowed_values(0)] = None
-    encoder_no_repeat_ngram_size: Annotated[Any, allowed_values(0)] = None
+    #: No sequence of so many tokens comes a second time, counted over prompt and text; 0: any may.
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=MOST_REPEATED)] | None = None
+    #: No sequence of so many tokens of the prompt comes in the text.
+    encoder_no_repeat_ngram_size: Annotated[int, Field(ge=0, le=MOST_REPEATED)] | None = None
     #: -1, and by default: the rest of the context.
     max_new_tokens: Annotated[int, Field(ge=-1, le=INT32)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
@@ -85,6 +91,14 @@ class SamplingConfig(Body):
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.do_sample is False or self.topk in (None, 1) or self.temperature == 0
+
+    def without_repeats(self, params: SamplingParams) -> SamplingParams:
+        """``params`` with which no sequence comes a second time that must not."""
+        sizes = (self.no_repeat_ngram_size or 0, self.encoder_no_repeat_ngram_size or 0)
+        if not any(sizes):
+            return params
+        grammar = params.grammar or GrammarSpec(kind="any", text="")
+        return replace(params, grammar=msgspec.structs.replace(grammar, no_repeat=sizes))
 
     def fields(self) -> dict[str, Any]:
         """The same in the names of /v1/completions."""

@@ -42,6 +42,10 @@ class GenerateJob(CompletionJob):
         completion = CompletionBody.model_validate({**fields, "prompt": body.input_tokens or body.prompt or "x"})
         completion.check()
         super().__init__(service, completion)
+        self._params = config.without_repeats(self._params)
+        if completion.beams is not None and self._params.grammar is not None:
+            message = "no_repeat_ngram_size cannot be used with num_beams; leave one of them out"
+            raise RequestError(message, "sampling_config.no_repeat_ngram_size")
         self._generate, self._encoding = body, encoding
         self._count = config.logprobs or 0
         self.media_type = encoding.media_type

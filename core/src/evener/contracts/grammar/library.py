@@ -24,12 +24,15 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         text: the grammar.
         ends: ids of the tokens that end a text; they are allowed where the text is complete. The front end sets them.
         forbidden: sequences of token ids that must not be generated, also where the grammar allows them. None is empty.
+        no_repeat: ``(a, b)``: no sequence of a tokens may come that the prompt and the text have already, and none of
+            b tokens that the prompt has; 0: any may. Libraries need not look at it.
     """
 
     kind: Literal["json_schema", "regex", "choice", "lark", "structural_tag", "any"]
     text: str
     ends: tuple[int, ...] = ()
     forbidden: tuple[tuple[int, ...], ...] = ()
+    no_repeat: tuple[int, int] = (0, 0)
 
 
 class Matcher(ABC):
@@ -53,15 +56,14 @@ class Matcher(ABC):
 
 
 class GrammarLibrary(ABC):
-    """Compiles grammars.
+    """Compiles grammars. A library has a constructor with these arguments.
 
     Args:
         tokenizer: the content of the model's ``tokenizer.json``.
         vocab_size: ids of the model, of which the last may have no token.
     """
 
-    @abstractmethod
-    def __init__(self, tokenizer: str, vocab_size: int) -> None: ...
+    def __init__(self, tokenizer: str, vocab_size: int) -> None: ...  # noqa: B027  # for its types
 
     @classmethod
     @abstractmethod

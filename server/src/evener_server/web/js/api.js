@@ -21,6 +21,11 @@ export class Api {
     return (await (await this.#send("v1/models")).json()).data;
   }
 
+  /** What runs and how busy it is: the JSON of /status. */
+  async status() {
+    return (await this.#send("status", { headers: { accept: "application/json" } })).json();
+  }
+
   /**
    * One answer, as chunks.
    * @param {object} body of /v1/chat/completions, without `stream`

@@ -30,6 +30,12 @@ export const TEXTS = {
     table: "Table", temperature: "Temperature", theme: "Colours", thinking: "Reasoning", thinkingHelp: "For models whose template has this switch.",
     today: "Today", tokens: "{n} tokens", tool: "Tool", toolCall: "Calls {name}", tools: "Tools", toolsHelp: "A JSON list of functions, as in the OpenAI API. You give their results.",
     toolsWrong: "Not a JSON list of functions", top_k: "Top k", top_p: "Top p", untitled: "Untitled", yesterday: "Yesterday", you: "You", auto: "As the system", answerEmpty: "The answer is empty.",
+    statusArchitecture: "Architecture", statusAsleep: "The weights are released: it sleeps.", statusBackend: "Backend", statusContext: "Context",
+    statusDevice: "Device", statusEnded: "Ended", statusGenerated: "Generated tokens", statusHits: "Found in the prefix cache",
+    statusKv: "KV cache", statusNotReady: "Not ready: {why}", statusOf: "{n} of {all}", statusPreemptions: "Preempted", statusPrompt: "Prompt tokens",
+    statusRanks: "Processes", statusReady: "Ready", statusRequests: "Requests", statusRunning: "Running", statusUptime: "Runs since",
+    statusUsed: "Blocks in use", statusVersions: "Versions", statusWaiting: "Waiting", statusWeights: "Version of the weights",
+    statusWhy: "Chosen because", statusAdapters: "Adapters (LoRA)", statusTitle: "Status", statusTokens: "Tokens", statusDtype: "Numbers",
   },
   zh: {
     addImage: "添加图片", answering: "正在回答…", apiKey: "API 密钥", apiKeyHelp: "仅保存在此标签页中，关闭后即清除。",
@@ -60,6 +66,12 @@ export const TEXTS = {
     table: "表格", temperature: "温度", theme: "配色", thinking: "思考", thinkingHelp: "适用于模板带有此开关的模型。",
     today: "今天", tokens: "{n} 个词元", tool: "工具", toolCall: "调用 {name}", tools: "工具", toolsHelp: "与 OpenAI API 相同的 JSON 函数列表，结果由您填写。",
     toolsWrong: "不是 JSON 函数列表", top_k: "Top k", top_p: "Top p", untitled: "未命名", yesterday: "昨天", you: "您", auto: "跟随系统", answerEmpty: "回答为空。",
+    statusArchitecture: "架构", statusAsleep: "权重已释放：处于休眠。", statusBackend: "后端", statusContext: "上下文",
+    statusDevice: "设备", statusEnded: "已结束", statusGenerated: "生成的词元", statusHits: "前缀缓存命中",
+    statusKv: "KV 缓存", statusNotReady: "未就绪：{why}", statusOf: "{n} / {all}", statusPreemptions: "被抢占", statusPrompt: "提示词元",
+    statusRanks: "进程", statusReady: "就绪", statusRequests: "请求", statusRunning: "运行中", statusUptime: "启动于",
+    statusUsed: "使用中的块", statusVersions: "版本", statusWaiting: "等待中", statusWeights: "权重版本",
+    statusWhy: "选择原因", statusAdapters: "适配器（LoRA）", statusTitle: "状态", statusTokens: "词元", statusDtype: "数值类型",
   },
 };
 
