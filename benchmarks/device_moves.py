@@ -49,7 +49,8 @@ class Noise:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=self._generator) * scale * columns**-0.5
+        values = torch.randn(rows, columns, generator=self._generator)
+        return values.mul_(scale * columns**-0.5)
 
 
 def write_model(folder: Path, seed: int) -> Path:
@@ -68,7 +69,8 @@ def write_model(folder: Path, seed: int) -> Path:
 
 def write_adapter(folder: Path, rank: int = 8) -> Path:
     """A LoRA adapter of random weights, large enough to change tokens."""
-    noise, tensors = Noise(3), {}
+    noise = Noise(3)
+    tensors: dict[str, torch.Tensor] = {}
     for layer in range(CONFIG["num_hidden_layers"]):
         for name in ADAPTED:
             rows, columns = LINEAR[name]
