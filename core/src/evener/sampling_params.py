@@ -68,6 +68,8 @@ class SamplingParams:
             is complete, also with ``ignore_eos``.
         lora: the adapter that the model has for this request, by its name or as ``Adapters.hold`` returned it; None:
             none.
+        transfer: where the state of the prompt is, or that another server wants it, as ``kv_transfer_params`` of the
+            HTTP API say; "": neither.
 
     Raises:
         RequestError: a value is out of range; ``param`` names the field.
@@ -99,6 +101,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
     lora: str | HeldAdapter | None = None
+    transfer: str = ""
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, 128)
