@@ -132,8 +132,8 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), (bool, type(None)) if name == "ignore_eos" else bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
-        if not isinstance(self.prompt_outputs, PromptOutputs | None):
-            raise RequestError("prompt_outputs must be PromptOutputs or None", "prompt_outputs")
+        if not isinstance(self.prompt_outputs, PromptOutputs | None) or not isinstance(self.transfer, str):
+            raise RequestError("prompt_outputs must be PromptOutputs or None, and transfer a text", "prompt_outputs")
         if not isinstance(self.lora, str | HeldAdapter | None):
             raise RequestError(f"lora must be the name of an adapter or None, not {self.lora!r}", "lora")
         if not isinstance(self.stop, (str, list, tuple, type(None))):
@@ -174,6 +174,5 @@ def _number(name: str, value: object, low: float, high: float, open_low: bool = 
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
-        limits = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        without = f" but not {low:g}" if open_low else ""
-        raise RequestError(f"{name} must be a number {limits}{without}, not {value!r}", name)
+        limits = (f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}") + f" but not {low:g}" * open_low
+        raise RequestError(f"{name} must be a number {limits}, not {value!r}", name)
