@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from served import free_port
 
 from evener.config.schema import Config
 from evener.engine.controller.controller import Controller
@@ -33,21 +34,6 @@ KEY = b"0123456789abcdef-key"
 @pytest.fixture(autouse=True)
 def tiny_tensors(one_thread: None) -> None:
     """Every test here runs on one thread."""
-
-
-def free_ports(count: int) -> int:
-    """The first of ``count`` free ports that follow one another."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = probe.getsockname()[1]
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError):
-            continue
-        return first
 
 
 @pytest.fixture
@@ -74,7 +60,7 @@ def pair(started: Any) -> Callable[..., tuple[Controller, Controller, str]]:
     """``pair(config)``: what computes prompts, what answers, and the address of the first."""
 
     def start(config: Config, second: Config | None = None, **more: Any) -> tuple[Controller, Controller, str]:
-        one, two = free_ports(4), free_ports(4)
+        one, two = free_port(4), free_port(4)
         producer = started(config, one, **more)
         return producer, started(second or config, two, one, **more), f"127.0.0.1:{one}"
 
@@ -166,7 +152,7 @@ def test_a_peer_that_says_nothing_is_waited_for_as_long_as_the_operator_says(
     config, prompt = make_lively("Llama"), prompts()[0]
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        engine = started(config, free_ports(4), port, kv_transfer_seconds=0.3)
+        engine = started(config, free_port(4), port, kv_transfer_seconds=0.3)
         source = f"127.0.0.1:{port}/p"
         engine.handle([NewRequest(id="d", prompt=prompt, max_tokens=9, sampling=GREEDY, transfer=source)])
         engine.handle([NewRequest(id="other", prompt=prompts()[1], max_tokens=2, sampling=GREEDY)])
@@ -180,7 +166,7 @@ def test_a_peer_that_says_nothing_is_waited_for_as_long_as_the_operator_says(
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(make_lively: Any, started: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        engine = started(make_lively("Llama"), free_ports(4), port)
+        engine = started(make_lively("Llama"), free_port(4), port)
         source = f"127.0.0.1:{port}/p"
         engine.handle([NewRequest(id="d", prompt=prompts()[0], max_tokens=9, sampling=GREEDY, transfer=source)])
         engine.step()
@@ -235,7 +221,7 @@ def test_blocks_that_are_released_while_they_are_read_do_not_count(
 def test_blocks_are_held_until_they_are_needed_or_for_as_long_as_was_set(
     make_lively: Any, play: Any, started: Any
 ) -> None:
-    engine = started(make_lively("Llama"), free_ports(4), kv_hold_seconds=0.2)
+    engine = started(make_lively("Llama"), free_port(4), kv_hold_seconds=0.2)
     pool = engine.scheduler.state.pool
     hold(engine, play, prompts()[0])
     assert pool.used == 2
@@ -277,9 +263,9 @@ def test_what_was_fetched_waits_for_free_blocks(make_lively: Any, play: Any, pai
 
 def test_who_has_another_key_gets_nothing(make_lively: Any, play: Any, started: Any, tmp_path: Path) -> None:
     (tmp_path / "wrong").write_bytes(b"another key of 16 bytes")
-    config, prompt, port = make_lively("Llama"), prompts()[0], free_ports(4)
+    config, prompt, port = make_lively("Llama"), prompts()[0], free_port(4)
     first = started(config, port)
-    second = started(config, free_ports(4), port, key="wrong")
+    second = started(config, free_port(4), port, key="wrong")
     hold(first, play, prompt)
     message = NewRequest(id="d", prompt=prompt, max_tokens=2, sampling=GREEDY, transfer=f"127.0.0.1:{port}/p")
     assert play(second, [message]).cached["d"] == 0
@@ -292,7 +278,7 @@ def landing(engine: Controller) -> Any:
 
 
 def test_wrong_questions_are_refused_and_the_engine_goes_on(make_lively: Any, play: Any, started: Any) -> None:
-    port = free_ports(4)
+    port = free_port(4)
     engine = started(make_lively("Llama"), port)
     own = Address("127.0.0.1", port)
     engine_own = engine.scheduler.connector._fingerprint
@@ -332,7 +318,7 @@ def test_more_blocks_than_the_operator_has_room_for_are_computed(
 
 def test_each_rank_sends_and_gets_its_part(make_lively: Any, play: Any, tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(KEY)
-    ports = free_ports(4), free_ports(4)
+    ports = free_port(4), free_port(4)
     base, said = make_lively("Llama", **{"infer.tp_size": 2}), []
     for own, peer in (ports, ports[::-1]):
         offload = {"kv_transfer": f"127.0.0.1:{own}", "kv_peers": f"127.0.0.1:{peer}",
@@ -378,14 +364,14 @@ def test_a_block_that_is_not_written_shows_in_the_tokens(
 def test_wrong_settings_are_said_at_the_start(wrong: Any, says: str, make_lively: Any, tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(KEY)
     config = make_lively("Llama")
-    offload = {"kv_transfer": f"127.0.0.1:{free_ports(4)}", "kv_key_file": str(tmp_path / "key"), **wrong}
+    offload = {"kv_transfer": f"127.0.0.1:{free_port(4)}", "kv_key_file": str(tmp_path / "key"), **wrong}
     with pytest.raises(ConfigError, match=says):
         build_controller(replace(config, options={**config.options, "offload": offload}))
 
 
 def test_a_short_key_a_used_port_and_two_connectors_are_refused(make_lively: Any, tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"short")
-    config, port = make_lively("Llama"), free_ports(4)
+    config, port = make_lively("Llama"), free_port(4)
     offload = {"kv_transfer": f"127.0.0.1:{port}", "kv_key_file": str(tmp_path / "key")}
     shares = replace(config, options={**config.options, "offload": offload})
     with pytest.raises(ConfigError, match="must have 16 to 4096 bytes"):

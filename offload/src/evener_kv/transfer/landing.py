@@ -154,7 +154,7 @@ class Landing(BlockMover):
         with torch.inference_mode(), _own_stream(self._device):
             rows = torch.zeros(len(blocks), group.nbytes, dtype=torch.uint8, device=self._device.torch_device)
             group.read(blocks, rows)
-            return rows.cpu()
+            return self._device.readback(rows).wait()
 
     def _fetch(self, request: Fetch) -> None:
         peer = Address(request.host, request.port)
