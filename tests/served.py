@@ -198,8 +198,8 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def free_port(count: int = 1) -> int:
-    """A port that nobody has, the first of ``count`` such ports in a row, and that the kernel gives to nobody who asks for any: to no connection and no server of
-    another test before it is bound."""
+    """A port that nobody has, and that the kernel gives to nobody who asks for any: to no connection and no server of
+    another test before it is bound. It is the first of ``count`` such ports in a row."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.SystemRandom().sample(range(10_000, first), 100):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):

@@ -174,5 +174,5 @@ def _number(name: str, value: object, low: float, high: float, open_low: bool = 
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
-        limits = (f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}") + f" but not {low:g}" * open_low
-        raise RequestError(f"{name} must be a number {limits}, not {value!r}", name)
+        limits = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise RequestError(f"{name} must be a number {limits}{f' but not {low:g}' * open_low}, not {value!r}", name)

@@ -1,5 +1,5 @@
-"""Prompts computed by one engine and answered by another: the tokens are those of the naive engine, and nothing that was
-fetched is computed again."""
+"""Prompts computed by one engine and answered by another: the tokens are those of the naive engine, and nothing that
+was fetched is computed again."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ descriptor = Descriptor(
             "more."
         ),
         "kv_peers": Option(
-            type=str, default=None, help="The kv_transfer addresses of the servers that this one may fetch blocks from, "
-            "with commas between them."
+            type=str, default=None, help="The kv_transfer addresses of the servers that this one may fetch blocks "
+            "from, with commas between them."
         ),
         "kv_key_file": Option(
             type=str, default=None, help="File with a key, which these servers share, of at least 16 bytes."

@@ -240,7 +240,8 @@ class RequestTimer:
         self._metrics.request_max_generation_tokens.add(max(self._tokens.values(), default=0))
 
 
-#: Counters of ``infer.resident_experts``, ``infer.kv_host_memory`` and ``offload.kv_transfer``, which only such runs have.
+#: Counters of ``infer.resident_experts``, ``infer.kv_host_memory`` and ``offload.kv_transfer``: only such runs have
+#: them.
 _OF_HOST_MEMORY = {
     "expert_hits": "Experts that layers needed and that were on the device.",
     "expert_misses": "Experts that layers needed and that were copied to the device.",

@@ -174,8 +174,9 @@ class TransferServer:
         try:
             self._socket = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
         except OSError as error:
-            raise ConfigError(f"offload.kv_transfer: {address[0]}:{address[1]} cannot be listened on ({error.strerror}"
-                              f"); ports from the one set up to one more than there are ranks must be free") from error  # fmt: skip
+            where = f"{address[0]}:{address[1]}"
+            raise ConfigError(f"offload.kv_transfer: {where} cannot be listened on ({error.strerror}); this port and "
+                              "one more for each rank must be free, on this machine's address") from error  # fmt: skip
         threading.Thread(target=self._accept, name="evener-kv-accept", daemon=True).start()
 
     def close(self) -> None:

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
-
 from evener.contracts.connector import BlockMove, BlockMoves, BlockTransfer, Connector, StartingRequest
 from evener.engine.controller.blocks import CacheListener
 from evener.engine.controller.state import StateManager
