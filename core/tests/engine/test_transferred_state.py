@@ -274,7 +274,7 @@ def test_who_has_another_key_gets_nothing(make_lively: Any, play: Any, started: 
 
 
 def landing(engine: Controller) -> Any:
-    return engine.executor.worker._mover  # type: ignore[attr-defined]
+    return engine.executor.worker.mover  # type: ignore[attr-defined]
 
 
 def test_wrong_questions_are_refused_and_the_engine_goes_on(make_lively: Any, play: Any, started: Any) -> None:
@@ -331,7 +331,7 @@ def test_each_rank_sends_and_gets_its_part(make_lively: Any, play: Any, tmp_path
         played = play(second, [message])
         assert played.tokens["d"] == NaiveModel(base.model, max_positions=128).greedy(prompt, 9)
         assert played.cached["d"] == 48
-        received = [worker._mover.counters()["kv_transfer_received_bytes"] for worker in ranks.workers]
+        received = [worker.mover.counters()["kv_transfer_received_bytes"] for worker in ranks.workers]
         assert len(received) == 2 and received[0] == received[1] > 0
         for engine in (first, second):
             engine.close()
@@ -380,5 +380,5 @@ def test_a_short_key_a_used_port_and_two_connectors_are_refused(make_lively: Any
     with socket.create_server(("127.0.0.1", port + 1)), pytest.raises(ConfigError, match="cannot be listened on"):
         build_controller(shares)
     for more in ({"kv_host_memory": 1 << 23}, {"prefix_cache": False}):
-        with pytest.raises(ConfigError, match=r"offload\.kv_transfer needs infer\.prefix_cache=true, and no other"):
+        with pytest.raises(ConfigError, match=r"offload\.kv_transfer .* set infer\.prefix_cache=true too, and nothing else"):
             build_controller(replace(shares, infer=replace(shares.infer, **more)))

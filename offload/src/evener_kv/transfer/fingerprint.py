@@ -16,6 +16,7 @@ import msgspec
 
 from evener.config.schema import Config
 from evener.engine.wire.worker_facts import WorkerFacts
+from evener.errors import ConfigError
 from evener_kv.transfer.messages import VERSION
 
 #: Of each file: this many places, and bytes of each.
@@ -35,17 +36,24 @@ def fingerprint(config: Config, facts: WorkerFacts) -> str:
         "snapshots": infer.snapshot_every, "index_topk": infer.index_topk,
     }  # fmt: skip
     digest = hashlib.sha256(msgspec.json.encode(same, order="sorted"))
-    for text in (config.model, config.weight_map, infer.kv_scales):
-        for path in _files(Path(text)) if text else ():
+    for text in filter(None, (facts.info.model, config.weight_map, infer.kv_scales)):
+        digest.update(b"\n")
+        for path in _files(Path(text)):
             _add(digest, path)
     return digest.hexdigest()
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """The model's files, ordered by name."""
+    """The model's files, ordered by name.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not path.exists():
+        raise ConfigError(f"offload.kv_transfer compares the model's files, and {path} is none; give a folder or file")
     if path.is_file():
         yield path
-    elif path.is_dir():
+    else:
         names = sorted(each for each in path.iterdir() if each.is_file())[:_MOST_FILES]
         yield from (each for each in names if each.suffix in _ENDINGS or each.name == "config.json")
 

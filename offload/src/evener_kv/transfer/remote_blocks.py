@@ -15,8 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
@@ -60,6 +59,7 @@ class _Fetch:
         places: where the ranks keep what was fetched; set before ``over``.
         blocks: what the request holds of the pool, once the next plan copies into them.
         columns, tokens: its prefix in blocks, and the tokens of it that came from the other server.
+        until: when it starts without them; begun: whether a thread is at it.
     """
 
     request: str
@@ -67,6 +67,7 @@ class _Fetch:
     digests: list[bytes]
     have: list[list[bool]]
     until: float
+    begun: bool = False
     over: threading.Event = field(default_factory=threading.Event)
     places: dict[Key, int] = field(default_factory=dict)
     dropped: bool = False
@@ -97,13 +98,12 @@ class RemoteBlocks(Connector, CacheListener):
         self._back: list[BlockTransfer] = []
         self._next_transfer = 0
         self._quiet_until: dict[str, float] = {}
-        self._threads = ThreadPoolExecutor(AT_A_TIME, "evener-kv-fetch")
+        self._running = 0
         self._server = TransferServer((settings.own.host, settings.own.port), settings.key, self._answer)
         state.pool.listeners.append(self)
 
     def close(self) -> None:
         self._server.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
         for rank in self._ranks:
             with suppress(TransferError), connect(self._settings.own.of_rank(rank), self._settings.key, _soon()) as own:
                 own.ask(Stop(), Done)
@@ -125,6 +125,11 @@ class RemoteBlocks(Connector, CacheListener):
             return True
         if not fetch.over.is_set():
             if time.monotonic() < fetch.until:
+                if not fetch.begun and self._running < AT_A_TIME:
+                    fetch.begun = True
+                    with self._lock:
+                        self._running += 1
+                    _in_thread(self._run, fetch)
                 if not busy:
                     fetch.over.wait(_PAUSE)
                 return False
@@ -215,27 +220,25 @@ class RemoteBlocks(Connector, CacheListener):
         elif message.adapter or columns > _MOST_BLOCKS:
             what = "adapters of two servers may differ" if message.adapter else f"the prompt has {columns} blocks"
             self._give_up(fetch, what)
-        else:
-            self._threads.submit(self._run, fetch)
         return fetch
 
     def _run(self, fetch: _Fetch) -> None:
         """In a thread."""
+        places: dict[Key, int] = {}
         try:
             places = self._fetch(fetch)
         except TransferError as error:
             self._give_up(fetch, str(error))
-            return
         except Exception:
             log.exception("fetching KV blocks failed")
             self._give_up(fetch, "of an error that was logged")
-            return
         with self._lock:
+            self._running -= 1
             late = fetch.over.is_set()
             if not late:
                 fetch.places = places
                 fetch.over.set()
-        if late or fetch.dropped:
+        if places and (late or fetch.dropped):
             self._drop(list(places.values()))
 
     def _fetch(self, fetch: _Fetch) -> dict[Key, int]:
@@ -352,8 +355,7 @@ class RemoteBlocks(Connector, CacheListener):
     def _forget(self, fetch: _Fetch) -> None:
         places, fetch.places = list(fetch.places.values()), {}
         if places:
-            with suppress(RuntimeError):  # closed
-                self._threads.submit(self._drop, places)
+            _in_thread(self._drop, places)
 
     def _drop(self, places: list[int]) -> None:
         """Let the ranks forget these places. In a thread."""
@@ -365,6 +367,11 @@ class RemoteBlocks(Connector, CacheListener):
 def prompt_blocks(tokens: Sequence[int], block_size: int) -> int:
     """Full blocks of a prompt that may be reused: its last token is always computed."""
     return (len(tokens) - 1) // block_size
+
+
+def _in_thread(work: Callable[..., None], *given: object) -> None:
+    """A process that ends does not wait for it."""
+    threading.Thread(target=work, args=given, name="evener-kv-fetch", daemon=True).start()
 
 
 def _soon() -> float:

@@ -36,11 +36,10 @@ def find_connector(config: Config) -> Any | None:
     names = [(name, f"{each.package}.kv_{name}") for name, each in catalog.lazy_imports("connector").items()
              if options.get(each.package, {}).get(f"kv_{name}")]  # fmt: skip
     names += [("host", "infer.kv_host_memory")] * (config.infer.kv_host_memory is not None)
-    if not names:
-        return None
-    if len(names) > 1 or not config.infer.prefix_cache:
-        raise ConfigError(f"{names[0][1]} needs infer.prefix_cache=true, and no other connector beside it")
-    return catalog.need("connector", *names[0], "evener-offload")
+    if len(names) > 1 or (names and not config.infer.prefix_cache):
+        what = "keeps or fetches blocks of the prefix cache: set infer.prefix_cache=true too"
+        raise ConfigError(f"{names[0][1]} {what}, and nothing else that does it")
+    return catalog.need("connector", *names[0], "evener-offload") if names else None
 
 
 def find_adapters(wanted: object) -> Any | None:
