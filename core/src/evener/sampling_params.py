@@ -132,10 +132,10 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), (bool, type(None)) if name == "ignore_eos" else bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
-        if not isinstance(self.prompt_outputs, PromptOutputs | None) or not isinstance(self.transfer, str):
-            raise RequestError("prompt_outputs must be PromptOutputs or None, and transfer a text", "prompt_outputs")
-        if not isinstance(self.lora, str | HeldAdapter | None):
-            raise RequestError(f"lora must be the name of an adapter or None, not {self.lora!r}", "lora")
+        for name, kind, what in (("prompt_outputs", PromptOutputs | None, "PromptOutputs"), ("transfer", str, "text"),
+                                 ("lora", str | HeldAdapter | None, "the name of an adapter or None")):  # fmt: skip
+            if not isinstance(getattr(self, name), kind):
+                raise RequestError(f"{name} must be {what}, not {getattr(self, name)!r}", name)
         if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise RequestError(f"stop must be a string or a list of strings, not {self.stop!r}", "stop")
         if len(self.stop_strings) > MAX_STOPS:
