@@ -261,6 +261,38 @@ def test_what_was_fetched_waits_for_free_blocks(make_lively: Any, play: Any, pai
     assert played.cached["d"] == 48 and pool.used == 0 and landing(second)._rows == {}
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("free", [9, 14, 10_000])
+def test_many_prompts_at_once_in_a_small_pool_change_no_token(
+    family: str, free: int, make_lively: Any, play: Any, pair: Any
+) -> None:
+    config = make_lively(family, **{"infer.depth": 2})
+    alone = NaiveModel(config.model, max_positions=128)
+    first, second, address = pair(config)
+    for index, prompt in enumerate(prompts()):
+        hold(first, play, prompt, f"p{index}")
+    pool = second.scheduler.state.pool
+    free = max(free, second.scheduler.state.blocks_for(80, 24) * pool.slab + 1)
+    taken = pool.allocate(max(0, pool.free - free) // pool.slab)
+    messages = [
+        NewRequest(id=f"{way}{index}", prompt=prompt, max_tokens=12, sampling=GREEDY,
+                   transfer=f"{address}/p{index}" if way == "there" else "")
+        for way in ("there", "here") for index, prompt in enumerate(prompts())
+    ]  # fmt: skip
+    arrivals = {message.id: step for step, message in enumerate(messages)}
+    played = play(second, messages, aborts={"there1": 3}, arrivals=arrivals)
+    for index, prompt in enumerate(prompts()):
+        want = alone.greedy(prompt, 12)
+        assert played.tokens[f"here{index}"] == want
+        assert played.tokens[f"there{index}"] == want[: len(played.tokens[f"there{index}"])]
+    assert set(played.reasons().values()) == {"length", "abort"}
+    until = time.monotonic() + 60
+    while landing(second)._arriving and time.monotonic() < until:
+        time.sleep(0.01)
+    assert pool.used == len(taken) * pool.slab and landing(second)._rows == {}
+    assert not second.scheduler.connector._fetches
+
+
 def test_who_has_another_key_gets_nothing(make_lively: Any, play: Any, started: Any, tmp_path: Path) -> None:
     (tmp_path / "wrong").write_bytes(b"another key of 16 bytes")
     config, prompt, port = make_lively("Llama"), prompts()[0], free_port(4)
