@@ -197,13 +197,14 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def free_port() -> int:
+def free_port(count: int = 1) -> int:
     """A port that nobody has, and that the kernel gives to nobody who asks for any: to no connection and no server of
-    another test before it is bound."""
+    another test before it is bound. It is the first of ``count`` such ports in a row."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.SystemRandom().sample(range(10_000, first), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for each in range(port, port + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", each))
             return port
     raise AssertionError(f"no port from 10000 to {first} is free")
 

@@ -233,7 +233,7 @@ def test_unlike_stages_import_only_the_core_below_its_controller_and_where_they_
 def test_kept_state_imports_only_the_core_up_to_the_pools_of_the_controller() -> None:
     controller = ("evener.engine.controller.blocks", "evener.engine.controller.state")
     above = ("evener.engine.controller", "evener.engine.processes", "evener.frontend", "evener.cli", "evener.llm")
-    own, kept = allow_of_evener("evener_kv", "evener_offload.host_backend", "evener"), inside("evener_kv", OFFLOAD)
+    own, kept = allow_of_evener("evener_kv", "evener_offload", "evener"), inside("evener_kv", OFFLOAD)
     allowed = lambda t: own(t) and (t in controller or not belongs(t, *above))  # noqa: E731
     assert kept and violations(kept, allowed, typing=True) == []
 

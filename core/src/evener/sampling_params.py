@@ -68,6 +68,8 @@ class SamplingParams:
             is complete, also with ``ignore_eos``.
         lora: the adapter that the model has for this request, by its name or as ``Adapters.hold`` returned it; None:
             none.
+        transfer: where the state of the prompt is, or that another server wants it, as ``kv_transfer_params`` of the
+            HTTP API say; "": neither.
 
     Raises:
         RequestError: a value is out of range; ``param`` names the field.
@@ -99,6 +101,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
     lora: str | HeldAdapter | None = None
+    transfer: str = ""
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, 128)
@@ -129,10 +132,10 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), (bool, type(None)) if name == "ignore_eos" else bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
-        if not isinstance(self.prompt_outputs, PromptOutputs | None):
-            raise RequestError("prompt_outputs must be PromptOutputs or None", "prompt_outputs")
-        if not isinstance(self.lora, str | HeldAdapter | None):
-            raise RequestError(f"lora must be the name of an adapter or None, not {self.lora!r}", "lora")
+        for name, kind, what in (("prompt_outputs", PromptOutputs | None, "PromptOutputs"), ("transfer", str, "text"),
+                                 ("lora", str | HeldAdapter | None, "the name of an adapter or None")):  # fmt: skip
+            if not isinstance(getattr(self, name), kind):
+                raise RequestError(f"{name} must be {what}, not {getattr(self, name)!r}", name)
         if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise RequestError(f"stop must be a string or a list of strings, not {self.stop!r}", "stop")
         if len(self.stop_strings) > MAX_STOPS:
@@ -172,5 +175,4 @@ def _number(name: str, value: object, low: float, high: float, open_low: bool = 
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
         limits = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        without = f" but not {low:g}" if open_low else ""
-        raise RequestError(f"{name} must be a number {limits}{without}, not {value!r}", name)
+        raise RequestError(f"{name} must be a number {limits}{f' but not {low:g}' * open_low}, not {value!r}", name)

@@ -18,7 +18,7 @@ module                holds
 
 from __future__ import annotations
 
-from evener.contracts.descriptor import Descriptor
+from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="offload",
@@ -28,7 +28,6 @@ descriptor = Descriptor(
         "host": "evener_offload.host_experts:HostExperts",
         "resident": "evener_offload.resident_experts:ResidentExperts",
     },
-    connectors={"host": "evener_kv.host:HostConnector"},
     engine_commands={"weights": "evener_weights.commands:WeightCommands"},
     stage_parts={
         "check": "evener_stages.devices:check_stages",
@@ -36,5 +35,30 @@ descriptor = Descriptor(
         "device": "evener_stages.devices:device_of_rank",
         "meet": "evener_stages.assembly:meet",
         "assemble": "evener_stages.assembly:assemble_split",
+    },
+    connectors={"host": "evener_kv.host:HostConnector", "transfer": "evener_kv.transfer.connector:TransferConnector"},
+    options={
+        "kv_transfer": Option(
+            type=str, default=None, help="HOST:PORT under which other servers fetch KV cache blocks from this one, or "
+            "from which it fetches theirs: prompts are computed on one, answers on another. Each rank needs one port "
+            "more."
+        ),
+        "kv_peers": Option(
+            type=str, default=None, help="The kv_transfer addresses of the servers that this one may fetch blocks "
+            "from, with commas between them."
+        ),
+        "kv_key_file": Option(
+            type=str, default=None, help="File with a key, which these servers share, of at least 16 bytes."
+        ),
+        "kv_transfer_seconds": Option(
+            type=float, default=30.0, help="Seconds that a request waits for blocks of another server; then its prompt "
+            "is computed here."
+        ),
+        "kv_hold_seconds": Option(
+            type=float, default=120.0, help="Seconds that blocks of a prompt are held for the server that goes on."
+        ),
+        "kv_landing_bytes": Option(
+            type=int, default=4 << 30, help="Bytes of host memory on each rank for blocks that arrive."
+        ),
     },
 )  # fmt: skip

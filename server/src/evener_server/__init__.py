@@ -43,6 +43,7 @@ module                  content
 ``bad_words``           texts that must not be generated
 ``chat`` ``completions``  the two endpoints
 ``batch``               several chats in one request
+``transfers``           prompts that one server computes and another answers
 ``held``                grammars of answers: forms, forced calls, reasoning before them
 ``translated``          what APIs share that are translated into chat completions
 ``responses``           OpenAI's Responses API

@@ -26,6 +26,7 @@ from evener_server.prompt_tokens import left_of
 from evener_server.protocol import ChatBody
 from evener_server.service import Service
 from evener_server.streaming import DONE, ChunkEnd, Job, event, to_json
+from evener_server.transfers import asked_transfer, transfer_answer, unused_fields
 
 #: So many characters at a prompt's end are enough to see whether a template opened the reasoning there.
 PROMPT_END = 256
@@ -38,10 +39,11 @@ class ChatJob(Job):
         self.stream = bool(body.stream)
         self._service, self._body = service, body
         self._params, self._top = service.sampling(body), body.shown_logprobs()
+        self._params = replace(self._params, transfer=asked_transfer(service, body))
         self._chat = service.prompts.chat(body)
         self._reasoning, self._tools = self._parsers()
         self._held = self._held_to()
-        self.without_effect = list(self._held.loose)
+        self.without_effect = [*self._held.loose, *unused_fields(service, body)]
         if any(each and each.special_tokens for each in (self._reasoning, self._tools)):
             # Marks of the format are among them.
             self._params = replace(self._params, skip_special_tokens=False)
@@ -195,6 +197,7 @@ class ChatJob(Job):
         fields = self.of_prompt(generation, 0)
         usage = await self._service.usage(generation, [each.message.reasoned for each in choices])
         times = self._service.metrics_of(generation)
+        times |= transfer_answer(self._service, self._body.kv_transfer_params, self._head["id"])
         return to_json({**self._head, "choices": shown, "usage": usage, **fields, **times})
 
     def of_prompt(self, generation: Generation, prompt: int) -> dict[str, Any]:

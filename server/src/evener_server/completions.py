@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from evener.contracts.media import MediaPrompt
@@ -23,6 +24,7 @@ from evener_server.prompt_tokens import left_of
 from evener_server.protocol import CompletionBody
 from evener_server.service import Service
 from evener_server.streaming import DONE, ChunkEnd, Job, event, to_json
+from evener_server.transfers import asked_transfer, transfer_answer, unused_fields
 
 Prompt: TypeAlias = "str | list[int] | MediaPrompt"
 
@@ -34,6 +36,8 @@ class CompletionJob(Job):
         self.stream = bool(body.stream)
         self._service, self._body = service, body
         self._params, self._tokenizer = service.sampling(body), service.llm.tokenizer
+        self._params = replace(self._params, transfer=asked_transfer(service, body))
+        self.without_effect = unused_fields(service, body)
         if body.beams is not None:
             check_beams(self._params, self.stream)
         self._names = service.token_names(body.return_tokens_as_token_ids)
@@ -107,6 +111,7 @@ class CompletionJob(Job):
             for place, i in enumerate(self._best_choices(generation))
         ]
         times = self._service.metrics_of(generation)
+        times |= transfer_answer(self._service, self._body.kv_transfer_params, self._head["id"])
         return to_json({**self._head, "choices": choices, "usage": generation.usage(), **times})
 
     def _answer_ids(self, generation: Generation, choice: int, delta: Delta, first: bool) -> list[int]:

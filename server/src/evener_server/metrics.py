@@ -240,7 +240,8 @@ class RequestTimer:
         self._metrics.request_max_generation_tokens.add(max(self._tokens.values(), default=0))
 
 
-#: Counters of ``infer.resident_experts`` and ``infer.kv_host_memory``, which only such runs have.
+#: Counters of ``infer.resident_experts``, ``infer.kv_host_memory`` and ``offload.kv_transfer``: only such runs have
+#: them.
 _OF_HOST_MEMORY = {
     "expert_hits": "Experts that layers needed and that were on the device.",
     "expert_misses": "Experts that layers needed and that were copied to the device.",
@@ -249,6 +250,12 @@ _OF_HOST_MEMORY = {
     "kv_host_hit_tokens": "Tokens whose KV cache came from host memory.",
     "kv_host_stored_bytes": "Bytes of KV cache blocks that were copied to host memory.",
     "kv_host_loaded_bytes": "Bytes of KV cache blocks that were copied from host memory to the device.",
+    "kv_transfer_held": "Requests whose KV cache blocks were held for another server.",
+    "kv_transfer_hits": "Requests that got KV cache blocks from another server.",
+    "kv_transfer_hit_tokens": "Tokens whose KV cache came from another server.",
+    "kv_transfer_failures": "Requests whose prompt was computed because fetching its blocks failed.",
+    "kv_transfer_sent_bytes": "Bytes of KV cache blocks that were sent to other servers.",
+    "kv_transfer_received_bytes": "Bytes of KV cache blocks that came from other servers.",
 }
 
 

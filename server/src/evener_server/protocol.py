@@ -48,11 +48,21 @@ class StreamOptions(Body):
 
 class TransferParams(Body):
     """What a router sends on from a server that has computed the prompt: the ids of its tokens, so that messages are
-    not tokenized again. State of other servers is not taken over."""
+    not tokenized again, and where the state of the prompt is; see ``transfers``."""
 
     model_config = ConfigDict(extra="allow")
 
     prompt_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    #: Another server goes on with the state of this prompt, or has computed it.
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_host: Annotated[str | None, Field(max_length=253)] = None
+    remote_port: Annotated[int | None, Field(ge=1, le=65_535)] = None
+    remote_request_id: Annotated[str | None, Field(max_length=200)] = None
+    # Others need them; here they say nothing.
+    remote_engine_id: Any = None
+    remote_block_ids: Any = None
+    tp_size: Any = None
 
 
 class PromptBody(Body):
@@ -276,6 +286,17 @@ class TokenOutputs(GenerationBody):
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     #: Likeliest tokens to return at each position of the prompt, besides the prompt's own.
     prompt_logprobs: Likeliest | None = None
+    #: Of a router: where the state of the prompt is, and for chats its tokens, in place of those of the messages.
+    kv_transfer_params: TransferParams | None = None
+
+    @property
+    def prompt_count(self) -> int:
+        """Prompts of the request."""
+        return 1
+
+    def without_effect(self) -> list[str]:
+        extra = [] if self.kv_transfer_params is None else sorted(self.kv_transfer_params.model_extra or ())
+        return [f"kv_transfer_params.{name[:MAX_SHOWN_CHARS]}" for name in extra]
 
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
@@ -360,8 +381,6 @@ class ChatBody(TokenOutputs):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    #: Of a router: the prompt's tokens, in place of those of the messages.
-    kv_transfer_params: TransferParams | None = None
 
     @property
     def embedded(self) -> bool:
@@ -371,12 +390,6 @@ class ChatBody(TokenOutputs):
     def prompt_ids(self) -> list[int] | None:
         """The ids of the prompt's tokens, if they were sent."""
         return None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
-
-    def without_effect(self) -> list[str]:
-        return [f"kv_transfer_params.{name[:MAX_SHOWN_CHARS]}" for name in self._unused_params()]
-
-    def _unused_params(self) -> list[str]:
-        return [] if self.kv_transfer_params is None else sorted(self.kv_transfer_params.model_extra or ())
 
     @property
     def own_prompt_tokens(self) -> bool:
@@ -457,6 +470,14 @@ class CompletionBody(TokenOutputs):
     def prompts(self) -> int:
         """The number of prompts."""
         return len(self.prompt_embeds or ()) + len(self.prompt or ())
+
+    @property
+    def prompt_count(self) -> int:
+        return self.prompts
+
+    def without_effect(self) -> list[str]:
+        unread = self.kv_transfer_params is not None and self.kv_transfer_params.prompt_token_ids is not None
+        return super().without_effect() + ["kv_transfer_params.prompt_token_ids"] * unread
 
     @property
     def samples(self) -> int:

@@ -194,7 +194,7 @@ class Frontend:
                     id=name, prompt=prepared.ids, max_tokens=prepared.max_tokens, sampling=sampling,
                     stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
                     fork_of=names[0] if index else "", media=prepared.media, adapter=adapter, cache_salt=adapter,
-                    priority=params.priority,
+                    priority=params.priority, transfer=params.transfer,
                     whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
                 )
             )  # fmt: skip

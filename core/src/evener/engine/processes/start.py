@@ -50,7 +50,7 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     Raises:
         EvenerError: the engine cannot start with this configuration.
     """
-    find_connector(config.infer)  # before weights are read
+    find_connector(config)  # before weights are read
     find_adapters(config.infer.adapter_slots)
     if config.infer.proposes != "none":
         find_drafter(config.infer)
@@ -94,7 +94,7 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
     media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
-    found, lora = find_connector(infer), find_adapters(infer.adapter_slots)
+    found, lora = find_connector(config), find_adapters(infer.adapter_slots)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
                           grammars=open_grammars(config, facts.info.vocab_size),
                           drafts=open_drafts(infer, facts), adapters=lora and lora.controller(infer),

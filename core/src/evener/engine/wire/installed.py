@@ -20,22 +20,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from evener.config.schema import InferConfig
+from evener.config.schema import Config
 from evener.errors import CheckpointError, ConfigError
 from evener.plugins.discover import installed_catalog
 
 
-def find_connector(infer: InferConfig) -> Any | None:
-    """The connector's class, see ``evener.contracts.connector``; None: the engine has none.
+def find_connector(config: Config) -> Any | None:
+    """The connector's class, see ``evener.contracts.connector``; None: the engine has none. A connector NAME is asked
+    for by the option ``kv_NAME`` of its package, and "host" by ``infer.kv_host_memory``.
 
     Raises:
-        ConfigError: no installed package has it, or there is no prefix cache.
+        ConfigError: no installed package has it, several are asked for, or there is no prefix cache.
     """
-    if infer.kv_host_memory is None:
-        return None
-    if not infer.prefix_cache:
-        raise ConfigError("infer.kv_host_memory keeps what leaves the prefix cache; set infer.prefix_cache=true too")
-    return installed_catalog().need("connector", "host", "infer.kv_host_memory", "evener-offload")
+    catalog, options = installed_catalog(), config.options
+    names = [(name, f"{each.package}.kv_{name}") for name, each in catalog.lazy_imports("connector").items()
+             if options.get(each.package, {}).get(f"kv_{name}")]  # fmt: skip
+    names += [("host", "infer.kv_host_memory")] * (config.infer.kv_host_memory is not None)
+    if len(names) > 1 or (names and not config.infer.prefix_cache):
+        what = "keeps or fetches blocks of the prefix cache: set infer.prefix_cache=true too"
+        raise ConfigError(f"{names[0][1]} {what}, and nothing else that does it")
+    return catalog.need("connector", *names[0], "evener-offload") if names else None
 
 
 def find_adapters(wanted: object) -> Any | None:

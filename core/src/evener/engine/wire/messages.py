@@ -83,6 +83,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
             tokens than both share, this request starts as if ``fork_of`` were empty.
         media: stand for some of the prompt's tokens; in order of position.
         whole_prompt: the prompt has to be computed, even if its state is cached.
+        transfer: what the connector is told of it, such as where its state is; "": nothing.
     """
 
     id: str
@@ -97,6 +98,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
     fork_of: str = ""
     media: list[MediaItem] = []
     whole_prompt: bool = False
+    transfer: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -53,17 +53,13 @@ def merge_facts(found: Sequence[WorkerFacts]) -> WorkerFacts:
     first = found[0]
     for rank, facts in enumerate(found):
         for what in ("kinds", "cuts", "block_size"):
-            ours, theirs = getattr(first, what), getattr(facts, what)
-            if ours != theirs:
-                raise EngineError(
-                    f"ranks disagree about their state: {what} is {ours} on rank 0 and {theirs} on rank {rank}; "
-                    "run the same packages, backend and configuration on each"
-                )
+            if (ours := getattr(first, what)) != (theirs := getattr(facts, what)):
+                raise EngineError(f"ranks disagree about their state: {what} is {ours} on rank 0 and {theirs} on rank "
+                                  f"{rank}; run the same packages, backend and configuration on each")  # fmt: skip
     if len(found) == 1:
         return first
     names = ("blocks", "max_reqs", "max_seq_len", "step_tokens", "kept_slabs")
     least = {name: min(getattr(facts, name) for facts in found) for name in names}
-    own = ("device", "backend", "memory", "layers")
-    ranks = [RankInfo(**{name: getattr(f.info, name) for name in own}) for f in found]
+    ranks = [RankInfo(**{name: getattr(f.info, name) for name in RankInfo.__struct_fields__}) for f in found]
     info = msgspec.structs.replace(first.info, max_model_len=least["max_seq_len"], ranks=ranks)
     return replace(first, **least, info=info)

@@ -86,7 +86,7 @@ class Worker:
             measured = self._measure(a, plan)
             resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
         self.pool: torch.Tensor | None = a.geometry.bind(plan.blocks, a.device)
-        found = find_connector(resolved.config.infer)
+        found = find_connector(resolved.config)
         self.mover = found and found.worker(a, self.pool)
         self.graphs = self.step_graphs(a, self.runner)
         if a.draft is not None and self.drafter is not None and a.device.capabilities.max_captures is None:

@@ -1,0 +1,57 @@
+"""Prompts that one backend has computed and another answers: state crosses in the canonical layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from expert_families import Configured
+from harsh_traffic import GREEDY
+from served import free_port
+
+from evener.engine.controller.controller import Controller
+from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest
+from evener_conformance.reference.engine import play
+
+IDS = [5 + 7 * i * i % 89 for i in range(200)]
+PROMPTS = [IDS[:150], IDS[20:160], IDS[:140]]
+
+
+@pytest.fixture
+def pair(configured: Configured, tmp_path: Path) -> Iterator[Any]:
+    """``pair(family, backend, other)``: what computes prompts, what answers, and the address of the first."""
+    (tmp_path / "key").write_text("a key that both of them share")
+    engines: list[Controller] = []
+
+    def start(family: str, first: str, second: str, **more: Any) -> tuple[Controller, Controller, str]:
+        ports = free_port(3), free_port(3)
+        for backend, own, peer in ((first, *ports), (second, *ports[::-1])):
+            keys = {"offload.kv_transfer": f"127.0.0.1:{own}", "offload.kv_peers": f"127.0.0.1:{peer}",
+                    "offload.kv_key_file": str(tmp_path / "key"), "infer.block_size": 128, **more}  # fmt: skip
+            engines.append(build_controller(configured(family, backend=backend, **keys))[0])
+        return engines[0], engines[1], f"127.0.0.1:{ports[0]}"
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "GptOss"])
+@pytest.mark.parametrize("backends", [("simulated", "cpu"), ("cpu", "simulated"), ("simulated", "simulated")])
+def test_an_answer_begun_on_one_backend_goes_on_on_another(family: str, backends: Any, pair: Any) -> None:
+    first, second, address = pair(family, *backends)
+    for number, prompt in enumerate(PROMPTS):
+        asked = NewRequest(id=f"p{number}", prompt=prompt, max_tokens=1, sampling=GREEDY, transfer="hold")
+        (token,) = play(first, [asked]).tokens[f"p{number}"]
+        source = f"{address}/p{number}"
+        played = play(second, [NewRequest(id="d", prompt=prompt, max_tokens=8, sampling=GREEDY, transfer=source)])
+        # The first engine alone is the measure.
+        alone = play(first, [NewRequest(id="a", prompt=prompt, max_tokens=8, sampling=GREEDY)])
+        assert played.tokens["d"] == alone.tokens["a"] and played.tokens["d"][0] == token
+        assert played.cached["d"] == 128
+    counters = second.scheduler.connector.counters
+    # The third prompt begins with the block of the first, so nothing of it is fetched.
+    assert counters["kv_transfer_hits"] == 2 and counters["kv_transfer_failures"] == 0
