@@ -79,6 +79,8 @@ def choose(source: Source, settings: Settings) -> Chosen:
     if not taken:
         raise ConfigError(f"{where} has no matrix that {settings.method} stores in groups of {group or 'whole rows'} "
                           "columns; set another --group")  # fmt: skip
+    if settings.method == "awq" and not settings.nearest and any(weight.experts for weight in taken):
+        raise ConfigError(f"{where} has experts, for whose inputs --method awq finds no scales; use --method gptq")
     replaced = frozenset(name for weight in taken for name in stored_names(weight))
     stored: dict[str, Any] = {}
     for weight in taken:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from evener_convert.writer import WeightFile, forget_notes, write_file
 from safetensors.torch import load_file, save
 
 from evener.backend_search import BackendSearch
+from evener.config.checkpoint import facts_of
 from evener.config.schema import Config
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.conversion.views import CheckpointView
@@ -59,6 +61,8 @@ def quantize(
         raise ConfigError("evener quantize writes a folder; use `evener convert SRC DST.gguf quant=q4_k_m` for GGUF")
     source = open_source(config)
     chosen = choose(source, settings)
+    longest = facts_of(config.model, source.checkpoint.config, source.family.max_positions).max_positions
+    settings = replace(settings, window=min(settings.window, longest or settings.window))
     ids = [] if settings.nearest else _ids(config, text, settings.tokens)
     facts = {**settings.to_json(), "text": hashlib.sha256(text.encode()).hexdigest(), "count": len(ids)}
     key = {**description(source), "quantize": facts}

@@ -48,7 +48,7 @@ class Stage:
 
     def __init__(self, config: Config, search: BackendSearch, index: int, count: int, observer: Observer) -> None:
         self.assembly: Assembly = assemble(config, search, ranks=RankGroups(World.of(index, 1, count)))
-        a = self.assembly
+        a, self.observer = self.assembly, observer
         load_stage(a)
         # All other ops are the reference's, by op_impl.
         available = replace(a.resolver.available, kernels=observer.kernels(), reference_ops="", forced={})
