@@ -1,5 +1,5 @@
-"""``evener quantize``: what it writes is read by the engine and, by the published rule, by transformers; it is closer to
-the model than rounding to nearest; it works one layer at a time, and goes on where it was interrupted."""
+"""``evener quantize``: what it writes is read by the engine and, by the published rule, by transformers; it is
+closer to the model than rounding to nearest; it works one layer at a time, and goes on where it was interrupted."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def test_a_weight_that_is_not_finite_ends_it_without_a_result(tmp_path: Path) ->
 
 
 def test_the_options_become_settings() -> None:
-    arguments, config, result = read_arguments(
+    arguments, _, result = read_arguments(
         ["a", "b", "--method", "gptq", "--bits", "3", "--group", "-1", "--asymmetric", "--order", "groups"]
     )
     assert settings_of(arguments) == Settings("gptq", 3, 0, False, "groups") and result.name == "b"

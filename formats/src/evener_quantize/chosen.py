@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from evener.contracts.conversion.quantizer import Matrix
 from evener.contracts.declared import LinearWeight, StackedWeight
 from evener.distributed.world import World
 from evener.errors import ConfigError
+from evener.layers.builder import Builder
 from evener.loading.scheme import Unquantized
 from evener_formats.quantize.rules import NONE, Rules
 from evener_quantize.settings import GROUPS, Settings
@@ -71,14 +73,16 @@ def choose(source: Source, settings: Settings) -> Chosen:
     rules = Rules((source.config.options.get("formats") or {}).get("quant_rules") or "", ())
     matrices = model_matrices(source.family, config, headers, 2).found
     rules.check_used(list(matrices.values()))
-    linear = [item for item in build.weights if isinstance(item, LinearWeight)]
+    linear = list(_in_layers(source, build))
     _refuse_stacks(where, linear, headers)
     wanted = [w for w in linear if all(_wanted(matrices.get(name), rules, settings) for name in stored_names(w))]
     group = _group(wanted, settings)
     taken = [w for w in wanted if not group or w.columns % group == 0]
     if not taken:
-        raise ConfigError(f"{where} has no matrix that {settings.method} stores in groups of {group or 'whole rows'} "
-                          "columns; set another --group")  # fmt: skip
+        raise ConfigError(
+            f"{where} has no matrix that {settings.method} could store: rows in multiples of {rows_unit(settings)} and "
+            f"columns of {group or GROUPS[-1]}; set another --group, or use `evener convert SRC DST quant=q8_0`"
+        )
     if settings.method == "awq" and not settings.nearest and any(weight.experts for weight in taken):
         raise ConfigError(f"{where} has experts, for whose inputs --method awq finds no scales; use --method gptq")
     replaced = frozenset(name for weight in taken for name in stored_names(weight))
@@ -91,10 +95,23 @@ def choose(source: Source, settings: Settings) -> Chosen:
     return Chosen(replaced, group, len(build.held), stored, quantization_config(settings, group, kept))
 
 
+def _in_layers(source: Source, build: Builder) -> Iterator[LinearWeight]:
+    """The linear weights of the layers that a text runs through; not those of an encoder of images."""
+    prefixes: set[str] = set()
+    if len(build.held) > 1:
+        second = declare(source, World.of(1, 1, len(build.held)))
+        found = (re.match(r"(.*?\.)1\.", each.name) for each in second.weights if isinstance(each, LinearWeight))
+        prefixes = {match[1] for match in found if match}
+    for item in build.weights:
+        if isinstance(item, LinearWeight) and (not prefixes or item.name.startswith(tuple(prefixes))):
+            yield item
+
+
 def _wanted(matrix: Matrix | None, rules: Rules, settings: Settings) -> bool:
     if matrix is None or matrix.kind not in ("linear", "expert") or not matrix.name.endswith(".weight"):
         return False
-    return rules.of(matrix.name) != NONE and matrix.shape[0] % rows_unit(settings) == 0 and matrix.shape[1] % 32 == 0
+    rows, columns = matrix.shape
+    return rules.of(matrix.name) != NONE and rows % rows_unit(settings) == 0 and columns % GROUPS[-1] == 0
 
 
 def _group(weights: Sequence[LinearWeight], settings: Settings) -> int:

@@ -19,7 +19,7 @@ from evener_convert.pieces import Stored, whole_pieces
 from evener_convert.source import description, open_source, shared_out
 from evener_convert.work import refuse_existing, work_folder
 from evener_convert.writer import WeightFile, forget_notes, write_file
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 
 from evener.backend_search import BackendSearch
 from evener.config.checkpoint import facts_of
@@ -73,6 +73,7 @@ def quantize(
         for layer in layers.remaining():
             layers.make(layer)
             report(layer + 1, chosen.layers)
+        layers.forget_streams()
         where = _write_rest(folder, rest, layers)
         carry(Path(config.model).expanduser(), rest, folder)
         sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
@@ -133,9 +134,19 @@ class _Layers:
             made |= self._maker.quantize(stage, seen)
         _save(made, self.file(layer))
         if self._windows and layer + 1 < self._chosen.layers:
-            after = torch.cat([stage.run(window, stream) for window, stream in self._pieces(before)])
-            _save({"stream": after}, self._stream(layer + 1))
+            width = stage.assembly.model.hidden_size
+            after = before if layer else torch.empty(sum(map(len, self._windows)), width)
+            for window, stream in self._pieces(after):
+                stream.copy_(stage.run(window, stream))
+            part = self._stream(layer + 1).with_suffix(".part")
+            save_file({"stream": after}, part)
+            os.replace(part, self._stream(layer + 1))
         self._stream(layer).unlink(missing_ok=True)
+
+    def forget_streams(self) -> None:
+        """Remove what only a run that goes on needs."""
+        for path in (*self._folder.glob("stream-*"), *self._folder.glob("*.part")):
+            path.unlink()
 
     def _check(self, stage: Stage, seen: Mapping[Key, Inputs]) -> None:
         unseen = {name for (name, expert), inputs in seen.items() if expert < 0 and not inputs.count}

@@ -73,6 +73,12 @@ def fold_scales(stage: Stage, seen: Mapping[Key, Inputs], grid: Grid, chosen: Ch
     return changed
 
 
+def query_and_key_rows(stage: Stage) -> dict[str, int]:
+    """How many rows of a linear weight make queries and keys; they come first."""
+    records = [record for site in stage.assembly.build.sites for record in _records(site.static) if "qkv" in record]
+    return {r["qkv"].name: (r["heads"] + r["kv_heads"]) * r["head_dim"] for r in records}
+
+
 def _values(weight: LinearWeight) -> torch.Tensor:
     assert weight.value is not None, "the stage is loaded"
     values: torch.Tensor = weight.value.data.float()

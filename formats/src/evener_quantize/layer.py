@@ -11,7 +11,7 @@ from evener.contracts.declared import LinearWeight, StackedWeight
 from evener.errors import EngineError
 from evener_quantize.awq import clips
 from evener_quantize.chosen import Chosen
-from evener_quantize.folded import fold_scales
+from evener_quantize.folded import fold_scales, query_and_key_rows
 from evener_quantize.gptq import gptq
 from evener_quantize.observed import Inputs, Key
 from evener_quantize.rounding import Grid, Rounded, nearest
@@ -54,6 +54,7 @@ class LayerMaker:
             EngineError: a weight or an input is NaN or infinite.
         """
         made: dict[str, torch.Tensor] = {}
+        unclipped = query_and_key_rows(stage)
         for weight in filter(self.chosen.has, stage.linear):
             numbers = [expert for name, expert in seen if name == weight.name]
             if not numbers:
@@ -64,7 +65,7 @@ class LayerMaker:
                 values = (data[expert] if weight.experts else data).float()
                 if not bool(values.isfinite().all()):
                     raise EngineError(f"NaN or infinite somewhere: {weight.name}; fetch or convert the model again")
-                rounded = self._rounded(weight, values, seen[weight.name, expert])
+                rounded = self._rounded(weight, values, seen[weight.name, expert], unclipped)
                 if weight.experts:
                     data[expert] = rounded.values()
                 else:
@@ -75,14 +76,20 @@ class LayerMaker:
         stage.bind()
         return made
 
-    def _rounded(self, weight: LinearWeight, values: torch.Tensor, inputs: Inputs) -> Rounded:
+    def _rounded(
+        self, weight: LinearWeight, values: torch.Tensor, inputs: Inputs, unclipped: Mapping[str, int]
+    ) -> Rounded:
         group, grid = self.chosen.group_of(weight.columns), self.grid
         if self.settings.nearest or not inputs.count:
             return nearest(values, grid, group)
         gram = inputs.gram / inputs.count
         if self.settings.method == "gptq":
             return gptq(values, gram, grid, group, self.settings.order)
-        return nearest(values, grid, group, clips(values, gram, grid, group))
+        clip = clips(values, gram, grid, group)
+        # Queries and keys are multiplied with each other, so their errors are not those of a sum: left as they are.
+        free = unclipped.get(weight.name, 0)
+        clip[:free] = values.view(len(values), -1, group)[:free].abs().amax(-1)
+        return nearest(values, grid, group, clip)
 
 
 def _parts(weight: LinearWeight, expert: int) -> Iterator[tuple[str, range]]:
