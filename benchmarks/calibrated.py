@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import platform
 import subprocess
 import sys
 from datetime import date
@@ -54,6 +55,7 @@ def main() -> int:
         return round(perplexity(ours(model, windows_of(model, text, asked.context, asked.windows), keys)), 4)
 
     plain, worse = of(asked.model), False
+    software = f"Python {platform.python_version()}, torch {versions()['torch']}"
     for method in asked.methods.split(","):
         words = ["--method", method, "--quiet"]
         near = of(quantized(asked.model, asked.work / f"{method}-nearest", [*words, "--nearest"]))
@@ -69,7 +71,7 @@ def main() -> int:
             "version": f"evener {versions()['evener']}", "peer": "rounding to nearest (--nearest)",
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(), "date": date.today().isoformat(),
             "command": f"python benchmarks/calibrated.py MODEL_DIR --text FILE --work FOLDER --methods {method} "
-            f"--context {asked.context} --windows {asked.windows} --tokens {asked.tokens}", "software": versions(),
+            f"--context {asked.context} --windows {asked.windows} --tokens {asked.tokens}", "software": software,
         }  # fmt: skip
         print(json.dumps(found), flush=True)
         if asked.out is not None:

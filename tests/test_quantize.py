@@ -229,7 +229,8 @@ def test_config_tokenizer_and_source_come_along_and_the_command_says_what_it_wro
     }
 
 
-@pytest.mark.parametrize("at", [("run", 4), ("run", 17), ("replace", 7), ("replace", 10), ("run", 30)])
+# In the first layer; in the second one, which is written, before its stream is; in the last one.
+@pytest.mark.parametrize("at", [("run", 4), ("run", 17), ("replace", 10)])
 def test_interrupted_it_goes_on_behind_the_last_written_layer_and_the_result_is_the_same(
     at: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
@@ -251,12 +252,11 @@ def test_interrupted_it_goes_on_behind_the_last_written_layer_and_the_result_is_
 
     monkeypatch.setattr(Stage, method, counted)
     monkeypatch.setattr(Stage, "__init__", begun)
-    if last < 30:
-        with pytest.raises(KeyboardInterrupt):
-            made(source, tmp_path / "made", settings)
-        assert not (tmp_path / "made").exists()
+    with pytest.raises(KeyboardInterrupt):
+        made(source, tmp_path / "made", settings)
+    assert not (tmp_path / "made").exists()
     found = stored(made(source, tmp_path / "made", settings))
-    assert built.count(2) in (1, 2) and len(built) <= 3 + (last < 30), built
+    assert len(built) == 4 and set(built) == {0, 1, 2}, "only the layer that was interrupted is made again"
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
 
 
