@@ -5,6 +5,7 @@ layer that was written."""
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +65,8 @@ def quantize(
     longest = facts_of(config.model, source.checkpoint.config, source.family.max_positions).max_positions
     settings = replace(settings, window=min(settings.window, longest or settings.window))
     ids = [] if settings.nearest else _ids(config, text, settings.tokens)
-    facts = {**settings.to_json(), "text": hashlib.sha256(text.encode()).hexdigest(), "count": len(ids)}
+    read = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+    facts = {**settings.to_json(), "dtype": config.dtype, "ids": read, "count": len(ids)}
     key = {**description(source), "quantize": facts}
     rest = _Rest(source.checkpoint, chosen)
     with work_folder(result, key) as folder:
