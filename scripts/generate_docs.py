@@ -20,7 +20,9 @@ from typing import Any
 from unittest import mock
 
 from docs_from_source import class_text, inline, module_text
+from evener_calibrate import descriptor as calibration
 from evener_convert import descriptor as converter
+from evener_quantize import descriptor as quantizer
 from performance_page import generated as performance
 from support_page import generated as support
 
@@ -55,8 +57,8 @@ LAYERS = {
 }  # fmt: skip
 #: Every command, in the order in which they are met.
 COMMANDS = (
-    "run", "chat", "client", "serve", "explain", "why-not", "tune", "convert", "config", "plugins", "doctor", "models",
-    "deploy", "new", "conformance", "first-contact", "evidence", "version", "completion",
+    "run", "chat", "client", "serve", "explain", "why-not", "tune", "convert", "quantize", "calibrate", "config",
+    "plugins", "doctor", "models", "deploy", "new", "conformance", "first-contact", "evidence", "version", "completion",
 )  # fmt: skip
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
 
@@ -204,7 +206,7 @@ def configuration() -> str:
 def commands() -> str:
     """The reference of the command line."""
     found = {*BUILTIN_NAMES, *server.commands, *inspection.commands, *conformance.commands, *converter.commands,
-             *deploy.commands}  # fmt: skip
+             *quantizer.commands, *calibration.commands, *deploy.commands}  # fmt: skip
     if found != set(COMMANDS):
         raise SystemExit(f"COMMANDS in {__file__} and those that there are differ: {sorted(found ^ set(COMMANDS))}")
     parts = [

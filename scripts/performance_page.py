@@ -22,6 +22,7 @@ PLOT = ROOT / "docs/performance-sweep.svg"
 RESULTS = ROOT / "docs/results"
 SWEEP = "cpu-zen4-serving"
 PERPLEXITY = "perplexity"
+CALIBRATED = "calibrated"
 
 #: Keys that every record with a peer has; ``docs/results/README.md`` explains them.
 COMPARISON = ("device", "model", "case", "metric", "unit", "better", "ours", "version", "peer", "theirs", "date",
@@ -67,7 +68,8 @@ def with_tables(text: str) -> str:
 
 def table(name: str) -> str:
     """Markdown of the records of one file."""
-    rows, make = records(name), {SWEEP: sweep_rows, PERPLEXITY: perplexity_rows}.get(name, comparison_rows)
+    own = {SWEEP: sweep_rows, PERPLEXITY: perplexity_rows, CALIBRATED: calibrated_rows}
+    rows, make = records(name), own.get(name, comparison_rows)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in make(rows))
 
 
@@ -93,6 +95,16 @@ def perplexity_rows(rows: Sequence[Record]) -> list[tuple[str, ...]]:
     for row in rows:
         far = f"{row['ours'] / row['theirs'] - 1:+.2%}"
         cells.append((row["model"], row["case"], f"{row['ours']:.3f}", f"{row['theirs']:.3f}", far, row["date"]))
+    return cells
+
+
+def calibrated_rows(rows: Sequence[Record]) -> list[tuple[str, ...]]:
+    """A model quantized with a text, beside itself, and beside rounding to nearest."""
+    head = ("model", "case", "unquantized", "with a text", "to nearest", "tokens of text", "date")
+    cells: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for row in rows:
+        numbers = (f"{row[key]:.3f}" for key in ("unquantized", "ours", "theirs"))
+        cells.append((row["model"], row["case"], *numbers, f"{row['calibration_tokens']:,}", row["date"]))
     return cells
 
 

@@ -4,6 +4,7 @@
 module         holds
 =============  ======================================================================
 ``command``    the command
+``text``       the text that is read
 ``windows``    runs a model over windows of tokens, and hands out its keys and values
 ``observer``   the largest numbers that were seen, or a percentile of them
 =============  ======================================================================

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from evener.cli.command import Command, read_config
 from evener.errors import ConfigError, EngineError
+from evener_calibrate.text import read_text
 from evener_formats.kv_cache.scale_file import FILE_NAME, format_scales
 from evener_formats.kv_cache.scales import LARGEST, Scales, Shares, layer_numbers
 from evener_formats.kv_cache.stored_scales import model_fingerprint
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--tokens and --window are numbers of tokens, at least 1")
     if arguments.percentile is not None and not 0 < arguments.percentile <= 100:
         raise ConfigError(f"--percentile {arguments.percentile:g} is not over 0 and at most 100; write it as in 99.99")
-    text = _text(Path(arguments.text).expanduser(), arguments.tokens * _CHARACTERS)
+    text = read_text(Path(arguments.text).expanduser(), arguments.tokens * _CHARACTERS, "--text")
     scales, model_type, count = calibrate(
         config, text, arguments.tokens, arguments.window, arguments.percentile, arguments.heads
     )
@@ -122,17 +123,6 @@ def _shares(observer: Observer, percentile: float | None, per_head: bool) -> Sha
     # Of a head that is always 0 any scale is right.
     found = [(limit or 1.0) / LARGEST[_ELEMENTS] for limit in (limits if per_head else [max(limits)])]
     return Shares(tuple(found), per_head)
-
-
-def _text(path: Path, most: int) -> str:
-    """The first ``most`` characters of a file."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"--text {path} is not a regular file; give a file of text")
-        with path.open(encoding="utf-8") as file:
-            return file.read(most)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read --text {path}: {error}; give a file of text in UTF-8") from error
 
 
 def _with_progress(starts: Sequence[int]) -> Iterable[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -101,18 +101,23 @@ def files(source: Source) -> Iterator[tuple[str, Sequence[Piece]]]:
             world = World.of(rank, infer.tp_size, infer.pp_size)
             yield rank_file(world), list(rank_pieces(declare(source, world).weights, source.checkpoint, source.scheme))
         return
+    yield from shared_out(whole_pieces(source.checkpoint))
+
+
+def shared_out(pieces: Iterable[Piece], stem: str = "model") -> Iterator[tuple[str, Sequence[Piece]]]:
+    """``pieces`` in files of at most ``FILE_BYTES`` whose names begin with ``stem``."""
     groups: list[list[Piece]] = [[]]
     held = 0
-    for piece in whole_pieces(source.checkpoint):
+    for piece in pieces:
         nbytes = sum(each.nbytes for each in piece.stored.values())
         if groups[-1] and held + nbytes > FILE_BYTES:
             groups.append([])
             held = 0
         groups[-1].append(piece)
         held += nbytes
-    for number, pieces in enumerate(groups, start=1):
+    for number, group in enumerate(groups, start=1):
         single = len(groups) == 1
-        yield "model.safetensors" if single else f"model-{number:05}-of-{len(groups):05}.safetensors", pieces
+        yield f"{stem}.safetensors" if single else f"{stem}-{number:05}-of-{len(groups):05}.safetensors", group
 
 
 def fingerprint(path: Path) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _BITS, _WORD = 4, 8
 #: Where in a word the number of each of its eight rows is.
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _ROLES = ("qweight", "qzeros", "scales")
 
 
@@ -96,7 +96,7 @@ class AwqScheme(BesideScheme):
         if part.format.plain:
             return part
         numbers, zeros = (
-            unpack(part.tensors[role], _BITS).unflatten(-1, (-1, _WORD))[..., list(_PLACES)].flatten(-2).T
+            unpack(part.tensors[role], _BITS).unflatten(-1, (-1, _WORD))[..., list(PLACES)].flatten(-2).T
             for role in ("qweight", "qzeros")
         )
         return replace(part, tensors=integer_tensors(part, self._layer, numbers, zeros, part.tensors["scales"].T))

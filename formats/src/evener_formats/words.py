@@ -39,6 +39,24 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([(eight >> 3 * i & 7).to(torch.uint8) for i in range(8)], dim=-1).flatten(-2)
 
 
+def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """The int32 words [..., n x ``bits`` / 32] of uint8 numbers [..., n], of which the lowest ``bits`` count: what
+    ``unpack`` reads. ``n`` is a multiple of ``least_count``."""
+    import torch
+
+    numbers = numbers & ((1 << bits) - 1)
+    if bits == 3:
+        eight = numbers.unflatten(-1, (-1, 8)).int()
+        joined = sum((eight[..., i] << 3 * i for i in range(1, 8)), eight[..., 0])
+        data = torch.stack([joined >> shift & 255 for shift in (0, 8, 16)], dim=-1).to(torch.uint8).flatten(-2)
+    else:
+        parts = numbers.unflatten(-1, (-1, 8 // bits))
+        data = parts[..., 0].clone()
+        for i in range(1, 8 // bits):
+            data |= parts[..., i] << bits * i
+    return data.contiguous().view(torch.int32)
+
+
 def pairs(numbers: torch.Tensor) -> torch.Tensor:
     """Numbers of four bits, uint8 [..., n], as bytes [..., n / 2] with the even number in the low half."""
     return numbers[..., ::2] | numbers[..., 1::2] << 4
