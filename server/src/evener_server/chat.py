@@ -123,8 +123,9 @@ class ChatJob(Job):
         messages = [message.plain() for message in body.messages]
         if self._service.info.encoders:
             messages = await asyncio.to_thread(decode_images, messages)
+        template = body.template(self._service.prompts.keeps_tools)
         return functools.partial(
-            llm.submit_chat, messages, self._params, request_id=self.request_id, reservation=room, **body.template()
+            llm.submit_chat, messages, self._params, request_id=self.request_id, reservation=room, **template
         )
 
     async def _hold(self, reasoning: ReasoningFormat | None) -> None:

@@ -384,7 +384,7 @@ class ChatBody(TokenOutputs):
 
     @property
     def embedded(self) -> bool:
-        return any(isinstance(part, RowsPart) for message in self.messages for part in message.content or ())
+        return any(message.embedded for message in self.messages)
 
     @property
     def prompt_ids(self) -> list[int] | None:
@@ -426,8 +426,9 @@ class ChatBody(TokenOutputs):
         """Whether the answer may call tools."""
         return bool(self.tools) and not self.choice.never
 
-    def template(self) -> dict[str, Any]:
-        """The chat template's arguments besides the messages."""
+    def template(self, keep_tools: bool = False) -> dict[str, Any]:
+        """The chat template's arguments besides the messages. ``keep_tools``: it gets the tools also if none may be
+        called."""
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
@@ -439,7 +440,7 @@ class ChatBody(TokenOutputs):
             variables = {"enable_thinking": thinks, "thinking": thinks, **variables}
         return {
             "template_kwargs": variables or None,
-            "tools": [tool.plain() for tool in self.tools or ()] if self.calls_tools else None,
+            "tools": [tool.plain() for tool in self.tools] if self.tools and (keep_tools or self.calls_tools) else None,
             "add_generation_prompt": self.add_generation_prompt is not False,
             "continue_final_message": bool(self.continue_final_message),
         }
@@ -562,8 +563,9 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
 
 
 def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The path without the kind of content part, which pydantic puts into it."""
-    return (*loc[:4], *loc[5:]) if loc[:1] == ("messages",) and loc[2:3] == ("content",) else loc
+    """The path without the kind of content part, or of reasoning, which pydantic puts into it."""
+    kind = {"content": 4, "reasoning": 3, "reasoning_content": 3}.get(str(loc[2])) if len(loc) > 2 else None
+    return loc if kind is None or loc[0] != "messages" else (*loc[:kind], *loc[kind + 1 :])
 
 
 def path(loc: tuple[int | str, ...]) -> str:

@@ -29,6 +29,12 @@ _STOP = 30.0
 #: Models of tests that were not trained for chats: they do not end a turn, as the small model would.
 _WITHOUT_TURNS = frozenset({"facebook/opt-125m"})
 _PARSERS = ("server.reasoning_parser", "server.tool_parser")
+#: Parsers of what the template's examples show.
+_FORMATS = ("think", "llama3")
+#: Names of models whose tests look at what they say, or at their calls and reasoning.
+_LARGER = ("qwen", "gpt-oss")
+#: Defaults of Qwen 3, with which its tests are made.
+_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 _TEMPLATE = Path(__file__).with_name("template.jinja")
 
 
@@ -39,7 +45,7 @@ class Launcher:
     Attributes:
         evener: the command.
         model: folder of the model that is served under the names of tests.
-        larger: folder of the one that is served under names of Qwen's models, whose tests look at what it says.
+        larger: folder of the one that is served under names of Qwen's models and gpt-oss, see ``_LARGER``.
         running: process ids of the servers that run.
         started: how many were started.
     """
@@ -49,10 +55,26 @@ class Launcher:
     larger: Path
     running: set[int] = field(default_factory=set)
     started: int = 0
+    _with_sampling: Path | None = None
 
     def folder(self, name: str) -> Path:
         """What is served under this name."""
-        return self.larger if "qwen" in name.lower() else self.model
+        return self.larger if any(each in name.lower() for each in _LARGER) else self.model
+
+    def served(self, name: str) -> Path:
+        """The same as a server gets it: the larger model with ``_SAMPLING`` in place of its own defaults."""
+        if (folder := self.folder(name)) != self.larger:
+            return folder
+        if self._with_sampling is None:
+            self._with_sampling = Path(tempfile.mkdtemp()) / folder.name
+            self._with_sampling.mkdir()
+            for file in folder.iterdir():
+                (self._with_sampling / file.name).symlink_to(file)
+            config = self._with_sampling / "generation_config.json"
+            found = json.loads(config.read_text("utf-8"))
+            config.unlink()
+            config.write_text(json.dumps(found | _SAMPLING), "utf-8")
+        return self._with_sampling
 
     def config(self, name: str) -> dict[str, Any]:
         """Its config."""
@@ -113,7 +135,7 @@ class RemoteOpenAIServer:
         if keys.keys() & _PARSERS:
             keys |= self._parsed(keys)
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])
-        command = [str(self.launcher.evener), "serve", str(self.launcher.folder(model))]
+        command = [str(self.launcher.evener), "serve", str(self.launcher.served(model))]
         command += [f"{name}={value}" for name, value in keys.items()]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _stop)
         self.proc = subprocess.Popen(
@@ -130,13 +152,16 @@ class RemoteOpenAIServer:
 
     @staticmethod
     def _parsed(keys: Mapping[str, str]) -> dict[str, str]:
-        """For a server with parsers: a template whose format they know, as those of the models that tests name."""
+        """For a server with parsers: a template with examples of calls and reasoning, for a model that was not trained
+        for either, and the parsers of the form that it writes. The API does not depend on the form."""
+        if "server.chat_template" in keys:
+            return {} if _PARSERS[0] in keys else {_PARSERS[0]: "none"}
         reasons = _PARSERS[0] in keys
-        # The small model does not end its reasoning by itself.
-        more = {"server.thinking_budget": "16"} if reasons else {_PARSERS[0]: "none"}
+        parsers = {name: kind if name in keys else "none" for name, kind in zip(_PARSERS, _FORMATS, strict=True)}
         template = f"{{%- set reasons = {str(reasons).lower()} -%}}\n{_TEMPLATE.read_text('utf-8')}"
-        own = {} if "server.chat_template" in keys else {"server.chat_template": RemoteOpenAIServer._in_file(template)}
-        return more | own
+        # Where the model does not end its reasoning by itself.
+        budget = {"server.thinking_budget": "16"} if reasons else {}
+        return {**parsers, **budget, "server.chat_template": RemoteOpenAIServer._in_file(template)}
 
     @staticmethod
     def _in_file(text: str) -> str:

@@ -477,6 +477,7 @@ class Scheduler:
         self.connector.dropped(request)
         del self._requests[request.id]
         self.stats.finished += 1
+        self.stats.record_preemptions(request.preemptions)
         if request.slot < 0:
             self.waiting.remove(request)
             self.adapters.close(request.message.adapter)
