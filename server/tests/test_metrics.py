@@ -101,7 +101,7 @@ def test_parts_of_a_requests_time_are_counted_under_vllms_names(make_api: Any) -
 
 def test_preemptions_are_counted_for_each_request(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     api, stats = make_api(), FakeEngine._stats
-    counts = {"preemptions": 7, "preempted": [2, 1, 0, 0, 1, 0, 0], "steps": 3, "computed_tokens": 8}
+    counts = {"preemptions": 7, "preempted": [2, 1, 0, 0, 1, 0, 0, 0], "steps": 3, "computed_tokens": 8}
     monkeypatch.setattr(FakeEngine, "_stats", lambda self: structs.replace(stats(self), **counts))
     found = {name.replace("engine=0,", ""): value for name, value in read(api).items()}
     assert found["vllm:request_num_preemptions_bucket{le=0.0}"] == 2

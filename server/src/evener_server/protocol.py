@@ -498,7 +498,8 @@ class CompletionBody(TokenOutputs):
     def check(self) -> None:
         super().check()
         if not self.prompts:
-            raise RequestError("prompt is missing; send it", "prompt", "missing_required_parameter")
+            message = "Either prompt or prompt_embeds must be provided and non-empty."  # the words of vLLM's API
+            raise RequestError(message, "prompt", "missing_required_parameter")
         if self.suffix and self.echo:
             raise RequestError("echo cannot be used with suffix: the prompt is two texts; leave it out", "echo")
         if self.max_tokens == 0 and not self.echo:

@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from evener.engine.wire.messages import PREEMPTIONS, QUEUE_SECONDS, StatsReport
+from evener.engine.wire.messages import QUEUE_SECONDS, StatsReport
 from evener_server.metrics import FINISH_REASONS, Histogram, Metrics, histogram_family
 
 _LABELS = ("model_name", "engine")
@@ -95,7 +95,7 @@ class VllmFamilies(Collector):
         queued = Histogram(QUEUE_SECONDS)
         queued.counts, queued.sum = list(report.queued), report.queued_seconds
         yield self._histogram("request_queue_time_seconds", "From the engine's queue to the first step.", queued)
-        preempted = Histogram(PREEMPTIONS)
+        preempted = Histogram(range(len(report.preempted) - 1))
         preempted.counts, preempted.sum = list(report.preempted), report.preemptions
         yield self._histogram("request_num_preemptions", "Times that a sample gave its state back.", preempted)
         # vLLM counts the prompt's tokens and the generated ones; of a sample the last generated one is not computed.

@@ -32,9 +32,9 @@ _PARSERS = ("server.reasoning_parser", "server.tool_parser")
 #: Parsers of what the template's examples show.
 _FORMATS = ("think", "llama3")
 #: Names of models whose tests look at what they say, or at their calls and reasoning.
-_LARGER = ("qwen", "gpt-oss")
-#: Defaults of Qwen 3, with which its tests are made.
-_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+_LARGER = ("qwen", "gpt-oss", "zephyr")
+#: Qwen 3 has the temperature 0.6; at a lower one, a small model keeps to the examples of the template.
+_SAMPLING = {"temperature": 0.3, "top_k": 20, "top_p": 0.95}
 _TEMPLATE = Path(__file__).with_name("template.jinja")
 
 
@@ -45,7 +45,7 @@ class Launcher:
     Attributes:
         evener: the command.
         model: folder of the model that is served under the names of tests.
-        larger: folder of the one that is served under names of Qwen's models and gpt-oss, see ``_LARGER``.
+        larger: folder of the one that is served under names with a part of ``_LARGER``.
         running: process ids of the servers that run.
         started: how many were started.
     """

@@ -78,7 +78,8 @@ class MessageJob(TranslatedJob):
             if not begun:
                 begun = True
                 # As in vLLM's API: the whole prompt first, and its parts at the end.
-                begin = {"input_tokens": generation.prompt_tokens, "output_tokens": 0}
+                unknown = {"cache_read_input_tokens": None, "cache_creation_input_tokens": None}
+                begin = {"input_tokens": generation.prompt_tokens, **unknown, "output_tokens": 0}
                 message = {**self._message(generation, []), "usage": begin}
                 yield named_event({"type": "message_start", "message": message})
             if events:

@@ -21,8 +21,6 @@ from evener.engine.wire.engine_info import EngineInfo
 
 #: Upper bounds, in seconds, of the buckets of ``StatsReport.queued``; the last bucket has no bound.
 QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-#: Of the preemptions of a request.
-PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 
 
 class LogitBias(msgspec.Struct, frozen=True, array_like=True):
@@ -196,10 +194,9 @@ class Stats(msgspec.Struct, kw_only=True):
     Attributes:
         mixed_steps: steps that computed both prompt tokens and sampled tokens.
         queried_tokens: tokens that were looked up in the prefix cache; ``cached_tokens`` of them were found.
-        preempted: a histogram of the preemptions of each request that ended, with the buckets ``PREEMPTIONS``.
+        preempted: requests that ended, by how often they were preempted; the last place: that often, or more often.
         queued: a histogram of the time that requests waited for their first step, with the buckets
             ``QUEUE_SECONDS``; ``queued_seconds``: the sum of these times.
-        prefill_seconds: the sum of the times from requests' first steps to their first tokens.
         forks: requests that started from another request's state; ``forked_tokens``: tokens of that state.
         drafts: rows of plans with proposed tokens; ``drafted_tokens``: the number of these tokens;
             ``accepted_tokens``: those that were sampled too.
@@ -214,10 +211,9 @@ class Stats(msgspec.Struct, kw_only=True):
     computed_tokens: int = 0
     finished: int = 0
     queried_tokens: int = 0
-    preempted: list[int] = msgspec.field(default_factory=lambda: [0] * (len(PREEMPTIONS) + 1))
+    preempted: list[int] = msgspec.field(default_factory=lambda: [0] * 8)
     queued: list[int] = msgspec.field(default_factory=lambda: [0] * (len(QUEUE_SECONDS) + 1))
     queued_seconds: float = 0.0
-    prefill_seconds: float = 0.0
     forks: int = 0
     forked_tokens: int = 0
     drafts: int = 0
@@ -229,10 +225,6 @@ class Stats(msgspec.Struct, kw_only=True):
         """Count a request that waited ``seconds`` for its first step."""
         self.queued[bisect_left(QUEUE_SECONDS, seconds)] += 1
         self.queued_seconds += seconds
-
-    def record_preemptions(self, count: int) -> None:
-        """Count a request that ended and was preempted ``count`` times."""
-        self.preempted[bisect_left(PREEMPTIONS, count)] += 1
 
 
 class StatsReport(Stats, kw_only=True, tag="stats"):
