@@ -23,6 +23,7 @@ from evener_server.batch import BatchBody, BatchJob
 from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
+from evener_server.decisions import DecisionBody, DecisionJob
 from evener_server.embeddings import EmbeddingBody, EmbeddingChat, EmbeddingJob, embedding_body
 from evener_server.errors import ERROR_SCHEMA, ApiError, handle_error, handle_unknown_url, log_fields
 from evener_server.ksanallm.body import ForwardBody, GenerateBody
@@ -201,6 +202,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_batch(request: Request) -> Response:
         return GenerationResponse(BatchJob(service, await _read(request, service, BatchBody)))
 
+    @app.post("/v1/decisions", openapi_extra=_schema(DecisionBody), responses=_errors())
+    async def decisions(request: Request) -> Response:
+        return GenerationResponse(DecisionJob(service, await _read(request, service, DecisionBody)))
+
     @app.post("/v1/completions", openapi_extra=_schema(CompletionBody), responses=_errors())
     async def completions(request: Request) -> Response:
         return GenerationResponse(CompletionJob(service, await _read(request, service, CompletionBody)))
@@ -364,9 +369,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        kinds = (ChatBody, BatchBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, EmbeddingBody,
-                 EmbeddingChat, RerankBody, ScoreBody, GenerateBody, ForwardBody, TokenizeText, TokenizeChat,
-                 DetokenizeBody, LoadAdapterBody, UnloadAdapterBody, UpdateWeightsBody)  # fmt: skip
+        kinds = (ChatBody, BatchBody, CompletionBody, DecisionBody, ResponsesBody, MessagesBody, ConversationBody,
+                 EmbeddingBody, EmbeddingChat, RerankBody, ScoreBody, GenerateBody, ForwardBody, TokenizeText,
+                 TokenizeChat, DetokenizeBody, LoadAdapterBody, UnloadAdapterBody, UpdateWeightsBody)  # fmt: skip
         for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))

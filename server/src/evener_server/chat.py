@@ -185,6 +185,11 @@ class ChatJob(Job):
             return (stream.prompt or "")[-PROMPT_END:]
         return self._end_of(stream.prompt_token_ids)
 
+    def thinks_first(self, generation: Generation, place: int = 0) -> bool:
+        """Whether the prompt with this place ends inside the reasoning, of which the first token is part then."""
+        found = before(self._reasoning, self._prompt_end(generation.streams[place]))
+        return found is not None and not found.begin
+
     def choices(self, generation: Generation, place: int = 0) -> list[ChatChoice]:
         """The choices of a response in one piece, still empty, of the prompt with this place."""
         token_ids, messages = bool(self._body.return_token_ids), self.messages(generation, place)

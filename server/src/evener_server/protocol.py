@@ -542,10 +542,10 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
         what, param = _MISSING, f"{param}.type"
     if what == "union_tag_invalid":
         given = short(found["input"].get("type"))
-        return RequestError(
-            f"{param}.type is {given}, which this server does not support: send text, image_url or prompt_embeds",
-            f"{param}.type", _UNSUPPORTED,
-        )  # fmt: skip
+        asked = found["loc"][0] == "questions"
+        known = "predicate, choice or score" if asked else "text, image_url or prompt_embeds"
+        message = f"{param}.type is {given}, which this server does not support: send {known}"
+        return RequestError(message, f"{param}.type", _UNSUPPORTED)
     if what == _MISSING:
         return RequestError(f"{param} is missing; send it", param, "missing_required_parameter")
     if what == _UNKNOWN:
@@ -564,7 +564,9 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
 
 
 def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The path without the kind of content part, or of reasoning, which pydantic puts into it."""
+    """The path without the kind of content part, of reasoning, or of a question, which pydantic puts into it."""
+    if loc[0] == "questions":
+        return (*loc[:2], *loc[3:])
     kind = {"content": 4, "reasoning": 3, "reasoning_content": 3}.get(str(loc[2])) if len(loc) > 2 else None
     return loc if kind is None or loc[0] != "messages" else (*loc[:kind], *loc[kind + 1 :])
 
