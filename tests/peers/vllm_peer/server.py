@@ -55,26 +55,25 @@ class Launcher:
     larger: Path
     running: set[int] = field(default_factory=set)
     started: int = 0
-    _with_sampling: Path | None = None
 
     def folder(self, name: str) -> Path:
         """What is served under this name."""
         return self.larger if any(each in name.lower() for each in _LARGER) else self.model
 
-    def served(self, name: str) -> Path:
-        """The same as a server gets it: the larger model with ``_SAMPLING`` in place of its own defaults."""
+    def served(self, name: str) -> tuple[str, Path]:
+        """How a server gets it: what to type, and where. The larger model has the test's name there, as with vLLM, and
+        ``_SAMPLING`` in place of its own defaults."""
         if (folder := self.folder(name)) != self.larger:
-            return folder
-        if self._with_sampling is None:
-            self._with_sampling = Path(tempfile.mkdtemp()) / folder.name
-            self._with_sampling.mkdir()
-            for file in folder.iterdir():
-                (self._with_sampling / file.name).symlink_to(file)
-            config = self._with_sampling / "generation_config.json"
-            found = json.loads(config.read_text("utf-8"))
-            config.unlink()
-            config.write_text(json.dumps(found | _SAMPLING), "utf-8")
-        return self._with_sampling
+            return str(folder), Path.cwd()
+        where = Path(tempfile.mkdtemp())
+        (there := where / name).mkdir(parents=True)
+        for file in folder.iterdir():
+            (there / file.name).symlink_to(file)
+        config = there / "generation_config.json"
+        found = json.loads(config.read_text("utf-8"))
+        config.unlink()
+        config.write_text(json.dumps(found | _SAMPLING), "utf-8")
+        return name, where
 
     def config(self, name: str) -> dict[str, Any]:
         """Its config."""
@@ -135,12 +134,13 @@ class RemoteOpenAIServer:
         if keys.keys() & _PARSERS:
             keys |= self._parsed(keys)
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])
-        command = [str(self.launcher.evener), "serve", str(self.launcher.served(model))]
+        folder, where = self.launcher.served(model)
+        command = [str(self.launcher.evener), "serve", folder]
         command += [f"{name}={value}" for name, value in keys.items()]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _stop)
         self.proc = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | (env_dict or {}),
+            cwd=where, env=os.environ | (env_dict or {}),
         )  # fmt: skip
         self.launcher.running.add(self.proc.pid)
         self.launcher.started += 1
