@@ -150,6 +150,10 @@ def page(tests: Sequence[Record], clients: Sequence[Record]) -> str:
             f" {first['date']}. A failed test is counted as missing or different only if [a reviewed"
             " list](../../tests/peers/vllm_reviewed.yaml) has it with its error; any other failure fails the command.",
             "",
+            "These models were not trained to call tools or to reason. Where a test's server has parsers, the chat"
+            " template shows the model [examples](../../tests/peers/vllm_peer/template.jinja) of both, and calls have"
+            " the form that it copies from them (Llama 3's), whatever parser the test names.",
+            "",
             *_table(("outcome", "tests"), ((outcome, str(total[outcome])) for outcome in OUTCOMES)),
             "",
             f"Of the {able} tests that are about a server and can run here, {total[PASSED] / able:.0%} pass.",

@@ -165,7 +165,7 @@ def judge_vllm(report: Path, model: Path, larger: Path, complete: bool) -> int:
     for each in problems:
         print(each)
     if complete and not problems:
-        models = f"{model.name}, or {larger.name} for Qwen's,"
+        models = f"{model.name}, or {larger.name} for Qwen's, zephyr and gpt-oss,"
         common = {"peer": f"vLLM {VLLM}", "model": models, **_where(), "command": "make test-peers"}
         write_records(TEST_RECORDS, shortened(records), common)
     return len(problems)

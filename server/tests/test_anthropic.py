@@ -49,6 +49,20 @@ def prompt(api: Any) -> str:
     return str(api.llm.tokenizer.decode(api.engine.sent[-1].prompt, skip_special_tokens=False))
 
 
+def test_the_usage_counts_what_a_request_put_into_the_prefix_cache(make_api: Callable[..., Any]) -> None:
+    config = {"infer.block_size": {"value": 4}, "infer.prefix_cache": {"value": True}}
+    api = make_api(FakeEngine(info_overrides={"config": config}, cached=4))
+    usage = message(api, max_tokens=3)["usage"]
+    length = len(api.engine.sent[-1].prompt)
+    expected = {"cache_read_input_tokens": 4, "cache_creation_input_tokens": length // 4 * 4 - 4}
+    assert usage == {**expected, "input_tokens": length % 4, "output_tokens": 3}
+    first, *_, last, _ = events(send(api, max_tokens=3, stream=True))
+    assert first["message"]["usage"]["input_tokens"] == length and last["usage"] == usage
+    config["infer.prefix_cache"] = {"value": False}
+    usage = message(make_api(FakeEngine(info_overrides={"config": config})), max_tokens=3)["usage"]
+    assert (usage["cache_creation_input_tokens"], usage["input_tokens"]) == (0, length)
+
+
 def test_a_message_is_answered(says: Callable[..., Any]) -> None:
     api = says("Hello.", cached=2)
     body = message(api, system="Be brief.")

@@ -51,6 +51,33 @@ def test_all_forms_of_input_are_embedded_in_their_order(api: Any) -> None:
     assert vectors(embed(api, [[7, 8], [5]])) == [[2, 7, 8, 1], [1, 5, 5, 1]]
 
 
+def test_a_conversation_is_embedded_as_its_template_renders_it(api: Any, error: Callable[..., Any]) -> None:
+    messages = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "a rug"}]
+
+    def row(**fields: Any) -> list[float]:
+        ids = api.post("/tokenize", {"messages": messages, **fields}).json()["tokens"]
+        return [len(ids), ids[0], ids[-1], 1]
+
+    def ask(**fields: Any) -> Any:
+        return api.post("/v1/embeddings", {"model": "fake", "messages": messages, **fields})
+
+    assert vectors(ask()) == [row(add_generation_prompt=False)]
+    assert vectors(ask(add_generation_prompt=True)) == [row()] != vectors(ask())
+    assert vectors(ask(truncate_prompt_tokens=3))[0][0] == 3
+    assert ask().json()["usage"]["prompt_tokens"] == row(add_generation_prompt=False)[0]
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    assert error(ask(messages=[image]))["param"] == "messages"
+    assert "context" in error(ask(messages=[{"role": "user", "content": "x" * 200}]))["message"]
+
+
+def test_invocations_of_a_model_that_embeds_are_embeddings(api: Any) -> None:
+    messages = [{"role": "user", "content": "a cat"}]
+    for body in {"input": "hello"}, {"messages": messages}:
+        same = [api.post(path, {"model": "fake", **body}) for path in ("/v1/embeddings", "/invocations")]
+        assert vectors(same[0]) == vectors(same[1])
+    assert api.post("/invocations", {"prompt": "hello"}).json()["error"]["code"] == "unsupported_task"
+
+
 def test_the_answer_has_openais_fields_and_counts_only_prompts(api: Any) -> None:
     body = embed(api, [[7, 8], [5]]).json()
     assert (body["object"], body["model"]) == ("list", "fake") and body["id"].startswith("embd-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -84,6 +85,50 @@ def test_vllms_dashboards_find_every_series_with_real_values(make_api: Any) -> N
         found[f"vllm:{n}_sum{{engine=0}}"] for n in ("request_decode_time_seconds", "e2e_request_latency_seconds")
     )
     assert 0 < decode < whole
+
+
+def test_parts_of_a_requests_time_are_counted_under_vllms_names(make_api: Any) -> None:
+    api = make_api()
+    assert api.complete(prompt="abcd", n=2, max_tokens=3).status_code == 200
+    found = {name.replace("{engine=0}", ""): value for name, value in read(api).items()}
+    names = ("prefill", "decode", "inference")
+    seconds = [found[f"vllm:request_{name}_time_seconds_sum"] for name in names]
+    assert [found[f"vllm:request_{name}_time_seconds_count"] for name in names] == [2, 2, 2]
+    assert min(seconds) > 0 and seconds[0] + seconds[1] == pytest.approx(seconds[2], rel=0.2)
+    assert found["vllm:request_inference_time_seconds_sum"] <= found["vllm:e2e_request_latency_seconds_sum"]
+    assert found["vllm:num_requests_waiting_by_reason{engine=0,reason=capacity}"] == 0
+
+
+def test_preemptions_are_counted_for_each_request(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, stats = make_api(), FakeEngine._stats
+    counts = {"preemptions": 7, "preempted": [2, 1, 0, 0, 1, 0, 0, 0], "steps": 3, "computed_tokens": 8}
+    monkeypatch.setattr(FakeEngine, "_stats", lambda self: structs.replace(stats(self), **counts))
+    found = {name.replace("engine=0,", ""): value for name, value in read(api).items()}
+    assert found["vllm:request_num_preemptions_bucket{le=0.0}"] == 2
+    assert found["vllm:request_num_preemptions_bucket{le=+Inf}"] == 4
+    assert found["vllm:request_num_preemptions_sum{engine=0}"] == 7
+    assert found["vllm:iteration_tokens_total_sum{engine=0}"] == 8
+
+
+def test_a_refused_request_is_counted(make_api: Any) -> None:
+    api = make_api(FakeEngine(info_overrides={"max_reqs": 2}), max_queue=0)
+    api.engine.hold()
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://test")
+
+    async def ask() -> str:
+        body = {"model": "fake", "prompt": [5], "max_tokens": 1, "n": 2}
+        waiting = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        while api.llm.num_open < 2:
+            await asyncio.sleep(0.001)
+        assert (await client.post("/v1/completions", json=body)).status_code == 429
+        api.engine.release()
+        assert (await waiting).status_code == 200
+        return (await client.get("/metrics")).text
+
+    counted = "vllm:admission_rejections_total{engine=0}"
+    assert read(api)[counted] == 0
+    assert values(api.run(asyncio.wait_for(ask(), 60)))[counted] == 1
+    api.run(client.aclose())
 
 
 def test_vllms_names_can_be_left_out(make_api: Any) -> None:

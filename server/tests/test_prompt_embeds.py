@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from evener.engine.wire.messages import NewRequest
 from evener_conformance.fake_engine import FakeEngine
+from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 from evener_server.saved_tensor import read_matrix
 
 WIDTH = 4
@@ -161,3 +163,28 @@ def test_rows_of_all_parts_fit_the_context_together(rows_api: Any, error: Any) -
     content = parts(torch.zeros(100, WIDTH), torch.zeros(50, WIDTH))
     answer = rows_api.chat(messages=[{"role": "user", "content": content}])
     assert answer.status_code == 400 and "n from 1 to 28" in error(answer)["message"]
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_embeddings_stand_for_the_reasoning_of_an_earlier_answer(make_api: Any, tmp_path: Path, name: str) -> None:
+    template = "{% for m in messages %}{{ m.reasoning or '' }}{{ m.content }}{% endfor %}"
+    engine = FakeEngine(info_overrides={"hidden_size": WIDTH, "media_rows": 128})
+    api = make_api(engine, model=write_tiny_tokenizer(tmp_path, template))
+    messages = [{"role": "assistant", "content": "b", name: {"type": "prompt_embeds", "data": text(ROWS)}}]
+    answer = api.chat(messages=[*messages, {"role": "user", "content": "c"}])
+    assert answer.status_code == 200, answer.text
+    (request,) = requests(api)
+    assert [(item.start, item.rows) for item in request.media] == [(0, 3)] and len(request.prompt) == 5
+    assert answer.json()["usage"]["prompt_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ({"type": "prompt_embeds"}, "messages[0].reasoning.data"), (5, "messages[0].reasoning"),
+        ({"type": "prompt_embeds", "data": "!!"}, "messages[0].reasoning.data"),
+    ],
+)  # fmt: skip
+def test_reasoning_that_cannot_be_used_is_refused(rows_api: Any, error: Any, value: object, param: str) -> None:
+    answer = rows_api.chat(messages=[{"role": "assistant", "content": "", "reasoning": value}])
+    assert answer.status_code == 400 and error(answer)["param"] == param

@@ -40,6 +40,15 @@ def test_documents_come_in_the_order_of_their_scores(api: Any, path: str) -> Non
     assert found.json()["usage"] == {"prompt_tokens": 10, "total_tokens": 10}
 
 
+def test_invocations_with_texts_to_compare_are_scores(api: Any) -> None:
+    for path, body in ("/rerank", {"query": "q", "documents": ["bb"]}), ("/score", {"text_1": "q", "text_2": ["bb"]}):
+        answers = [api.post(each, body).json() for each in (path, "/invocations")]
+        assert [each.get("results", each.get("data")) for each in answers] == [
+            answers[0].get("results", answers[0].get("data"))
+        ] * 2
+        assert answers[0].keys() == answers[1].keys() and "error" not in answers[0]
+
+
 @pytest.mark.parametrize(("top_n", "count"), [(None, 3), (0, 3), (1, 1), (3, 3), (9, 3)])
 def test_top_n_leaves_the_best(api: Any, top_n: int | None, count: int) -> None:
     body = {"query": "q", "documents": ["bb", "dddd", "a"], "top_n": top_n, "return_documents": False}

@@ -66,6 +66,18 @@ def test_invocations_are_chats_or_completions(api: Any, error: Callable[..., Any
     assert error(api.post("/invocations", {}))["param"] == "prompt"
 
 
+def test_tools_that_may_not_be_called_are_shown_where_the_operator_says_so(says: Callable[..., Any]) -> None:
+    tool = {"type": "function", "function": {"name": "now"}}
+    for exclude, shown in (True, False), (False, True):
+        api = says("Noon.", options=ServerOptions(exclude_tools_when_tool_choice_none=exclude))
+        for fields in {}, {"truncate_prompt_tokens": -1}:  # the engine renders the conversation, and the server
+            answer = api.chat(tools=[tool], tool_choice="none", **fields)
+            assert answer.json()["choices"][0]["message"]["content"] == "Noon"
+            prompt = api.llm.tokenizer.decode(api.engine.sent[-1].prompt, skip_special_tokens=False)
+            assert ('"now"' in prompt) is shown
+    assert ServerOptions().exclude_tools_when_tool_choice_none
+
+
 def test_the_tokenizers_settings_are_shown_where_the_operator_says_so(
     make_api: Callable[..., Any], folder: Path
 ) -> None:

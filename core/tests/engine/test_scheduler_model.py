@@ -726,7 +726,7 @@ def test_the_wait_of_a_request_is_counted_once_however_often_it_is_preempted() -
     tight.run()
     stats = tight.scheduler.stats
     assert stats.preemptions > 0 and sum(stats.queued) == 3
-    assert stats.queued_seconds > 0 and stats.prefill_seconds > 0 and stats.queried_tokens > 3 * 6
+    assert stats.queued_seconds > 0 and stats.queried_tokens > 3 * 6
 
 
 def test_half_prefilled_requests_that_fill_the_pool_together_do_not_deadlock() -> None:

@@ -101,6 +101,10 @@ descriptor = Descriptor(
         "chat_template": Option(
             type=str, default=None, help="File with a chat template (Jinja), used instead of the model's own."
         ),
+        "exclude_tools_when_tool_choice_none": Option(
+            type=bool, default=True, help="Do not show the tools to the model with tool_choice none; false: the prompt "
+            "stays the same, and so does what the prefix cache has of it.",
+        ),
         "forward_bytes": Option(
             type=int, default=64 << 20, help="Bytes of the numbers that one request to /forward may ask for."
         ),

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from evener.async_llm import AsyncLLM
-from evener.errors import EvenerError
+from evener.errors import EvenerError, OverloadedError
 from evener_server import status
 from evener_server.adapters import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from evener_server.anthropic.body import ConversationBody, MessagesBody
@@ -23,7 +23,8 @@ from evener_server.batch import BatchBody, BatchJob
 from evener_server.body import BodyLimits, read_object
 from evener_server.chat import ChatJob
 from evener_server.completions import CompletionJob
-from evener_server.embeddings import EmbeddingBody, EmbeddingJob
+from evener_server.decisions import DecisionBody, DecisionJob
+from evener_server.embeddings import EmbeddingBody, EmbeddingChat, EmbeddingJob, embedding_body
 from evener_server.errors import ERROR_SCHEMA, ApiError, handle_error, handle_unknown_url, log_fields
 from evener_server.ksanallm.body import ForwardBody, GenerateBody
 from evener_server.ksanallm.encoding import ERROR_SCHEMA as KSANALLM_ERROR_SCHEMA
@@ -44,7 +45,7 @@ from evener_server.router_info import add_router_info
 from evener_server.scores import RerankBody, RerankJob, ScoreBody, ScoreJob
 from evener_server.service import Service
 from evener_server.status_page import add_status_page, needs_no_key
-from evener_server.streaming import GenerationResponse, to_json
+from evener_server.streaming import GenerationResponse, Job, to_json
 from evener_server.tokens import DetokenizeBody, TokenizeChat, TokenizeText, TokenService, tokenize_body
 from evener_server.unknown_fields import header
 from evener_server.weights import UpdateWeightsBody, VersionHeader, add_weights
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
 B = TypeVar("B", bound=PromptBody)
 
+#: Fields of pairs of texts.
+_PAIRS = frozenset({"text_1", "queries", "data_1"})
 _ERROR_TEXTS = {
     400: "The body, a field or the prompt is wrong; the message says which.",
     401: "The API key is missing or wrong.",
@@ -114,6 +117,12 @@ def create_app(
     app.add_exception_handler(HTTPException, handle_unknown_url)
     app.add_exception_handler(ApiError, handle_error)
     app.add_exception_handler(EvenerError, handle_error)
+
+    async def handle_refusal(request: Request, error: Exception) -> Response:
+        service.metrics.rejections += 1
+        return await handle_error(request, error)
+
+    app.add_exception_handler(OverloadedError, handle_refusal)
     if service.options.page:
         add_page(app)
     _add_status(app, service)
@@ -121,6 +130,7 @@ def create_app(
     add_router_info(app, service)
     _add_generation(app, service)
     _add_pooled(app, service)
+    _add_invocations(app, service)
     _add_translated(app, service)
     _add_ksanallm(app, service)
     _add_tokens(app, service)
@@ -192,13 +202,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_batch(request: Request) -> Response:
         return GenerationResponse(BatchJob(service, await _read(request, service, BatchBody)))
 
-    @app.post("/invocations", openapi_extra=_schema(ChatBody, CompletionBody), responses=_errors())
-    async def invocations(request: Request) -> Response:
-        """SageMaker's name for both: a conversation or a prompt."""
-        value = await read_object(request, service.limits)
-        if "messages" in value:
-            return GenerationResponse(ChatJob(service, _accept(request, service, ChatBody, value)))
-        return GenerationResponse(CompletionJob(service, _accept(request, service, CompletionBody, value)))
+    @app.post("/v1/decisions", openapi_extra=_schema(DecisionBody), responses=_errors())
+    async def decisions(request: Request) -> Response:
+        return GenerationResponse(DecisionJob(service, await _read(request, service, DecisionBody)))
 
     @app.post("/v1/completions", openapi_extra=_schema(CompletionBody), responses=_errors())
     async def completions(request: Request) -> Response:
@@ -206,9 +212,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_pooled(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/embeddings", openapi_extra=_schema(EmbeddingBody), responses=_errors())
+    @app.post("/v1/embeddings", openapi_extra=_schema(EmbeddingBody, EmbeddingChat), responses=_errors())
     async def embeddings(request: Request) -> Response:
-        return GenerationResponse(EmbeddingJob(service, await _read(request, service, EmbeddingBody)))
+        value = await read_object(request, service.limits)
+        body: EmbeddingBody | EmbeddingChat = _accept(request, service, embedding_body(value), value)
+        return GenerationResponse(EmbeddingJob(service, body))
 
     async def rerank(request: Request) -> Response:
         return GenerationResponse(RerankJob(service, await _read(request, service, RerankBody)))
@@ -221,6 +229,31 @@ def _add_pooled(app: FastAPI, service: Service) -> None:
         app.post(path, openapi_extra=_schema(RerankBody), responses=_errors())(rerank)
     for path in ("/score", "/v1/score"):
         app.post(path, openapi_extra=_schema(ScoreBody), responses=_errors())(score)
+
+
+def _add_invocations(app: FastAPI, service: Service) -> None:
+    kinds = (ChatBody, CompletionBody, EmbeddingBody, EmbeddingChat, RerankBody, ScoreBody)
+
+    @app.post("/invocations", openapi_extra=_schema(*kinds), responses=_errors())
+    async def invocations(request: Request) -> Response:
+        """SageMaker's name for all: a conversation, a prompt, texts to embed, or to compare."""
+        value = await read_object(request, service.limits)
+        return GenerationResponse(_invoked(request, service, value))
+
+
+def _invoked(request: Request, service: Service, value: dict[str, Any]) -> Job:
+    """What the fields of a body ask for. A conversation is embedded by a model that embeds, else answered."""
+    status.check_ready(service.llm)
+    if "input" in value or ("messages" in value and service.info.pooling is not None):
+        body: EmbeddingBody | EmbeddingChat = _accept(request, service, embedding_body(value), value)
+        return EmbeddingJob(service, body)
+    if "messages" in value:
+        return ChatJob(service, _accept(request, service, ChatBody, value))
+    if "query" in value:
+        return RerankJob(service, _accept(request, service, RerankBody, value))
+    if value.keys() & _PAIRS:
+        return ScoreJob(service, _accept(request, service, ScoreBody, value))
+    return CompletionJob(service, _accept(request, service, CompletionBody, value))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -336,9 +369,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        kinds = (ChatBody, BatchBody, CompletionBody, ResponsesBody, MessagesBody, ConversationBody, EmbeddingBody,
-                 RerankBody, ScoreBody, GenerateBody, ForwardBody, TokenizeText, TokenizeChat, DetokenizeBody,
-                 LoadAdapterBody, UnloadAdapterBody, UpdateWeightsBody)  # fmt: skip
+        kinds = (ChatBody, BatchBody, CompletionBody, DecisionBody, ResponsesBody, MessagesBody, ConversationBody,
+                 EmbeddingBody, EmbeddingChat, RerankBody, ScoreBody, GenerateBody, ForwardBody, TokenizeText,
+                 TokenizeChat, DetokenizeBody, LoadAdapterBody, UnloadAdapterBody, UpdateWeightsBody)  # fmt: skip
         for kind in kinds:
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))

@@ -123,8 +123,9 @@ class ChatJob(Job):
         messages = [message.plain() for message in body.messages]
         if self._service.info.encoders:
             messages = await asyncio.to_thread(decode_images, messages)
+        template = body.template(self._service.prompts.keeps_tools)
         return functools.partial(
-            llm.submit_chat, messages, self._params, request_id=self.request_id, reservation=room, **body.template()
+            llm.submit_chat, messages, self._params, request_id=self.request_id, reservation=room, **template
         )
 
     async def _hold(self, reasoning: ReasoningFormat | None) -> None:
@@ -183,6 +184,11 @@ class ChatJob(Job):
         if stream.prompt is not None or tokenizer is None:
             return (stream.prompt or "")[-PROMPT_END:]
         return self._end_of(stream.prompt_token_ids)
+
+    def thinks_first(self, generation: Generation, place: int = 0) -> bool:
+        """Whether the prompt with this place ends inside the reasoning, of which the first token is part then."""
+        found = before(self._reasoning, self._prompt_end(generation.streams[place]))
+        return found is not None and not found.begin
 
     def choices(self, generation: Generation, place: int = 0) -> list[ChatChoice]:
         """The choices of a response in one piece, still empty, of the prompt with this place."""

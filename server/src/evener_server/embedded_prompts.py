@@ -65,7 +65,16 @@ class RowParts:
         Raises:
             RequestError: rows cannot be used; ``param`` is their path.
         """
-        return replaced_parts(messages, "prompt_embeds", self._part)
+        found = replaced_parts(messages, "prompt_embeds", self._part)
+        for i, message in enumerate(found):
+            given = message.get("reasoning"), message.get("reasoning_content")
+            for name, rows in zip(("reasoning", "reasoning_content"), given, strict=True):
+                if isinstance(rows, dict):
+                    # Where both names have the same, a template shows one of them.
+                    again = name == "reasoning_content" and rows is given[0]
+                    path = f"messages[{i}].{name}"
+                    message[name] = message["reasoning"] if again else self._part(rows, path)["text"]
+        return found
 
     def _part(self, part: dict[str, Any], place: str) -> dict[str, Any]:
         rows = decode_rows(part["data"], f"{place}.data", self._width, self._left)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from evener_pooling.vectors import TextVectors
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from evener.contracts.media import MediaPrompt
+from evener.errors import RequestError
 from evener_server.field_types import PROMPT_SCHEMA, as_prompts
 from evener_server.generation import Generation
-from evener_server.messages import allowed_values
+from evener_server.messages import TextPart, allowed_values
 from evener_server.pooled import PooledJob
-from evener_server.protocol import PromptBody
+from evener_server.protocol import ChatBody, PromptBody
 from evener_server.service import Service
 from evener_server.streaming import to_json
 
@@ -22,13 +25,9 @@ from evener_server.streaming import to_json
 MOST_INPUTS = 2048
 
 
-class EmbeddingBody(PromptBody):
-    """POST /v1/embeddings."""
+class VectorFields(PromptBody):
+    """What both bodies of /v1/embeddings say of the vectors."""
 
-    #: Always a list of prompts here, each a text or a list of ids.
-    input: Annotated[
-        list[Any], BeforeValidator(as_prompts), WithJsonSchema(PROMPT_SCHEMA), Field(max_length=MOST_INPUTS)
-    ]
     #: base64: of the numbers as float32, little-endian.
     encoding_format: Literal["float", "base64"] | None = None
     #: Numbers of each vector; default: as many as the model has.
@@ -42,15 +41,50 @@ class EmbeddingBody(PromptBody):
     endianness: Annotated[Any, allowed_values("native", "little")] = None
 
 
+class EmbeddingBody(VectorFields):
+    """POST /v1/embeddings: texts."""
+
+    #: Always a list of prompts here, each a text or a list of ids.
+    input: Annotated[
+        list[Any], BeforeValidator(as_prompts), WithJsonSchema(PROMPT_SCHEMA), Field(max_length=MOST_INPUTS)
+    ]
+
+
+class EmbeddingChat(VectorFields, ChatBody):
+    """POST /v1/embeddings: a conversation, rendered with the model's chat template, as in vLLM's API. Fields about an
+    answer are accepted and change nothing."""
+
+    #: Default: false, as no answer follows.
+    add_generation_prompt: bool | None = None
+
+    @property
+    def answer_tokens(self) -> int:
+        return 0
+
+    def check(self) -> None:
+        super().check()
+        if any(not isinstance(part, TextPart) for message in self.messages for part in message.content or ()):
+            raise RequestError("only texts of messages can be embedded; leave other parts out", "messages")
+
+    def template(self, keep_tools: bool = False) -> dict[str, Any]:
+        return {**super().template(keep_tools), "add_generation_prompt": bool(self.add_generation_prompt)}
+
+
+def embedding_body(value: Mapping[str, Any]) -> type[EmbeddingBody] | type[EmbeddingChat]:
+    """Which body a decoded request to ``/v1/embeddings`` has."""
+    return EmbeddingChat if "messages" in value else EmbeddingBody
+
+
 class EmbeddingJob(PooledJob):
-    """One request for the vectors of one or more texts.
+    """One request for the vectors of one or more texts, or of a conversation.
 
     Raises:
         RequestError: vectors of this model cannot have so many numbers.
     """
 
-    def __init__(self, service: Service, body: EmbeddingBody) -> None:
-        super().__init__(service, body, len(body.input), "input", "embd")
+    def __init__(self, service: Service, body: EmbeddingBody | EmbeddingChat) -> None:
+        count, param = (1, "messages") if isinstance(body, EmbeddingChat) else (len(body.input), "input")
+        super().__init__(service, body, count, param, "embd")
         self._body, info = body, service.info
         self._vectors = vectors = TextVectors(info.pooling, info.hidden_size, body.dimensions)
         normalize = body.use_activation if body.normalize is None else body.normalize
@@ -59,11 +93,16 @@ class EmbeddingJob(PooledJob):
 
     async def prompt(self, place: int) -> str | list[int]:
         body, prompts = self._body, self._service.prompts
+        cut = body.truncate_prompt_tokens is not None
+        if isinstance(body, EmbeddingChat):
+            ids = await prompts.conversation(body, bool(body.add_special_tokens), any_length=cut)
+            assert not isinstance(ids, MediaPrompt), "it is of texts"
+            return prompts.cut(ids, body)
         prompt: str | list[int] = body.input[place]
         if not body.own_prompt_tokens:
             return prompt
         if isinstance(prompt, str):
-            special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens is not None
+            special = body.add_special_tokens is not False
             prompt = await prompts.text(prompt, special, "input", any_length=cut)
         return prompts.cut(prompt, body)
 

@@ -137,7 +137,7 @@ class Generation:
             self._client.release()
             self._client.use.charge(self.prompt_tokens + self.completion_tokens)
         for choice in set(range(self.choices)) - self.finish_reasons.keys():
-            self._meter.end(choice, "abort")
+            self._meter.end(choice, "abort", self._queued)
         self._meter.close()
         for stream in self.streams:
             await stream.aclose()
@@ -172,7 +172,7 @@ class Generation:
             delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         if delta.token_ids:
             self.completion_tokens += len(delta.token_ids)
-            self._meter.tokens(choice, len(delta.token_ids))
+            self._meter.tokens(choice, len(delta.token_ids), delta.queued)
         # Only sample 0 has them.
         self.prompt_logprobs[prompt] += delta.prompt_logprobs or ()
         # The first entry at a position is the token that was sampled.
@@ -181,7 +181,7 @@ class Generation:
         self._cached[choice] = max(self._cached.get(choice, 0), delta.num_cached_tokens)
         if delta.finish_reason is not None:
             self.finish_reasons[choice] = delta.finish_reason
-            self._meter.end(choice, delta.finish_reason)
+            self._meter.end(choice, delta.finish_reason, self._queued)
         late = delta.finish_reason == "timeout" and not self.completion_tokens
         if late or delta.error is not None or delta.finish_reason in ("abort", "error"):
             raise self._failure(delta)

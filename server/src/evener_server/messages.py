@@ -6,7 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
@@ -98,6 +107,16 @@ class RowsPart(Body):
 ContentPart: TypeAlias = Annotated[TextPart | ImagePart | RowsPart, Field(discriminator="type")]
 
 
+def _reasoning_kind(value: object) -> str:
+    return "rows" if isinstance(value, (dict, RowsPart)) else "text"
+
+
+#: What the assistant thought: a text, or rows in place of one.
+Reasoning: TypeAlias = Annotated[
+    Annotated[str, Tag("text")] | Annotated[RowsPart, Tag("rows")], Discriminator(_reasoning_kind)
+]
+
+
 class ToolFunction(Body):
     """The function that an earlier answer called; ``arguments`` is JSON text."""
 
@@ -123,13 +142,19 @@ class Message(Body):
         BeforeValidator(_as_parts),
     ] = None
     name: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Reasoning | None = None
     #: The newer name of the same, which answers have too.
-    reasoning: str | None = None
+    reasoning: Reasoning | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     audio: Annotated[Any, allowed_values()] = None
     function_call: Annotated[Any, allowed_values()] = None
+
+    @property
+    def embedded(self) -> bool:
+        """Whether a part of it is rows."""
+        parts = (*(self.content or ()), self.reasoning, self.reasoning_content)
+        return any(isinstance(part, RowsPart) for part in parts)
 
     def plain(self) -> dict[str, Any]:
         """The message as ``AsyncLLM.submit_chat`` takes it, with images still encoded: see ``images.decode_images``."""
@@ -141,14 +166,18 @@ class Message(Body):
             out["content"] = self.content[0].text
         if not self.tool_calls:
             out.pop("tool_calls", None)
+        # Templates read either name.
+        for name, other in ("reasoning", "reasoning_content"), ("reasoning_content", "reasoning"):
+            if name in out:
+                out.setdefault(other, out[name])
         return out
 
 
 def replaced_parts(
     messages: list[dict[str, Any]], kind: str, replace: Callable[[dict[str, Any], str], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Messages as ``Message.plain`` gives them, with ``replace(part, path)`` in place of each part of type ``kind``, in
-    order."""
+    """Messages as ``Message.plain`` gives them, with ``replace(part, path)`` in place of each part of type ``kind`` of
+    their contents, in order."""
 
     def content(given: Any, path: str) -> Any:
         if not isinstance(given, list):

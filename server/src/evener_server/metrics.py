@@ -105,21 +105,23 @@ class Metrics:
         responses: answers by HTTP status, those to monitoring and of the page's files left out.
         time_to_first_token, inter_token_latency, e2e_latency: seconds from a request to a sample's first token, from
             one token to the next, and from a request to a sample's end.
-        decode_time: seconds from a sample's first token to its end.
+        prefill_time, decode_time, inference_time: seconds from the engine's queue to a sample's first token, from there
+            to its end, and both.
+        rejections: requests that were refused because too many were open.
         request_prompt_tokens, request_generation_tokens: tokens of each prompt, and of each sample.
         request_max_generation_tokens, request_n: tokens of each request's longest sample, and samples of each prompt.
         request_max_tokens: the maximum that each request asked for, where it asked for one.
     """
 
     def __init__(self) -> None:
-        self.decode_time = Histogram(_LATENCY_BUCKETS)
+        self.prefill_time, self.decode_time, self.inference_time = (Histogram(_LATENCY_BUCKETS) for _ in range(3))
         self.request_prompt_tokens, self.request_generation_tokens = (
             Histogram(_TOKEN_BUCKETS),
             Histogram(_TOKEN_BUCKETS),
         )
         self.request_max_generation_tokens = Histogram(_TOKEN_BUCKETS)
         self.request_max_tokens, self.request_n = Histogram(_TOKEN_BUCKETS), Histogram(_SAMPLE_BUCKETS)
-        self.prompt_tokens = self.generation_tokens = 0
+        self.prompt_tokens = self.generation_tokens = self.rejections = 0
         self.finished: Counter[str] = Counter()
         self.responses: Counter[int] = Counter()
         self.time_to_first_token, self.inter_token_latency, self.e2e_latency = (
@@ -190,8 +192,9 @@ class RequestTimer:
         """A result came of a sample that waited ``queued`` seconds for its first step."""
         self._waited = queued if self._waited is None else min(self._waited, queued)
 
-    def tokens(self, choice: int, count: int) -> None:
-        """``count`` more tokens of one sample. Tokens that come together share the time since the previous one."""
+    def tokens(self, choice: int, count: int, queued: float) -> None:
+        """``count`` more tokens of one sample, which waited ``queued`` seconds for its first step. Tokens that come
+        together share the time since the previous one."""
         now, last = time.perf_counter(), self._last.get(choice)
         self._last[choice] = now
         self._tokens[choice] += count
@@ -201,17 +204,19 @@ class RequestTimer:
             return
         self._first[choice] = now
         self._metrics.time_to_first_token.add(now - self._started)
+        self._metrics.prefill_time.add(max(now - self._started - queued, 0.0))
         if count > 1:
             self._metrics.inter_token_latency.add(0.0, count - 1)
 
-    def end(self, choice: int, reason: str) -> None:
-        """One sample has ended."""
+    def end(self, choice: int, reason: str, queued: float) -> None:
+        """One sample has ended; ``queued`` as in ``tokens``."""
         own, now = self._metrics, time.perf_counter()
         own.finished[reason] += 1
         own.e2e_latency.add(now - self._started)
         own.request_generation_tokens.add(self._tokens[choice])
         if choice in self._first:
             own.decode_time.add(now - self._first[choice])
+            own.inference_time.add(max(now - self._started - queued, 0.0))
 
     def times(self, queued: float) -> dict[str, float]:
         """The times of the request so far, in milliseconds, under vLLM's names; ``queued``: seconds in the queue."""

@@ -32,6 +32,7 @@ class ServerOptions:
         trust_plugin_file: run the plug-in file of the model's folder.
         tls_cert, tls_key: files of the certificate and its key.
         chat_template: a file with a chat template, instead of the model's.
+        exclude_tools_when_tool_choice_none: the chat template gets no tools if none may be called.
         forward_bytes: bytes of the numbers in one answer of /forward.
         force_include_usage: every stream ends with the usage.
         model_aliases: other names of the model, separated by commas.
@@ -60,6 +61,7 @@ class ServerOptions:
     tls_cert: str | None = None
     tls_key: str | None = None
     chat_template: str | None = None
+    exclude_tools_when_tool_choice_none: bool = True
     forward_bytes: int = 64 << 20
     force_include_usage: bool = False
     model_aliases: str = ""

@@ -27,10 +27,12 @@ class PromptTokens:
     Args:
         llm: the engine.
         trusts_templates: conversations may bring their chat template.
+        keeps_tools: the chat template gets a conversation's tools also if none may be called.
     """
 
-    def __init__(self, llm: AsyncLLM, trusts_templates: bool = False) -> None:
+    def __init__(self, llm: AsyncLLM, trusts_templates: bool = False, keeps_tools: bool = False) -> None:
         self._llm, self._turn, self._trusts_templates = llm, asyncio.Semaphore(1), trusts_templates
+        self.keeps_tools = keeps_tools
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -107,13 +109,13 @@ class PromptTokens:
         def render() -> str | MediaPrompt:
             if body.embedded:
                 rows = RowParts(info.hidden_size, self.context)
-                text = chat.render(rows.messages(messages), **body.template())
+                text = chat.render(rows.messages(messages), **body.template(self.keeps_tools))
                 if tokenizer.exceeds(text, self.context):
                     message = f"the messages do not fit the context of {self.context} tokens: shorten them"
                     raise ContextLengthError(message, "messages")
                 return rows.prompt(text, tokenizer)
             read = decode_images(messages) if info.encoders else messages
-            return chat.prompt(read, **body.template())
+            return chat.prompt(read, **body.template(self.keeps_tools))
 
         try:
             async with self._turn:

@@ -384,7 +384,7 @@ class ChatBody(TokenOutputs):
 
     @property
     def embedded(self) -> bool:
-        return any(isinstance(part, RowsPart) for message in self.messages for part in message.content or ())
+        return any(message.embedded for message in self.messages)
 
     @property
     def prompt_ids(self) -> list[int] | None:
@@ -426,8 +426,9 @@ class ChatBody(TokenOutputs):
         """Whether the answer may call tools."""
         return bool(self.tools) and not self.choice.never
 
-    def template(self) -> dict[str, Any]:
-        """The chat template's arguments besides the messages."""
+    def template(self, keep_tools: bool = False) -> dict[str, Any]:
+        """The chat template's arguments besides the messages. ``keep_tools``: it gets the tools also if none may be
+        called."""
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
@@ -439,7 +440,7 @@ class ChatBody(TokenOutputs):
             variables = {"enable_thinking": thinks, "thinking": thinks, **variables}
         return {
             "template_kwargs": variables or None,
-            "tools": [tool.plain() for tool in self.tools or ()] if self.calls_tools else None,
+            "tools": [tool.plain() for tool in self.tools] if self.tools and (keep_tools or self.calls_tools) else None,
             "add_generation_prompt": self.add_generation_prompt is not False,
             "continue_final_message": bool(self.continue_final_message),
         }
@@ -497,7 +498,8 @@ class CompletionBody(TokenOutputs):
     def check(self) -> None:
         super().check()
         if not self.prompts:
-            raise RequestError("prompt is missing; send it", "prompt", "missing_required_parameter")
+            message = "Either prompt or prompt_embeds must be provided and non-empty."  # the words of vLLM's API
+            raise RequestError(message, "prompt", "missing_required_parameter")
         if self.suffix and self.echo:
             raise RequestError("echo cannot be used with suffix: the prompt is two texts; leave it out", "echo")
         if self.max_tokens == 0 and not self.echo:
@@ -540,10 +542,10 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
         what, param = _MISSING, f"{param}.type"
     if what == "union_tag_invalid":
         given = short(found["input"].get("type"))
-        return RequestError(
-            f"{param}.type is {given}, which this server does not support: send text, image_url or prompt_embeds",
-            f"{param}.type", _UNSUPPORTED,
-        )  # fmt: skip
+        asked = found["loc"][0] == "questions"
+        known = "predicate, choice or score" if asked else "text, image_url or prompt_embeds"
+        message = f"{param}.type is {given}, which this server does not support: send {known}"
+        return RequestError(message, f"{param}.type", _UNSUPPORTED)
     if what == _MISSING:
         return RequestError(f"{param} is missing; send it", param, "missing_required_parameter")
     if what == _UNKNOWN:
@@ -562,8 +564,11 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
 
 
 def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The path without the kind of content part, which pydantic puts into it."""
-    return (*loc[:4], *loc[5:]) if loc[:1] == ("messages",) and loc[2:3] == ("content",) else loc
+    """The path without the kind of content part, of reasoning, or of a question, which pydantic puts into it."""
+    if loc[0] == "questions":
+        return (*loc[:2], *loc[3:])
+    kind = {"content": 4, "reasoning": 3, "reasoning_content": 3}.get(str(loc[2])) if len(loc) > 2 else None
+    return loc if kind is None or loc[0] != "messages" else (*loc[:kind], *loc[kind + 1 :])
 
 
 def path(loc: tuple[int | str, ...]) -> str:

@@ -59,7 +59,9 @@ class Service:
         path = self.options.watermark_key_file
         self._watermark = None if path is None else read_key(path)
         self.grammars = GrammarChecks()
-        self.prompts = PromptTokens(llm, self.options.trust_request_chat_template)
+        self.prompts = PromptTokens(
+            llm, self.options.trust_request_chat_template, not self.options.exclude_tools_when_tool_choice_none
+        )
         self.metrics = Metrics()
         self.running = RunningGenerations(llm, self.metrics)
         self.version = version("evener-server")

@@ -83,7 +83,8 @@ async def metrics(service: Service) -> bytes:
     labels = {"version": service.version, "backend": names[0], "model": names[1]}
     vllm: list[Collector] = []
     if service.options.vllm_metrics:
-        vllm.append(VllmFamilies(service.metrics, names[2], report, {} if info is None else cache_labels(info)))
+        known = ({}, 1) if info is None else (cache_labels(info), info.max_model_len)
+        vllm.append(VllmFamilies(service.metrics, names[2], report, *known))
         if llm.ready and llm.info is not None and llm.info.adapters is not None:
             vllm.append(AdapterFamily(setting(llm.info, "infer.max_loras", 0), service.adapters))
     keys = [KeyFamilies(service.key_uses)] if service.key_uses else []

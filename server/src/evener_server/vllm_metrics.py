@@ -1,7 +1,7 @@
 """The same metrics under vLLM's names, so that dashboards made for it show this server.
 
-Names and labels are those of its documentation (docs.vllm.ai, "Production Metrics"). A time that is only known as a sum
-is a summary: ``…_sum`` and ``…_count``, without buckets. What this engine does not have is left out.
+Names and labels are those of its documentation (docs.vllm.ai, "Production Metrics"). What is only known as a sum is a
+summary: ``…_sum`` and ``…_count``, without buckets. What this engine does not have is left out.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ class VllmFamilies(Collector):
         model: the label ``model_name``. The label ``engine`` is 0: a server has one engine.
         report: the engine's statistics; None: there is no engine, and its metrics are left out.
         cache: labels of the KV cache, which routers read.
+        longest: tokens that a prompt and its answer may have together.
     """
 
     def __init__(
-        self, metrics: Metrics, model: str, report: StatsReport | None, cache: Mapping[str, str] | None = None
-    ) -> None:
+        self, metrics: Metrics, model: str, report: StatsReport | None, cache: Mapping[str, str] | None = None,
+        longest: int = 1,
+    ) -> None:  # fmt: skip
         self._metrics, self._values, self._report, self._cache = metrics, (model, "0"), report, dict(cache or {})
+        self._longest = longest
 
     def collect(self) -> Iterator[Metric]:
         own = self._metrics
@@ -54,7 +57,9 @@ class VllmFamilies(Collector):
             # The name before vLLM 0.11.
             ("time_per_output_token_seconds", "From one token to the next.", own.inter_token_latency),
             ("e2e_request_latency_seconds", "From a request to its end.", own.e2e_latency),
+            ("request_prefill_time_seconds", "From the engine's queue to a sample's first token.", own.prefill_time),
             ("request_decode_time_seconds", "From a sample's first token to its end.", own.decode_time),
+            ("request_inference_time_seconds", "From the engine's queue to a sample's end.", own.inference_time),
             ("request_prompt_tokens", "Tokens of a prompt.", own.request_prompt_tokens),
             ("request_generation_tokens", "Tokens of a sample.", own.request_generation_tokens),
             ("request_max_num_generation_tokens", "Tokens of a request's longest sample.",
@@ -63,6 +68,7 @@ class VllmFamilies(Collector):
             ("request_params_max_tokens", "The maximum of tokens that a request asked for.", own.request_max_tokens),
         ):  # fmt: skip
             yield self._histogram(name, text, found)
+        yield self._counter("admission_rejections", "Requests refused: too many were open.", own.rejections)
         if self._report is not None:
             yield from self._engine(self._report)
 
@@ -70,6 +76,12 @@ class VllmFamilies(Collector):
         used = report.blocks_used / report.blocks if report.blocks else 0.0
         yield self._gauge("num_requests_running", "Running samples.", report.running)
         yield self._gauge("num_requests_waiting", "Waiting samples.", report.waiting)
+        # A request that was accepted waits for memory or a place in the batch, nothing else.
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "Waiting samples, by reason.", labels=(*_LABELS, "reason")
+        )
+        waiting.add_metric((*self._values, "capacity"), report.waiting)
+        yield waiting
         yield self._gauge("kv_cache_usage_perc", "Fraction of KV cache blocks in use; 1 is all.", used)
         # The name before vLLM 0.10.
         yield self._gauge("gpu_cache_usage_perc", "Fraction of KV cache blocks in use; 1 is all.", used)
@@ -83,15 +95,24 @@ class VllmFamilies(Collector):
         queued = Histogram(QUEUE_SECONDS)
         queued.counts, queued.sum = list(report.queued), report.queued_seconds
         yield self._histogram("request_queue_time_seconds", "From the engine's queue to the first step.", queued)
-        first = self._metrics.time_to_first_token.count
-        yield self._summary("request_prefill_time_seconds", "From the first step to the first token.", first,
-                            report.prefill_seconds)  # fmt: skip
-        yield self._summary(
-            "iteration_tokens_total", "Tokens computed in a step.", report.steps, report.computed_tokens
-        )
+        preempted = Histogram(range(len(report.preempted) - 1))
+        preempted.counts, preempted.sum = list(report.preempted), report.preemptions
+        yield self._histogram("request_num_preemptions", "Times that a sample gave its state back.", preempted)
+        # vLLM counts the prompt's tokens and the generated ones; of a sample the last generated one is not computed.
+        tokens = report.computed_tokens + self._metrics.time_to_first_token.count
+        yield self._summary("iteration_tokens_total", "Prompt tokens and generated ones of a step.", report.steps,
+                            tokens)  # fmt: skip
         cache = InfoMetricFamily("vllm:cache_config", "The KV cache.", labels=_LABELS)
-        cache.add_metric(self._values, {"num_gpu_blocks": str(report.blocks), **self._cache})
+        cache.add_metric(self._values, {"num_gpu_blocks": str(report.blocks), **self._sizes(report.blocks)})
         yield cache
+
+    def _sizes(self, blocks: int) -> dict[str, str]:
+        """What is known of the cache; its size in tokens, and how many requests of the longest length fit into it."""
+        if "block_size" not in self._cache:
+            return self._cache
+        tokens = blocks * int(self._cache["block_size"])
+        concurrency = f"{tokens / self._longest:.2f}"
+        return {**self._cache, "kv_cache_size_tokens": str(tokens), "kv_cache_max_concurrency": concurrency}
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)

@@ -58,6 +58,8 @@ _REASONING = {"qwen3": "think", "deepseek_r1": "think", "openai_gptoss": "harmon
 FLAGS: Mapping[str, Meaning] = {
     "--dtype": Key("dtype", names=_HALF),
     "--enable-prefix-caching": Key("infer.prefix_cache", "true"),
+    "--attention-backend": Unneeded("the CPU has one", words=1),
+    "--exclude-tools-when-tool-choice-none": Key("server.exclude_tools_when_tool_choice_none", "true"),
     "--enforce-eager": Key("infer.use_cuda_graph", "false"),
     "--max-model-len": Key("infer.max_seq_len"),
     "--max-num-batched-tokens": Key("infer.step_tokens"),

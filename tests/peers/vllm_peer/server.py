@@ -29,6 +29,12 @@ _STOP = 30.0
 #: Models of tests that were not trained for chats: they do not end a turn, as the small model would.
 _WITHOUT_TURNS = frozenset({"facebook/opt-125m"})
 _PARSERS = ("server.reasoning_parser", "server.tool_parser")
+#: Parsers of what the template's examples show.
+_FORMATS = ("think", "llama3")
+#: Names of models whose tests look at what they say, or at their calls and reasoning.
+_LARGER = ("qwen", "gpt-oss", "zephyr")
+#: Qwen 3 has the temperature 0.6; at a lower one, a small model keeps to the examples of the template.
+_SAMPLING = {"temperature": 0.3, "top_k": 20, "top_p": 0.95}
 _TEMPLATE = Path(__file__).with_name("template.jinja")
 
 
@@ -39,7 +45,7 @@ class Launcher:
     Attributes:
         evener: the command.
         model: folder of the model that is served under the names of tests.
-        larger: folder of the one that is served under names of Qwen's models, whose tests look at what it says.
+        larger: folder of the one that is served under names with a part of ``_LARGER``.
         running: process ids of the servers that run.
         started: how many were started.
     """
@@ -52,7 +58,22 @@ class Launcher:
 
     def folder(self, name: str) -> Path:
         """What is served under this name."""
-        return self.larger if "qwen" in name.lower() else self.model
+        return self.larger if any(each in name.lower() for each in _LARGER) else self.model
+
+    def served(self, name: str) -> tuple[str, Path]:
+        """How a server gets it: what to type, and where. The larger model has the test's name there, as with vLLM, and
+        ``_SAMPLING`` in place of its own defaults."""
+        if (folder := self.folder(name)) != self.larger:
+            return str(folder), Path.cwd()
+        where = Path(tempfile.mkdtemp())
+        (there := where / name).mkdir(parents=True)
+        for file in folder.iterdir():
+            (there / file.name).symlink_to(file)
+        config = there / "generation_config.json"
+        found = json.loads(config.read_text("utf-8"))
+        config.unlink()
+        config.write_text(json.dumps(found | _SAMPLING), "utf-8")
+        return name, where
 
     def config(self, name: str) -> dict[str, Any]:
         """Its config."""
@@ -113,12 +134,13 @@ class RemoteOpenAIServer:
         if keys.keys() & _PARSERS:
             keys |= self._parsed(keys)
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])
-        command = [str(self.launcher.evener), "serve", str(self.launcher.folder(model))]
+        folder, where = self.launcher.served(model)
+        command = [str(self.launcher.evener), "serve", folder]
         command += [f"{name}={value}" for name, value in keys.items()]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _stop)
         self.proc = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | (env_dict or {}),
+            cwd=where, env=os.environ | (env_dict or {}),
         )  # fmt: skip
         self.launcher.running.add(self.proc.pid)
         self.launcher.started += 1
@@ -130,13 +152,16 @@ class RemoteOpenAIServer:
 
     @staticmethod
     def _parsed(keys: Mapping[str, str]) -> dict[str, str]:
-        """For a server with parsers: a template whose format they know, as those of the models that tests name."""
+        """For a server with parsers: a template with examples of calls and reasoning, for a model that was not trained
+        for either, and the parsers of the form that it writes. The API does not depend on the form."""
+        if "server.chat_template" in keys:
+            return {} if _PARSERS[0] in keys else {_PARSERS[0]: "none"}
         reasons = _PARSERS[0] in keys
-        # The small model does not end its reasoning by itself.
-        more = {"server.thinking_budget": "16"} if reasons else {_PARSERS[0]: "none"}
+        parsers = {name: kind if name in keys else "none" for name, kind in zip(_PARSERS, _FORMATS, strict=True)}
         template = f"{{%- set reasons = {str(reasons).lower()} -%}}\n{_TEMPLATE.read_text('utf-8')}"
-        own = {} if "server.chat_template" in keys else {"server.chat_template": RemoteOpenAIServer._in_file(template)}
-        return more | own
+        # Where the model does not end its reasoning by itself.
+        budget = {"server.thinking_budget": "16"} if reasons else {}
+        return {**parsers, **budget, "server.chat_template": RemoteOpenAIServer._in_file(template)}
 
     @staticmethod
     def _in_file(text: str) -> str:

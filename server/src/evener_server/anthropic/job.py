@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from evener.engine.wire.engine_info import EngineInfo
 from evener.errors import RequestError
 from evener_server.anthropic.blocks import Conversation
 from evener_server.anthropic.body import ConversationBody, MessagesBody
@@ -14,6 +15,7 @@ from evener_server.chat import finish_reason
 from evener_server.errors import ApiError
 from evener_server.generation import Generation
 from evener_server.protocol import ChatBody
+from evener_server.router_info import setting
 from evener_server.service import Service
 from evener_server.streaming import named_event, to_json
 from evener_server.tokens import TokenService
@@ -60,7 +62,7 @@ class MessageJob(TranslatedJob):
             self.without_effect = [*self.without_effect, "thinking.budget_tokens"]
         self._id = self.chat.request_id.replace("chatcmpl-", "msg_")
         self._model, self._output = service.adapter(body.model) or service.model_name, MessageOutput()
-        self._stop_reason = ""
+        self._stop_reason, self._info = "", service.info
         self._stop_sequence: str | None = None
 
     async def full_response(self, generation: Generation) -> bytes:
@@ -75,13 +77,15 @@ class MessageJob(TranslatedJob):
         async for events in self._events(generation):
             if not begun:
                 begun = True
-                message = self._message(generation, [])
-                message["usage"]["output_tokens"] = 0
+                # As in vLLM's API: the whole prompt first, and its parts at the end.
+                unknown = {"cache_read_input_tokens": None, "cache_creation_input_tokens": None}
+                begin = {"input_tokens": generation.prompt_tokens, **unknown, "output_tokens": 0}
+                message = {**self._message(generation, []), "usage": begin}
                 yield named_event({"type": "message_start", "message": message})
             if events:
                 yield b"".join(map(named_event, events))
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        yield named_event({"type": "message_delta", "delta": delta, "usage": _usage(generation)})
+        yield named_event({"type": "message_delta", "delta": delta, "usage": self._usage(generation)})
         yield named_event({"type": "message_stop"})
 
     def error_event(self, error: ApiError) -> bytes:
@@ -104,8 +108,11 @@ class MessageJob(TranslatedJob):
     def _message(self, generation: Generation, blocks: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": blocks,
-            "stop_reason": None, "stop_sequence": None, "usage": _usage(generation),
+            "stop_reason": None, "stop_sequence": None, "usage": self._usage(generation),
         }  # fmt: skip
+
+    def _usage(self, generation: Generation) -> dict[str, int]:
+        return _usage(generation, self._info)
 
 
 class TokenCounter:
@@ -161,11 +168,14 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"], "strict": True}}
 
 
-def _usage(generation: Generation) -> dict[str, int]:
-    """Tokens of the prompt that were in the cache are counted apart from the others."""
+def _usage(generation: Generation, info: EngineInfo) -> dict[str, int]:
+    """Tokens of the prompt that were in the cache, and those that this request put there, are counted apart from the
+    others. The cache keeps whole blocks."""
     usage = generation.usage()
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    size = setting(info, "infer.block_size", None) if setting(info, "infer.prefix_cache", True) else None
+    created = max(prompt - prompt % size - cached, 0) if size else 0
     return {
-        "input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"],
+        "input_tokens": prompt - cached - created, "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": created, "output_tokens": usage["completion_tokens"],
     }  # fmt: skip

@@ -119,7 +119,8 @@ class Controller:
     def _stats(self) -> StatsReport:
         scheduler, pool = self.scheduler, self.scheduler.state.pool
         stats = scheduler.stats
-        counters = asdict(stats) | {"queued": list(stats.queued), "counters": dict(stats.counters)}
+        copies = {"preempted": list(stats.preempted), "queued": list(stats.queued), "counters": dict(stats.counters)}
+        counters = asdict(stats) | copies
         return StatsReport(
             waiting=len(scheduler.waiting), running=len(scheduler.running), blocks=pool.count - pool.slab,
             blocks_used=pool.used, **counters,

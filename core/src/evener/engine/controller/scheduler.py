@@ -436,8 +436,6 @@ class Scheduler:
     def _extend(self, row: PlannedRow, ids: list[int]) -> None:
         """Append to a request what it got from a row, and note how much of its state exists."""
         request = row.request
-        if ids and len(request.tokens) == request.prompt_length:
-            self.stats.prefill_seconds += time.monotonic() - request.started
         request.tokens += ids
         request.unread -= row.samples > 0
         computed = row.start + row.count
@@ -477,6 +475,7 @@ class Scheduler:
         self.connector.dropped(request)
         del self._requests[request.id]
         self.stats.finished += 1
+        self.stats.preempted[min(request.preemptions, len(self.stats.preempted) - 1)] += 1
         if request.slot < 0:
             self.waiting.remove(request)
             self.adapters.close(request.message.adapter)

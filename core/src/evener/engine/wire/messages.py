@@ -194,9 +194,9 @@ class Stats(msgspec.Struct, kw_only=True):
     Attributes:
         mixed_steps: steps that computed both prompt tokens and sampled tokens.
         queried_tokens: tokens that were looked up in the prefix cache; ``cached_tokens`` of them were found.
+        preempted: requests that ended, by how often they were preempted; the last place: that often, or more often.
         queued: a histogram of the time that requests waited for their first step, with the buckets
             ``QUEUE_SECONDS``; ``queued_seconds``: the sum of these times.
-        prefill_seconds: the sum of the times from requests' first steps to their first tokens.
         forks: requests that started from another request's state; ``forked_tokens``: tokens of that state.
         drafts: rows of plans with proposed tokens; ``drafted_tokens``: the number of these tokens;
             ``accepted_tokens``: those that were sampled too.
@@ -211,9 +211,9 @@ class Stats(msgspec.Struct, kw_only=True):
     computed_tokens: int = 0
     finished: int = 0
     queried_tokens: int = 0
+    preempted: list[int] = msgspec.field(default_factory=lambda: [0] * 8)
     queued: list[int] = msgspec.field(default_factory=lambda: [0] * (len(QUEUE_SECONDS) + 1))
     queued_seconds: float = 0.0
-    prefill_seconds: float = 0.0
     forks: int = 0
     forked_tokens: int = 0
     drafts: int = 0
