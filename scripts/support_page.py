@@ -34,8 +34,7 @@ ROWS = (
     Row(
         "evener-kernels-triton",
         "whatever has Triton",
-        "run on 9.0; compiled for seven targets; weights of two to six bits: "
-        "[some cases of the kit fail](lab/stored-weights.md)",
+        "run on 9.0; compiled for seven targets",
         "triton",
     ),
     Row(
