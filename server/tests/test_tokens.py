@@ -40,7 +40,7 @@ def test_a_conversation_is_rendered_first(api: Any) -> None:
             "longer than the context",
         ),
         ("/tokenize", {"prompt": ["a", "b"]}, "prompt", "one text"),
-        ("/tokenize", {}, "prompt", "missing"),
+        ("/tokenize", {}, "prompt", "must be provided"),
         ("/tokenize", {"prompt": 5}, "prompt", "must be a string"),
         ("/detokenize", {"tokens": [512]}, "tokens", "from 0 to 511"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]", "greater than"),

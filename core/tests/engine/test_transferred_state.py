@@ -22,6 +22,7 @@ from evener.errors import ConfigError
 from evener_conformance.naive.model import NaiveModel
 from evener_conformance.rank_threads import rank_threads
 from evener_kv.block_bytes import ExportedBlocks
+from evener_kv.transfer import remote_blocks
 from evener_kv.transfer.connection import TransferError, connect
 from evener_kv.transfer.messages import Done, Drop, Fetch, Found, Lookup, Read, Release, Released
 from evener_kv.transfer.remote_blocks import RemoteBlocks
@@ -175,7 +176,9 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(make_lively: An
         assert not engine.scheduler.connector._fetches  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("other", [{"infer.kv_dtype": "fp8_e5m2"}, {"infer.block_size": 32}, "weights"])
+@pytest.mark.parametrize(
+    "other", [{"infer.kv_dtype": "fp8_e5m2"}, {"infer.block_size": 32}, {"infer.max_seq_len": 120}, "weights"]
+)
 def test_state_of_another_kind_is_not_taken_over(
     other: Any, make_lively: Any, play: Any, pair: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,6 +262,38 @@ def test_what_was_fetched_waits_for_free_blocks(make_lively: Any, play: Any, pai
     played = play(second, [NewRequest(id="e", prompt=[5], max_tokens=1, sampling=GREEDY)])
     assert played.tokens["d"] == NaiveModel(config.model, max_positions=128).greedy(prompt, 9)
     assert played.cached["d"] == 48 and pool.used == 0 and landing(second)._rows == {}
+
+
+def test_what_was_fetched_keeps_its_turn_when_its_time_is_over(make_lively: Any, play: Any, pair: Any) -> None:
+    first, second, address = pair(make_lively("Llama"), kv_transfer_seconds=1.0)
+    hold(first, play, prompts()[2])
+    pool, connector = second.scheduler.state.pool, second.scheduler.connector
+    pool.allocate(pool.free - 2)
+    second.handle([NewRequest(id="d", prompt=prompts()[2], max_tokens=9, sampling=GREEDY, transfer=f"{address}/p")])
+    request, until = second.scheduler.waiting[0], time.monotonic() + 60
+    while not connector._fetches or not connector._fetches["d"].over.is_set():
+        connector.ready(request, True)
+        assert time.monotonic() < until
+    assert not connector.ready(request, True)  # others may pass it
+    connector._fetches["d"].until = time.monotonic()
+    assert connector.ready(request, True) and not connector._fetches["d"].loaded
+
+
+def test_places_that_a_rank_could_not_be_told_to_forget_are_named_again(
+    make_lively: Any, play: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, address = pair(make_lively("Llama"))
+    connector, rank = second.scheduler.connector, landing(second)
+    rank._rows[7] = torch.zeros(1, dtype=torch.uint8)
+    rank._expected.add(7)
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_blocks, "connect", lambda *given: (_ for _ in ()).throw(TransferError("full")))
+        connector._drop([7])
+    assert 7 in rank._rows
+    hold(first, play, prompts()[0])
+    message = NewRequest(id="d", prompt=prompts()[0], max_tokens=1, sampling=GREEDY, transfer=f"{address}/p")
+    assert play(second, [message]).cached["d"] > 0
+    assert rank._rows == {} and rank._expected == set()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])

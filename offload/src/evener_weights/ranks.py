@@ -80,7 +80,7 @@ def change(worker: Worker, action: str, folder: str) -> str | None:
     a = worker.assembly
     try:
         others = {"experts are in host memory": a.placement, "a model proposes tokens": worker.drafter,
-                  "blocks of the KV cache are in host memory": worker.mover}  # fmt: skip
+                  "infer.kv_host_memory or offload.kv_transfer is set": worker.mover}  # fmt: skip
         if what := next((what for what, other in others.items() if other is not None), None):
             raise CheckpointError(f"weights cannot be changed or released while {what}; start the engine again")
         source = reopen(a, folder) if folder else a

@@ -28,7 +28,7 @@ _MAX_FRAME, _MAX_FIRST_FRAME = 8 << 20, 1024
 #: Seconds for the proofs; and that a connection may stay open without a request, which may take as long.
 _PROOF_SECONDS, _IDLE_SECONDS = 5.0, 600.0
 #: Connections at a time; more are closed at once.
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 512
 _NONCE = 32
 
 
@@ -135,8 +135,7 @@ def connect(address: tuple[str, int], key: bytes, deadline: float) -> Channel:
         TransferError: nobody answers, or it has another key or version.
     """
     with _mapped():
-        sock = socket.create_connection(address, max(0.001, deadline - time.monotonic()))
-    channel = Channel(sock, deadline)
+        channel = Channel(socket.create_connection(address, max(0.001, deadline - time.monotonic())), deadline)
     try:
         challenge = channel.receive(Challenge, _MAX_FIRST_FRAME)
         if challenge.version != VERSION:
@@ -198,13 +197,25 @@ class TransferServer:
                     return
                 time.sleep(0.1)  # such as too many open files
                 continue
-            channel = Channel(sock, time.monotonic() + _PROOF_SECONDS)
-            with self._lock:
-                if self._closed or len(self._open) >= MAX_CONNECTIONS:
-                    channel.close()
-                    continue
-                self._open.add(channel)
+            try:
+                self._begin(sock)
+            except (OSError, RuntimeError) as error:  # it is gone already, or no thread can be started
+                log.warning("a connection for KV blocks was not served: %s", error)
+                sock.close()
+
+    def _begin(self, sock: socket.socket) -> None:
+        channel = Channel(sock, time.monotonic() + _PROOF_SECONDS)
+        with self._lock:
+            if self._closed or len(self._open) >= MAX_CONNECTIONS:
+                channel.close()
+                return
+            self._open.add(channel)
+        try:
             threading.Thread(target=self._serve, args=(channel,), name="evener-kv", daemon=True).start()
+        except RuntimeError:
+            with self._lock:
+                self._open.discard(channel)
+            raise
 
     def _serve(self, channel: Channel) -> None:
         try:

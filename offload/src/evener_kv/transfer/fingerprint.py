@@ -34,6 +34,7 @@ def fingerprint(config: Config, facts: WorkerFacts) -> str:
         "dtype": facts.info.dtype, "load": config.load, "seed": config.seed if config.load == "dummy" else 0,
         "quant": config.quant, "ranks": (infer.tp_size, infer.pp_size), "layers": infer.pp_layer_partition,
         "snapshots": infer.snapshot_every, "index_topk": infer.index_topk,
+        "max_seq_len": facts.max_seq_len,  # rotary angles may follow from it
     }  # fmt: skip
     digest = hashlib.sha256(msgspec.json.encode(same, order="sorted"))
     for text in filter(None, (facts.info.model, config.weight_map, infer.kv_scales)):

@@ -171,7 +171,9 @@ class Landing(BlockMover):
         try:
             data = self._read(peer, request, nbytes)
             sizes = [self._groups[move.group].nbytes for move in moves]
-            found = dict(zip(request.places, data.split(sizes), strict=True))
+            # A rank without layers of a group has nothing of it, and no plan takes that.
+            rows = zip(request.places, data.split(sizes), strict=True)
+            found = {place: row for place, row in rows if row.nbytes}
         finally:
             with self._lock:
                 self._rows |= {place: row for place, row in found.items() if place in self._expected}

@@ -99,6 +99,8 @@ class RemoteBlocks(Connector, CacheListener):
         self._next_transfer = 0
         self._quiet_until: dict[str, float] = {}
         self._running = 0
+        #: For each rank, places that it could not be told to forget.
+        self._undropped: list[list[int]] = [[] for _ in self._ranks]
         self._server = TransferServer((settings.own.host, settings.own.port), settings.key, self._answer)
         state.pool.listeners.append(self)
 
@@ -134,7 +136,8 @@ class RemoteBlocks(Connector, CacheListener):
                     fetch.over.wait(_PAUSE)
                 return False
             self._give_up(fetch, "it took too long")
-        return self._load(fetch) or not busy
+        # Later it keeps its turn, as a request does that fetches nothing: others must not pass it for ever.
+        return self._load(fetch) or not busy or time.monotonic() >= fetch.until
 
     def started(self, request: StartingRequest) -> None:
         fetch = self._fetches.get(request.id)
@@ -187,7 +190,7 @@ class RemoteBlocks(Connector, CacheListener):
             count, rest = divmod(len(request.digests), _DIGEST)
             if request.fingerprint != self._fingerprint:
                 why = ("the servers differ in what their state depends on: model, dtype, quantization, KV cache dtype, "
-                       "block size or ranks")  # fmt: skip
+                       "block size, infer.max_seq_len or ranks")  # fmt: skip
                 channel.send(Refused(why))
             elif rest or count > _MOST_BLOCKS:
                 channel.send(Refused(f"{len(request.digests)} bytes of digests"))
@@ -254,6 +257,8 @@ class RemoteBlocks(Connector, CacheListener):
         key, until = self._settings.key, fetch.until
         if time.monotonic() >= until or fetch.dropped:
             raise TransferError("it took too long")
+        if any(self._undropped):
+            self._drop([])
         with connect((peer.host, peer.port), key, until) as channel:
             found = channel.ask(Lookup(self._fingerprint, request, b"".join(fetch.digests)), Found)
             wanted = self._choose(fetch, found.blocks)
@@ -312,7 +317,7 @@ class RemoteBlocks(Connector, CacheListener):
                 self._quiet_until.clear()
             fetch.over.set()
         if loud and not fetch.dropped:
-            log.warning("request %s: its KV blocks are not fetched from %s, because %s; its prompt is computed here",
+            log.warning("request %r: its KV blocks are not fetched from %r, because %s; its prompt is computed here",
                         fetch.request[:100], fetch.source[:100], why)  # fmt: skip
 
     def _load(self, fetch: _Fetch) -> bool:
@@ -358,10 +363,16 @@ class RemoteBlocks(Connector, CacheListener):
             _in_thread(self._drop, places)
 
     def _drop(self, places: list[int]) -> None:
-        """Let the ranks forget these places. In a thread."""
+        """Let the ranks forget these places, and those of which they could not be told before. In a thread."""
         for rank in self._ranks:
-            with suppress(TransferError), connect(self._settings.own.of_rank(rank), self._settings.key, _soon()) as own:
-                own.ask(Drop(places), Done)
+            with self._lock:
+                gone, self._undropped[rank] = [*self._undropped[rank], *places], []
+            try:
+                with connect(self._settings.own.of_rank(rank), self._settings.key, _soon()) as own:
+                    own.ask(Drop(gone), Done)
+            except TransferError:
+                with self._lock:
+                    self._undropped[rank] += gone
 
 
 def prompt_blocks(tokens: Sequence[int], block_size: int) -> int:
