@@ -34,8 +34,8 @@ def open_traces(endpoint: str | None, version: str, environ: Mapping[str, str]) 
         version: of this package.
 
     Raises:
-        ConfigError: the address or a variable cannot be used, or OpenTelemetry's packages are missing. If only the environment asks
-            for spans, as it may for all programs of a machine, missing packages are a warning.
+        ConfigError: the address or a variable cannot be used, or OpenTelemetry's packages are missing. If only the
+            environment asks for spans, as it may for all programs of a machine, missing packages are a warning.
     """
     url = spans_url(endpoint, environ)
     if url is None:
@@ -54,8 +54,10 @@ def open_traces(endpoint: str | None, version: str, environ: Mapping[str, str]) 
     try:
         return Traces.to_collector(url, version)
     except ValueError as error:
-        raise ConfigError(f"OpenTelemetry does not take its variables (OTEL_...) as they are set: {error} Correct them; "
-                          "OTEL_BSP_MAX_QUEUE_SIZE is at least OTEL_BSP_MAX_EXPORT_BATCH_SIZE (512)") from error  # fmt: skip
+        raise ConfigError(
+            f"OpenTelemetry does not take its variables (OTEL_...) as they are set: {error} Correct them; "
+            "OTEL_BSP_MAX_QUEUE_SIZE is at least OTEL_BSP_MAX_EXPORT_BATCH_SIZE (512)"
+        ) from error
 
 
 def spans_url(endpoint: str | None, environ: Mapping[str, str]) -> str | None:
