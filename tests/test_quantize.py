@@ -297,6 +297,16 @@ def test_it_takes_no_more_memory_for_inputs_at_a_time_than_it_may(
     assert torch.isfinite(logits(result, [1, 2, 3])).all()
 
 
+def test_scales_of_awq_reach_into_matrices_whose_inputs_would_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model(tmp_path / "model")
+    whole = stored(made(source, tmp_path / "whole", AWQ))
+    monkeypatch.setattr("evener_quantize.driver.REMEMBERED", 4 * 64 * 64 * 3)  # all but those of down_proj
+    found = stored(made(source, tmp_path / "found", AWQ))
+    assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

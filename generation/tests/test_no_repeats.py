@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from evener_constraints.no_repeats import NoRepeats
+from evener_constraints.no_repeats import NoRepeats, PromptSequences
 from transformers import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from evener.contracts.grammar.library import Matcher
@@ -18,7 +18,7 @@ VOCABULARY = 70
 
 
 def matcher(prompt: Sequence[int], size: int, prompt_size: int = 0) -> Matcher:
-    return NoRepeats((size, prompt_size), prompt, ForbiddenTokens((), VOCABULARY))
+    return NoRepeats(PromptSequences((size, prompt_size), prompt), ForbiddenTokens((), VOCABULARY))
 
 
 def left(found: Matcher) -> list[int]:
@@ -77,5 +77,14 @@ def test_ids_beyond_the_vocabulary_such_as_places_of_media_are_passed_over() -> 
 
 
 def test_what_the_other_matcher_forbids_stays_forbidden() -> None:
-    found = NoRepeats((2, 0), [1, 2, 1], ForbiddenTokens([(7,)], VOCABULARY))
+    found = NoRepeats(PromptSequences((2, 0), [1, 2, 1]), ForbiddenTokens([(7,)], VOCABULARY))
     assert left(found) == [each for each in range(VOCABULARY) if each not in (2, 7)]
+
+
+def test_samples_of_a_prompt_share_its_sequences_and_not_those_of_their_texts() -> None:
+    prompt = PromptSequences((2, 0), [1, 2, 1])
+    one, other = (NoRepeats(prompt, ForbiddenTokens((), VOCABULARY)) for _ in range(2))
+    before = one.mask()
+    for token in (3, 1, 3, 1):
+        one.accept(token)
+    assert one.mask() != before == other.mask()

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from evener_convert.pieces import Stored, whole_pieces
 from evener_convert.source import description, open_source, shared_out
 from evener_convert.work import refuse_existing, work_folder
 from evener_convert.writer import WeightFile, forget_notes, write_file
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 
 from evener.backend_search import BackendSearch
 from evener.config.checkpoint import facts_of
@@ -123,7 +124,9 @@ class _Layers:
         before = load_file(self._stream(layer))["stream"] if layer and self._windows else torch.empty(0)
         made: dict[str, torch.Tensor] = {}
         folded = False
-        for keys in _batches(self._maker.keys(stage)):
+        # Scales of channels reach from one matrix into another: all inputs at once. There are no experts then.
+        most = sys.maxsize if self._settings.method == "awq" and self._windows else REMEMBERED
+        for keys in _batches(self._maker.keys(stage), most):
             seen = {key: Inputs.none(n, stage.assembly.device.torch_device) for key, n in keys.items()}
             self._observer.watched = seen
             for window, stream in self._pieces(before):
@@ -140,9 +143,7 @@ class _Layers:
             after = before if layer else torch.empty(sum(map(len, self._windows)), width)
             for window, stream in self._pieces(after):
                 stream.copy_(stage.run(window, stream))
-            part = self._stream(layer + 1).with_suffix(".part")
-            save_file({"stream": after}, part)
-            os.replace(part, self._stream(layer + 1))
+            _save({"stream": after}, self._stream(layer + 1))
         self._stream(layer).unlink(missing_ok=True)
 
     def forget_streams(self) -> None:
@@ -215,13 +216,13 @@ def _check_room(folder: Path, rest: _Rest, chosen: Chosen) -> None:
                           "place")  # fmt: skip
 
 
-def _batches(keys: Mapping[Key, int]) -> Iterator[dict[Key, int]]:
-    """Matrices whose inputs are remembered at the same time."""
+def _batches(keys: Mapping[Key, int], most: int) -> Iterator[dict[Key, int]]:
+    """Matrices whose inputs are remembered at the same time, in ``most`` bytes if one does not need more."""
     batch: dict[Key, int] = {}
     held = 0
     for key, columns in keys.items():
         nbytes = 4 * columns * columns
-        if batch and held + nbytes > REMEMBERED:
+        if batch and held + nbytes > most:
             yield batch
             batch, held = {}, 0
         batch[key] = columns
@@ -240,6 +241,11 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     finally:
         os.close(handle)
     os.replace(part, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _ids(config: Config, text: str, most: int) -> list[int]:

@@ -53,7 +53,7 @@ class Settings:
             kinds = "4" if self.method == "awq" else ", ".join(map(str, BITS))
             raise ConfigError(f"--bits {self.bits}: {self.method} is written with {kinds} bits")
         if self.method == "awq" and (self.symmetric or self.order != "none"):
-            raise ConfigError("--symmetric and --order are for --method gptq; leave them out")
+            raise ConfigError("--order is for --method gptq; leave it out")
         if self.group is not None and self.group != 0 and (self.group < 32 or self.group % 32):
             raise ConfigError(f"--group {self.group}: write a multiple of 32, or -1 for whole rows")
         if self.tokens < 1 or self.window < 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -15,7 +17,7 @@ from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Plan, StepMasks, StepResult
 from evener_constraints.compiler import GrammarCompiler
 from evener_constraints.library import open_grammar_library
-from evener_constraints.no_repeats import NoRepeats
+from evener_constraints.no_repeats import NoRepeats, PromptSequences
 
 
 class GrammarMasks(Grammars):
@@ -38,6 +40,7 @@ class GrammarMasks(Grammars):
         self._compiler = compiler
         self._matchers: dict[int, Matcher] = {}
         self._failed: dict[int, str] = {}
+        self._prompts: WeakValueDictionary[tuple[tuple[int, int], bytes], PromptSequences] = WeakValueDictionary()
         self._plans: deque[Plan] = deque()
 
     def submit(self, plan: Plan, executor: Executor) -> None:
@@ -49,7 +52,7 @@ class GrammarMasks(Grammars):
             try:
                 matcher = self._compiler.matcher(admission.sampling.grammar)
                 if any(sizes := admission.sampling.grammar.no_repeat):
-                    matcher = NoRepeats(sizes, admission.tokens[: admission.prompt], matcher)
+                    matcher = NoRepeats(self._sequences(sizes, admission.tokens[: admission.prompt]), matcher)
                 for token in admission.tokens[admission.prompt :]:
                     matcher.accept(token)
                 self._matchers[admission.slot] = matcher
@@ -61,6 +64,13 @@ class GrammarMasks(Grammars):
         self._plans.append(plan)
         executor.submit(plan)
         self._send_masks(executor)
+
+    def _sequences(self, sizes: tuple[int, int], prompt: list[int]) -> PromptSequences:
+        """Those of a prompt, as long as a sample of it runs."""
+        key = sizes, array("i", prompt).tobytes()
+        if (found := self._prompts.get(key)) is None:
+            found = self._prompts[key] = PromptSequences(sizes, prompt)
+        return found
 
     def _send_masks(self, executor: Executor) -> None:
         """Once for each plan that has any, as soon as no unread plan samples one of its rows' tokens."""

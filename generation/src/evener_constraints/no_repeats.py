@@ -3,9 +3,47 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from evener.contracts.grammar.library import Matcher
+
+#: Tokens in a set from which on their bits are kept.
+_MANY = 64
+
+
+class PromptSequences:
+    """The sequences of one prompt, which all samples of a request share: they are made for the first mask, when the
+    device computes, and not changed afterwards.
+
+    Args:
+        sizes: as ``GrammarSpec.no_repeat``.
+        prompt: ids of the prompt.
+    """
+
+    def __init__(self, sizes: tuple[int, int], prompt: Sequence[int]) -> None:
+        self.sizes, self._prompt = sizes, prompt
+        self._made: tuple[_Sequences, _Sequences] | None = None
+        self._bits: dict[tuple[int, bytes], int] = {}
+
+    def made(self) -> tuple[_Sequences, _Sequences]:
+        """Those of each size."""
+        if self._made is None:
+            self._made = _Sequences(self.sizes[0]), _Sequences(self.sizes[1])
+            for token in self._prompt:
+                for each in self._made:
+                    each.add(token)
+            self._prompt = ()
+        return self._made
+
+    def completing(self, which: int, begin: bytes) -> int:
+        """A bit for each token that would complete one of the sequences of a size after ``begin``."""
+        key = which, begin
+        if (found := self._bits.get(key)) is None:
+            ends = self.made()[which].completing(begin)
+            found = _bits(ends)
+            if len(ends) > _MANY:
+                self._bits[key] = found
+        return found
 
 
 class NoRepeats(Matcher):
@@ -13,46 +51,53 @@ class NoRepeats(Matcher):
     those of transformers' ``no_repeat_ngram_size`` and ``encoder_no_repeat_ngram_size``: they may begin in the prompt.
 
     Args:
-        sizes: as ``GrammarSpec.no_repeat``.
-        prompt: ids of the prompt.
+        prompt: the sequences of the prompt.
         inner: the other matcher, at the beginning of the text.
     """
 
-    def __init__(self, sizes: tuple[int, int], prompt: Sequence[int], inner: Matcher) -> None:
-        self._inner = inner
-        self._of_all, self._of_prompt = map(_Sequences, sizes)
-        #: Not read before the first mask is wanted: the device computes meanwhile.
-        self._prompt: Sequence[int] = prompt
+    def __init__(self, prompt: PromptSequences, inner: Matcher) -> None:
+        self._inner, self._prompt = inner, prompt
+        #: Sequences that end in the text, and the tokens to continue a sequence with; None: no mask was wanted yet.
+        self._own: tuple[_Sequences, _Sequences] | None = None
         self._text: list[int] = []
 
     def copy(self) -> Matcher:
-        other = object.__new__(NoRepeats)
-        other._inner, other._prompt, other._text = self._inner.copy(), self._prompt, list(self._text)
-        other._of_all, other._of_prompt = self._of_all.copy(), self._of_prompt.copy()
+        other = NoRepeats(self._prompt, self._inner.copy())
+        other._own, other._text = self._own and (self._own[0].copy(), self._own[1].copy()), list(self._text)
         return other
 
     def mask(self) -> bytes:
-        self._catch_up()
-        bits = bytearray(self._inner.mask())
-        for token in self._of_all.completing() | self._of_prompt.completing():
-            if token >> 3 < len(bits):
-                bits[token >> 3] &= ~(1 << (token & 7))
-        if bits.count(0) == len(bits):
+        own = self._catch_up()
+        inner = self._inner.mask()
+        forbidden = _bits(own[0].completing())
+        for which, each in enumerate(own):
+            forbidden |= self._prompt.completing(which, each.begin())
+        bits = int.from_bytes(inner, "little") & ~forbidden
+        if not bits:
             raise ValueError("every token that may come next would repeat a sequence")
-        return bytes(bits)
+        return bits.to_bytes(len(inner), "little")
 
     def accept(self, token: int) -> None:
         self._inner.accept(token)
         self._text.append(token)
 
-    def _catch_up(self) -> None:
-        for token in self._prompt:
-            self._of_all.add(token)
-            self._of_prompt.add(token)
+    def _catch_up(self) -> tuple[_Sequences, _Sequences]:
+        if self._own is None:
+            of_all, of_prompt = self._prompt.made()
+            self._own = of_all.behind(), of_prompt.behind()
         for token in self._text:
-            self._of_all.add(token)
-            self._of_prompt.move(token)
-        self._prompt, self._text = (), []
+            self._own[0].add(token)
+            self._own[1].move(token)
+        self._text = []
+        return self._own
+
+
+def _bits(tokens: Iterable[int]) -> int:
+    tokens = list(tokens)
+    data = bytearray((max(tokens, default=-1) >> 3) + 1)
+    for token in tokens:
+        data[token >> 3] |= 1 << (token & 7)
+    return int.from_bytes(data, "little")
 
 
 class _Sequences:
@@ -73,7 +118,7 @@ class _Sequences:
     def add(self, token: int) -> None:
         """A token comes, and the sequence that it completes is one of these from now on."""
         if self._size and len(self._tokens) >= self._size - 1:
-            begin = self._begin()
+            begin = self.begin()
             end = self._ends.setdefault(begin, token)
             if isinstance(end, set):
                 end.add(token)
@@ -85,11 +130,17 @@ class _Sequences:
         """A token comes."""
         self._tokens.append(token)
 
-    def completing(self) -> set[int]:
-        """Tokens that would complete one of the sequences now."""
-        end = self._ends.get(self._begin()) if self._ends else None
+    def behind(self) -> _Sequences:
+        """None yet, behind the same tokens."""
+        other = _Sequences(self._size)
+        other._tokens = self._tokens[max(len(self._tokens) - self._size + 1, 0) :] if self._size else array("i")
+        return other
+
+    def completing(self, begin: bytes | None = None) -> set[int]:
+        """Tokens that would complete one of the sequences after ``begin``; None: now."""
+        end = self._ends.get(self.begin() if begin is None else begin) if self._ends else None
         return end if isinstance(end, set) else set() if end is None else {end}
 
-    def _begin(self) -> bytes:
+    def begin(self) -> bytes:
         """The last tokens, one fewer than a sequence has."""
-        return self._tokens[len(self._tokens) - self._size + 1 :].tobytes()
+        return self._tokens[max(len(self._tokens) - self._size + 1, 0) :].tobytes()

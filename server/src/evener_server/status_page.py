@@ -6,6 +6,7 @@ needs an API key for that where the server has keys.
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
 from typing import Any
@@ -88,6 +89,7 @@ async def status_report(service: Service) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _PACKAGES:

@@ -34,8 +34,8 @@ def open_traces(endpoint: str | None, version: str, environ: Mapping[str, str]) 
         version: of this package.
 
     Raises:
-        ConfigError: the address cannot be used, or OpenTelemetry's packages are missing. If only the environment asks
-            for spans, as it may for all programs of a machine, missing packages are a warning.
+        ConfigError: the address or a variable cannot be used, or OpenTelemetry's packages are missing. If only the
+            environment asks for spans, as it may for all programs of a machine, missing packages are a warning.
     """
     url = spans_url(endpoint, environ)
     if url is None:
@@ -51,7 +51,13 @@ def open_traces(endpoint: str | None, version: str, environ: Mapping[str, str]) 
             return None
         raise ConfigError(f"{KEY}={endpoint} needs the package {error.name}, which is missing; type {_INSTALL}, or "
                           f"leave {KEY} out") from error  # fmt: skip
-    return Traces.to_collector(url, version)
+    try:
+        return Traces.to_collector(url, version)
+    except ValueError as error:
+        raise ConfigError(
+            f"OpenTelemetry does not take its variables (OTEL_...) as they are set: {error} Correct them; "
+            "OTEL_BSP_MAX_QUEUE_SIZE is at least OTEL_BSP_MAX_EXPORT_BATCH_SIZE (512)"
+        ) from error
 
 
 def spans_url(endpoint: str | None, environ: Mapping[str, str]) -> str | None:

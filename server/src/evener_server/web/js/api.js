@@ -23,7 +23,12 @@ export class Api {
 
   /** What runs and how busy it is: the JSON of /status. */
   async status() {
-    return (await this.#send("status", { headers: { accept: "application/json" } })).json();
+    const response = await this.#send("status", { headers: { accept: "application/json" } });
+    try {
+      return await response.json();
+    } catch {
+      throw new ApiError(0, ""); // the answer broke off
+    }
   }
 
   /**
