@@ -314,7 +314,7 @@ def test_scales_of_awq_reach_into_matrices_whose_inputs_would_come_later(
         (["SRC", "new", "--data", "none.txt"], "cannot read --data"), (["SRC", "THERE", "--nearest"], "exists"),
         (["SRC", "new", "--nearest", "infer.max_reqs=3"], "changes nothing in a quantization"),
         (["SRC", "new", "--nearest", "--group", "96"], "does not divide 64 columns; what fits: 64, 32"),
-        (["SRC", "new", "--method", "awq", "--order", "static"], "leave them out"),
+        (["SRC", "new", "--method", "awq", "--order", "static"], "leave it out"),
         (["SRC", "new", "--method", "awq", "--asymmetric"], "always has zero points"),
         (["SRC", "new.gguf", "--nearest"], "writes a folder"), (["MADE", "new", "--nearest"], "is quantized already"),
         (["EXPERTS", "new", "--method", "awq", "--data", "text"], "use --method gptq"),
