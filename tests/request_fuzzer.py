@@ -49,13 +49,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--count", type=int, default=10_000, help="requests; rounded up to thousands")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     args = parser.parse_args(argv)
-    tracebacks, seen, longest = Tracebacks(), Counter[int](), 0.0
+    tracebacks = Tracebacks()
     logging.getLogger().addHandler(tracebacks)
+    try:
+        return send(args.count, args.first, tracebacks)
+    finally:
+        logging.getLogger().removeHandler(tracebacks)
+
+
+def send(count: int, first_seed: int, tracebacks: Tracebacks) -> int:
+    """``main`` with the log watched."""
+    seen, longest = Counter[int](), 0.0
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "tiny")
         with InProcess(model, TINY, BodyLimits(max_bytes=100_000, timeout=0.3)) as server:
             before = good_answer(server)
-            for number in range(args.first, args.first + -(-args.count // SHARE)):
+            for number in range(first_seed, first_seed + -(-count // SHARE)):
                 calls = list(itertools.islice(Malformed("tiny", number), SHARE))
                 for first in range(0, SHARE, BATCH):
                     part, began = calls[first : first + BATCH], time.monotonic()

@@ -240,7 +240,7 @@ def test_a_model_cache_of_the_old_weights_is_not_taken_for_the_new_ones(old: Pat
 
 
 @pytest.mark.parametrize(("keys", "why"), [({"infer.draft_model": "new"}, "a model proposes tokens"),
-                                           ({"infer.kv_host_memory": 2**22}, "KV cache are in host")])  # fmt: skip
+                                           ({"infer.kv_host_memory": 2**22}, "kv_host_memory or offload")])  # fmt: skip
 def test_an_engine_that_cannot_change_its_weights_refuses_before_anything_changes(
     keys: dict[str, Any], why: str, old: Path, new: Path
 ) -> None:
