@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from machine import cpu_name, versions
+from machine import cpu_name, record, versions
 from perplexity import ours, perplexity, windows_of
 
 #: Characters for one token at most: the windows are within so many times their tokens.
@@ -73,10 +73,7 @@ def main() -> int:
             "command": f"python benchmarks/calibrated.py MODEL_DIR --text FILE --work FOLDER --methods {method} "
             f"--context {asked.context} --windows {asked.windows} --tokens {asked.tokens}", "software": software,
         }  # fmt: skip
-        print(json.dumps(found), flush=True)
-        if asked.out is not None:
-            with asked.out.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+        record(found, asked.out)
     return int(worse)
 
 

@@ -13,7 +13,6 @@ the other, ``--repeats`` times in turn. Prints a JSON line for each run of each 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import after_stdlib  # noqa: F401
-from machine import facts
+from machine import facts, record
 
 from evener.config import from_overrides
 from evener.engine.processes.start import start_engine
@@ -162,10 +161,7 @@ def main(argv: list[str]) -> int:
     for seed in range(args.repeats):
         for host in (False, True):
             rows.append({**facts(), **run(args, host, seed)})
-            print(json.dumps(rows[-1]), flush=True)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            record(rows[-1], args.out)
     print("\n" + table(rows))
     return 0
 

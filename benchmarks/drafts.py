@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import after_stdlib  # noqa: F401
+from machine import record
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,10 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     for row in measure(args):
-        print(json.dumps(row))
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        record(row, args.out)
     return 0
 
 

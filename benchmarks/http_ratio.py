@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 import after_stdlib  # noqa: F401
 from launch import EngineChild, Server, evener_server
-from machine import OtherProcesses, cpu_seconds, facts, process_tree
+from machine import OtherProcesses, cpu_seconds, facts, process_tree, record
 from stream_client import Sample, post
 from workload import Job, fixed
 
@@ -114,10 +113,7 @@ def main(argv: list[str]) -> int:
     """Run it."""
     args = parser().parse_args(argv)
     result = measure(args)
-    print(json.dumps(result))
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    record(result, args.out)
     print(f"\n{args.streams} streams, {args.input_len} in, {args.output_len} out")
     percent = 100 * result["ratio"]
     print(f"engine {result['engine_tok_s']} tokens/s, through HTTP {result['http_tok_s']}: {percent:.1f} %")

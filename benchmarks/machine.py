@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +17,15 @@ _PACKAGES = (
     "numpy",
 )  # fmt: skip
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def record(row: Mapping[str, Any], out: Path | None) -> None:
+    """Print ``row`` as a line of JSON, and append it to ``out`` if that is a file."""
+    line = json.dumps(row)
+    print(line, flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(line + "\n")
 
 
 def cpu_name() -> str:

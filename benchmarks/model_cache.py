@@ -20,7 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from machine import cpu_name, versions
+from machine import cpu_name, record, versions
 
 _START = """
 import json, sys, time
@@ -89,11 +89,7 @@ def main() -> int:
         words = " ".join(f"--set {each}" for each in asked.set)
         command = f"python benchmarks/model_cache.py {Path(model).name} {words} --repeats {asked.repeats}"
         about = {"device": cpu_name(), "date": date.today().isoformat(), "software": versions(), "command": command}
-        line = json.dumps({**found, **about})
-        print(line, flush=True)
-        if asked.out is not None:
-            with asked.out.open("a") as file:
-                file.write(line + "\n")
+        record({**found, **about}, asked.out)
     return 0
 
 

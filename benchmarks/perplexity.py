@@ -24,7 +24,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from machine import cpu_name, versions
+from machine import cpu_name, record, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Characters for one token at most, in a text for so many tokens.
@@ -112,10 +112,7 @@ def main() -> int:
         keys = dict(each.split("=", 1) for each in asked.set)
         found = compare(model.resolve(), text, asked.context, asked.windows, keys)
         far |= abs(found["difference"]) > 0.01
-        print(json.dumps(found), flush=True)
-        if asked.out is not None:
-            with asked.out.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+        record(found, asked.out)
     return int(far)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import after_stdlib  # noqa: F401
+from machine import record
 from model_configs import CONFIGS, write
 
 SHORT, LONG = 16, 144
@@ -54,10 +55,7 @@ def main(argv: Sequence[str]) -> int:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(args.tokenizer / name, model / name)
         row = measure(model, args)
-    print(json.dumps(row))
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    record(row, args.out)
     return 0
 
 

@@ -13,7 +13,7 @@ import torch
 from evener.contracts.connector import BlockMove, BlockMoves, BlockTransfer
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
-from evener.engine.wire.messages import Abort, GetStats, NewRequest, Sampling, StatsReport
+from evener.engine.wire.messages import Abort, NewRequest, Sampling
 from evener.errors import ConfigError
 from evener.plugins.catalog import Catalog
 from evener_conformance.naive.model import NaiveModel
@@ -24,6 +24,8 @@ from evener_kv import host_memory
 from evener_kv.block_bytes import ExportedBlocks, PooledBlocks
 from evener_kv.host_blocks import HostBlocks
 from evener_kv.host_memory import HostMemory
+
+from .counted import counters
 
 GREEDY = Sampling(temperature=0.0)
 HOST = {"infer.kv_host_memory": "8MiB"}
@@ -61,12 +63,6 @@ def expected(alone: NaiveModel, turns: int = 3) -> list[list[int]]:
         for tokens in said:
             tokens += [*alone.greedy(list(tokens), 7), 5 + turn, 9]
     return said
-
-
-def counters(controller: Controller) -> dict[str, int]:
-    (report,) = controller.handle([GetStats()])
-    assert isinstance(report, StatsReport)
-    return report.counters
 
 
 def least_blocks(controller: Controller) -> int:

@@ -17,7 +17,7 @@ from served import free_port
 from evener.config.schema import Config
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
-from evener.engine.wire.messages import Abort, GetStats, NewRequest, Sampling, StatsReport
+from evener.engine.wire.messages import Abort, NewRequest, Sampling
 from evener.errors import ConfigError
 from evener_conformance.naive.model import NaiveModel
 from evener_conformance.rank_threads import rank_threads
@@ -27,6 +27,8 @@ from evener_kv.transfer.connection import TransferError, connect
 from evener_kv.transfer.messages import Done, Drop, Fetch, Found, Lookup, Read, Release, Released
 from evener_kv.transfer.remote_blocks import RemoteBlocks
 from evener_kv.transfer.settings import Address
+
+from .counted import counters
 
 GREEDY = Sampling(temperature=0.0)
 KEY = b"0123456789abcdef-key"
@@ -81,12 +83,6 @@ def hold(controller: Controller, play: Any, prompt: list[int], name: str = "p") 
     message = NewRequest(id=name, prompt=list(prompt), max_tokens=1, sampling=GREEDY, transfer="hold")
     (token,) = play(controller, [message]).tokens[name]
     return int(token)
-
-
-def counters(controller: Controller) -> dict[str, int]:
-    (report,) = controller.handle([GetStats()])
-    assert isinstance(report, StatsReport)
-    return {**report.counters, **controller.scheduler.connector.counters}
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

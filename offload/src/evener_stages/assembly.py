@@ -31,11 +31,9 @@ def assemble_split(
     count = max(build.held.stop for build in (a.build, *a.other_stages))
     if a.config.config.infer.pp_layer_partition or count < 3:
         return a
-    splitters = installed_catalog().lazy_imports("layer splitter")
-    if not splitters:
-        raise ConfigError("dividing layers among unlike devices by measurement needs a package that is not installed; "
-                          "type: pip install evener-inspection, or set infer.pp_layer_partition=equal")  # fmt: skip
-    partition: tuple[int, ...] = splitters[min(splitters)].load()(config, search, a)
+    what, install = "dividing layers among unlike devices", "evener-inspection, or set infer.pp_layer_partition=equal"
+    divide = installed_catalog().need("layer splitter", "", what, install)
+    partition: tuple[int, ...] = divide(config, search, a)
     infer = replace(config.infer, pp_layer_partition=tuple(map(str, partition)))
     a = assemble(replace(config, infer=infer), search, serving, a.ranks)
     reasons = {**a.config.reasons, "infer.pp_layer_partition": "by the time of a layer on each device, and its memory"}
