@@ -32,6 +32,8 @@ def main(url: str) -> None:
     except anthropic.NotFoundError as error:
         refused = error.body["error"]["type"]
     both = (whole, streamed)
+    # A prompt's tokens are counted in three parts: read from the cache, written to it, and the rest.
+    used = [each.usage for each in both]
     print(
         json.dumps(
             {
@@ -39,7 +41,10 @@ def main(url: str) -> None:
                 "streamed": text,
                 "reasons": [each.stop_reason for each in both],
                 "output_tokens": [each.usage.output_tokens for each in both],
-                "input_tokens": [each.usage.input_tokens + each.usage.cache_read_input_tokens for each in both],
+                "input_tokens": [
+                    each.input_tokens + each.cache_read_input_tokens + each.cache_creation_input_tokens
+                    for each in used
+                ],
                 "counted": client.messages.count_tokens(**asked).input_tokens,
                 "refused": refused,
             }
