@@ -100,11 +100,13 @@ def _compile(root: Path, source: Path) -> str | None:
     translated = source.with_suffix(".c")
     module = source.with_name(source.stem + sysconfig.get_config_var("EXT_SUFFIX"))
     cython = [sys.executable, "-m", "cython", "-3", "-X", _DIRECTIVES, "--module-name", name]
-    if subprocess.run([*cython, "-o", str(translated), str(source)], cwd=root, capture_output=True, check=False).returncode:
+    done = subprocess.run([*cython, "-o", str(translated), str(source)], cwd=root, capture_output=True, check=False)
+    if done.returncode:
         translated.unlink(missing_ok=True)
         return name
     compiler = [os.environ.get("CC", "cc"), *_FLAGS, f"-I{sysconfig.get_path('include')}"]
-    subprocess.run([*compiler, str(translated), "-o", str(module)], cwd=root, check=True, capture_output=True, text=True)
+    command = [*compiler, str(translated), "-o", str(module)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     source.unlink()
     translated.unlink()
     return None
