@@ -4,7 +4,8 @@
 #   docker run --rm -it --shm-size=16g -p 8000:8000 \
 #     --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc \
 #     -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi:ro \
-#     -v /data/models:/models:ro evener-ascend serve /models/Qwen3-8B
+#     -v /data/models:/models:ro evener-ascend \
+#     serve /models/Qwen3-8B serve.host=0.0.0.0 serve.port=8000
 ARG BASE
 FROM ${BASE}
 

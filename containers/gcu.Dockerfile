@@ -2,7 +2,8 @@
 #   docker build -f containers/gcu.Dockerfile --build-arg BASE=IMAGE -t evener-gcu .
 # Run it with the cards' devices:
 #   docker run --rm -it --shm-size=16g -p 8000:8000 --device=/dev/gcu0 --device=/dev/gcuctl \
-#     -v /data/models:/models:ro evener-gcu serve /models/Qwen3-8B
+#     -v /data/models:/models:ro evener-gcu \
+#     serve /models/Qwen3-8B serve.host=0.0.0.0 serve.port=8000
 ARG BASE
 FROM ${BASE}
 

@@ -4,7 +4,8 @@
 #   docker run --rm -it --shm-size=16g -p 8000:8000 \
 #     --device=/dev/kfd --device=/dev/mkfd --device=/dev/dri --group-add video --ipc=host \
 #     --cap-add=SYS_PTRACE --security-opt seccomp=unconfined --ulimit stack=-1:-1 --ulimit memlock=-1:-1 \
-#     -v /opt/hyhal:/opt/hyhal:ro -v /data/models:/models:ro evener-hygon serve /models/Qwen3-8B
+#     -v /opt/hyhal:/opt/hyhal:ro -v /data/models:/models:ro evener-hygon \
+#     serve /models/Qwen3-8B serve.host=0.0.0.0 serve.port=8000
 ARG BASE
 FROM ${BASE}
 

@@ -4,7 +4,8 @@
 #   docker run --rm -it --shm-size=100gb -p 8000:8000 \
 #     --device=/dev/dri --device=/dev/mxcd --group-add video --privileged=true \
 #     --security-opt seccomp=unconfined --security-opt apparmor=unconfined --ulimit memlock=-1 \
-#     -v /data/models:/models:ro evener-muxi serve /models/Qwen3-8B
+#     -v /data/models:/models:ro evener-muxi \
+#     serve /models/Qwen3-8B serve.host=0.0.0.0 serve.port=8000
 ARG BASE
 FROM ${BASE}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,13 @@ from source_tree import ROOT
 RECIPES = sorted((ROOT / "containers").glob("*.Dockerfile"))
 #: The torch of each vendor's image: versions as their builds have them.
 TORCH = {
-    "ascend": "2.13.0+cpu", "gcu": "2.10.0", "hygon": "2.5.1+das.opt1.dtk25041", "muxi": "2.10.0+metax3.8.0.7",
+    "ascend": "2.13.0+cpu", "cuda": "2.11.0+cu130", "gcu": "2.10.0", "hygon": "2.5.1+das.opt1.dtk25041",
+    "muxi": "2.10.0+metax3.8.0.7",
 }  # fmt: skip
+#: What else an image has that our wheels need, and that must stay.
+BESIDE = {"cuda": {"triton": "3.6.0"}}
+#: By default the server listens on the loopback, which nothing outside of a container reaches.
+KEYS = ["serve.host=0.0.0.0", "serve.port=8000"]
 #: Not torch, and not what replaces a vendor's build of it.
 NEVER_INSTALLED = {"torch", "triton", "torch-npu", "pytorch-triton"}
 
@@ -37,6 +43,16 @@ def test_hadolint_finds_nothing(recipe: Path) -> None:
     assert program, "hadolint is not installed; type: make install"
     done = subprocess.run([program, str(recipe)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=vendor)
+def test_the_run_line_publishes_the_port_where_the_server_listens(recipe: Path) -> None:
+    text = recipe.read_text("utf-8")
+    (run,) = re.findall(r"#   docker run ((?:.*\\\n)*.*)\n", text)
+    words = run.replace("\\\n#", " ").split()
+    assert words[words.index("-p") + 1] == "8000:8000"
+    assert words[words.index(f"evener-{vendor(recipe)}") + 1 :] == ["serve", "/models/Qwen3-8B", *KEYS]
+    assert "EXPOSE 8000" in text
 
 
 def install_layer(recipe: Path) -> str:
@@ -63,10 +79,11 @@ def test_the_install_layer_installs_our_wheels_and_never_another_torch(
     image = tmp_path / "image"
     subprocess.run([sys.executable, "-m", "venv", str(image)], check=True)
     (site,) = image.glob("lib/python*/site-packages")
-    info = site / "torch-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {TORCH[vendor(recipe)]}\n")
-    (info / "RECORD").touch()
+    for name, version in {"torch": TORCH[vendor(recipe)], **BESIDE.get(vendor(recipe), {})}.items():
+        info = site / f"{name}-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "RECORD").touch()
     copy = tmp_path / "wheels"
     shutil.copytree(wheels, copy)
     command = install_layer(recipe).replace("/wheels", str(copy)).replace("/constraints.txt", str(tmp_path / "c.txt"))
@@ -86,4 +103,4 @@ def test_the_install_layer_installs_our_wheels_and_never_another_torch(
     ours = {name: url for name, url in found.items() if name.startswith("evener")}
     assert {"evener", "evener-server", "evener-models", f"evener-backend-{vendor(recipe)}"} <= ours.keys()
     assert all(url.startswith(copy.as_uri()) for url in ours.values())
-    assert ("evener-kernels-triton" in ours) == (vendor(recipe) in ("hygon", "muxi"))
+    assert ("evener-kernels-triton" in ours) == (vendor(recipe) in ("cuda", "hygon", "muxi"))

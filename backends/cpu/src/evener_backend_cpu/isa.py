@@ -39,11 +39,18 @@ _KNOWN_FEATURES = frozenset(
 
 @dataclass(frozen=True)
 class Processor:
-    """Name, variant ("avx512_bf16", "avx2", "neon", …, "generic") and the features that kernels may match."""
+    """The first processor of the machine.
+
+    Attributes:
+        variant: "avx512_bf16", "avx2", "neon", …, or "generic".
+        features: those of the processor's features that kernels may match.
+        words: all of them, as ``/proc/cpuinfo`` names them.
+    """
 
     name: str
     variant: str
     features: frozenset[str]
+    words: frozenset[str] = frozenset()
 
 
 def read(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
@@ -55,4 +62,4 @@ def read(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
             fields.setdefault(key.strip(), value.strip())
     words = frozenset((fields.get("flags") or fields.get("Features") or "").split())
     variant = next((name for name, needed in _VARIANTS if needed <= words), "generic")
-    return Processor(fields.get("model name") or platform.machine(), variant, words & _KNOWN_FEATURES)
+    return Processor(fields.get("model name") or platform.machine(), variant, words & _KNOWN_FEATURES, words)

@@ -1,8 +1,12 @@
-"""The C++ kernels: compiled on first use, cached, and called through ctypes, which releases the GIL."""
+"""The C++ kernels, called through ctypes, which releases the GIL.
+
+They come from the wheel, where it has them for this processor (``levels.py``), or are compiled on first use and cached.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import platform
 import shutil
 from collections.abc import Mapping
@@ -10,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from evener.backend.native_code import Unavailable, compile_library
+from evener_backend_cpu import levels
 from evener_backend_cpu.isa import Processor
 
+log = logging.getLogger("evener.native")
 SOURCES = Path(__file__).parent / "native"
+#: Where a wheel keeps libraries for levels of x86-64; a source tree has no such folder.
+BUILT = Path(__file__).parent / "built"
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "layer": (ctypes.c_int, (_P, _P, _I, _P, _P, _P, _P, _I, _I, _I)),
@@ -219,9 +227,18 @@ def compile_flags() -> tuple[str, ...]:
 
 
 def load(processor: Processor, compiler: str | None = None) -> Native | Unavailable:
-    """The kernels for this processor, from the cache or compiled now."""
+    """The kernels for this processor: the wheel's, else from the cache or compiled now.
+
+    Args:
+        compiler: use this one, not what the wheel has.
+    """
     if compiler and shutil.which(compiler) is None:
         return Unavailable(f"cpu.compiler={compiler} was not found; install it or leave the option out")
+    for built in () if compiler else levels.usable(processor.words, SOURCES, BUILT):
+        try:
+            return Native(built)
+        except OSError as error:  # built for a newer system
+            log.info("%s, which the wheel brought, cannot be loaded: %s", built.name, error)
     # "-march=native" gives other code on another machine, which may share this home folder.
     depends = (processor.name, *sorted(processor.features))
     path = compile_library(SOURCES / "kernels.cpp", compile_flags(), "cpu-kernels", "the kernels", depends, compiler)
