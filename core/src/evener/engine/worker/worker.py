@@ -183,6 +183,8 @@ class Worker:
             held = a.build.held
             log.info("stage %d of %d: layers %d to %d on backend %s, %s", world.pp_rank, world.pp_size, held.start,
                      held.stop - 1, a.loaded.backend.name, a.device.name)  # fmt: skip
+        if asked := a.config.config.infer.layers:
+            log.warning("infer.layers=%s: only these layers run, so the text is not the model's", ",".join(asked))
         for line in plan.lines():
             log.info("memory: %s", line)
         log.info("memory: weights estimated %d, measured %d bytes", plan.weights, loaded.allocated)
