@@ -81,7 +81,7 @@ def test_chosen_layers_compute_what_they_do_in_the_whole_model(
         torch.testing.assert_close(*rows, rtol=1e-3, atol=1e-3)
 
 
-def test_the_first_layers_give_the_hidden_states_that_the_whole_model_has_after_them(make_lively: Any, play: Any) -> None:
+def test_the_first_layers_give_the_hidden_states_of_the_whole_model_after_them(make_lively: Any, play: Any) -> None:
     config = make_lively("Llama", FAMILIES["Llama"][0])
     controller, _ = build_controller(config)
     after: list[torch.Tensor] = []

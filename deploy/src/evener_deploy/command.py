@@ -38,6 +38,9 @@ def main(argv: list[str]) -> int:
                    help="what Ray reserves for each server, as in GPU=2,CPU=4 (default CPU=1)")  # fmt: skip
     # Keys that are wrong are an error here, and not in every replica.
     arguments, config = read_config(command, argv, ranks=False)
+    if config.infer.layers:
+        raise ConfigError("infer.layers runs only some of the model's layers, whose text is not the model's, so it is "
+                          "not served: leave it out; to time layers, type evener bench-engine")  # fmt: skip
     check_keys(config)
     words = command.parse(argv)[1]
     for name in ("replicas", "target", "spread"):
