@@ -119,8 +119,8 @@ descriptor = Descriptor(
             help="Other names under which requests find the model, separated by commas; answers have its own name.",
         ),
         "otlp_endpoint": Option(
-            type=str, default=None, help="Address of a collector (OTLP over HTTP, as http://127.0.0.1:4318) that gets "
-            "a trace of each request; none: what OpenTelemetry's variables say (OTEL_EXPORTER_OTLP_ENDPOINT).",
+            type=str, default=None, help="Address of a collector (OTLP, as http://127.0.0.1:4318) that gets a trace of "
+            "each request; none: what OpenTelemetry's variables say (OTEL_EXPORTER_OTLP_ENDPOINT).",
         ),
         "page": Option(
             type=bool, default=True, help="Serve a page for people at /: a chat with the model in a browser."

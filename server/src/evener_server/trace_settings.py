@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -23,7 +24,25 @@ _PATH = "/v1/traces"
 #: OpenTelemetry's variables for the address: of spans alone, and of everything.
 _SPANS_VARIABLE, _VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_INSTALL = 'pip install "evener-server[traces]"'
+_EXPORTERS = "OTEL_TRACES_EXPORTER"
+#: The address without a variable for it, by the protocols that are supported.
+_DEFAULTS = {"http/protobuf": "http://localhost:4318/v1/traces", "grpc": "http://localhost:4317"}
+_EXTRAS = {"http/protobuf": "traces", "grpc": "traces-grpc"}
+
+
+@dataclass(frozen=True)
+class TracePlaces:
+    """Where spans go.
+
+    Attributes:
+        url: of a collector; None: to none.
+        protocol: how they go there: "http/protobuf", or "grpc" (then ``url`` has no path).
+        console: whether they are printed to standard output.
+    """
+
+    url: str | None
+    protocol: str = "http/protobuf"
+    console: bool = False
 
 
 def open_traces(endpoint: str | None, version: str, environ: Mapping[str, str]) -> Traces | None:
@@ -37,22 +56,23 @@ def open_traces(endpoint: str | None, version: str, environ: Mapping[str, str]) 
         ConfigError: the address or a variable cannot be used, or OpenTelemetry's packages are missing. If only the
             environment asks for spans, as it may for all programs of a machine, missing packages are a warning.
     """
-    url = spans_url(endpoint, environ)
-    if url is None:
+    places = trace_places(endpoint, environ)
+    if places is None:
         return None
     try:
         from evener_server.request_traces import Traces
+
+        return Traces.to(places, version)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "opentelemetry":
+        if (error.name or "").partition(".")[0] not in ("opentelemetry", "grpc"):
             raise
+        install = f'pip install "evener-server[{_EXTRAS[places.protocol]}]"'
         if endpoint is None:
             logger.warning("requests are not traced, although the environment asks for it: %s is missing; type %s",
-                           error.name, _INSTALL)  # fmt: skip
+                           error.name, install)  # fmt: skip
             return None
-        raise ConfigError(f"{KEY}={endpoint} needs the package {error.name}, which is missing; type {_INSTALL}, or "
-                          f"leave {KEY} out") from error  # fmt: skip
-    try:
-        return Traces.to_collector(url, version)
+        raise ConfigError(f"{KEY}={endpoint} over {places.protocol} needs the package {error.name}, which is missing; "
+                          f"type {install}, or leave {KEY} out") from error  # fmt: skip
     except ValueError as error:
         raise ConfigError(
             f"OpenTelemetry does not take its variables (OTEL_...) as they are set: {error} Correct them; "
@@ -60,42 +80,63 @@ def open_traces(endpoint: str | None, version: str, environ: Mapping[str, str]) 
         ) from error
 
 
-def spans_url(endpoint: str | None, environ: Mapping[str, str]) -> str | None:
-    """The URL to which spans are sent; None: requests are not traced.
+def trace_places(endpoint: str | None, environ: Mapping[str, str]) -> TracePlaces | None:
+    """Where spans are sent; None: requests are not traced.
 
     The variables mean what OpenTelemetry's specification says: ``OTEL_SDK_DISABLED`` turns everything off, and
-    ``OTEL_TRACES_EXPORTER=none`` what other variables turn on.
+    ``OTEL_TRACES_EXPORTER`` is a list of otlp and console, or none. But without that variable spans are sent only to an
+    address that is given, and not to the default one.
 
     Raises:
-        ConfigError: it is no URL for OTLP over HTTP.
+        ConfigError: an address or the protocol cannot be used.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
-    if endpoint is not None:
-        return _checked(endpoint, f"{KEY}={endpoint}")
-    if environ.get("OTEL_TRACES_EXPORTER", "otlp").strip() not in ("otlp", ""):
-        return None
-    whole, base = environ.get(_SPANS_VARIABLE, "").strip(), environ.get(_VARIABLE, "").strip()
-    if not whole and not base:
-        return None
+    said = _exporters(environ)
     protocol = next((found for name in _PROTOCOLS if (found := environ.get(name, "").strip())), "http/protobuf")
-    if protocol != "http/protobuf":
+    given, base = environ.get(_SPANS_VARIABLE, "").strip(), environ.get(_VARIABLE, "").strip()
+    if endpoint is None and not ("otlp" in said or (said == ["default"] and (given or base))):
+        return TracePlaces(None, console=True) if "console" in said else None
+    if protocol not in _DEFAULTS:
         raise ConfigError(f"{_PROTOCOLS[1]}={protocol} is not supported; set {_PROTOCOLS[0]}=http/protobuf and the "
-                          "collector's port for it, usually 4318")  # fmt: skip
-    if whole:
-        return _checked(whole, f"{_SPANS_VARIABLE}={whole}", path="/")
-    return _checked(base.rstrip("/") + _PATH, f"{_VARIABLE}={base}")
+                          "collector's port for it, usually 4318, or grpc and usually 4317")  # fmt: skip
+    path = "" if protocol == "grpc" else _PATH
+    if endpoint is not None:
+        url = _checked(endpoint, f"{KEY}={endpoint}", path)
+    elif given:
+        url = _checked(given, f"{_SPANS_VARIABLE}={given}", path and "/")
+    elif base:
+        url = _checked(base.rstrip("/") + path, f"{_VARIABLE}={base}", path)
+    else:
+        url = _DEFAULTS[protocol]
+    return TracePlaces(url, protocol, "console" in said)
 
 
-def _checked(url: str, where: str, path: str = _PATH) -> str:
-    """``url`` with ``path`` if it has none."""
-    advice = f"{where} is no address of a collector; give one such as http://127.0.0.1:4318"
+def _exporters(environ: Mapping[str, str]) -> list[str]:
+    """The known ones of ``OTEL_TRACES_EXPORTER``, "default" without it. As the specification asks, others are passed
+    over with a warning."""
+    names = list(filter(None, (name.strip().lower() for name in environ.get(_EXPORTERS, "").split(","))))
+    unknown = [name for name in names if name not in ("otlp", "console", "none")]
+    if unknown:
+        logger.warning("%s=%s: %s is not known here and passed over; known are otlp, console and none", _EXPORTERS,
+                       environ[_EXPORTERS], ", ".join(unknown))  # fmt: skip
+    if "none" in names and len(names) > 1:
+        logger.warning("%s=%s: none stands alone, so nothing is exported; leave none out", _EXPORTERS,
+                       environ[_EXPORTERS])  # fmt: skip
+    return ["none"] if "none" in names else [name for name in names if name not in unknown] if names else ["default"]
+
+
+def _checked(url: str, where: str, path: str) -> str:
+    """``url`` with ``path`` if it has none; without ``path`` it must have none."""
+    port = 4318 if path else 4317
+    advice = f"{where} is no address of a collector; give one such as http://127.0.0.1:{port}"
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
         raise ConfigError(f"{advice} ({error})") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment
+    if wrong or (not path and parts.path not in ("", "/")):
         raise ConfigError(advice)
     if parts.username is not None:
         # Without the address: it has the password.
