@@ -36,7 +36,8 @@ from evener_server import process
 from evener_server.app import create_app
 from evener_server.options import ServerOptions
 from evener_server.request_traces import Traces
-from evener_server.trace_settings import TracePlaces, open_traces, trace_places
+from evener_server.trace_places import TracePlaces, trace_places
+from evener_server.trace_settings import open_traces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

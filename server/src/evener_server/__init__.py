@@ -20,7 +20,8 @@ module                  content
 ``vllm_metrics``        the same under vLLM's names
 ``options``             keys of the server itself
 ``stats_logger``        the periodic log line
-``trace_settings``      whether requests are traced, and where to
+``trace_settings``      whether requests are traced: opens what makes and sends their spans
+``trace_places``        where spans go, by keys and variables
 ``request_traces``      their spans, for OpenTelemetry
 ``nodes``               one process started per machine: starts torchrun
 ``router_info``         what routers ask: the server's and the model's limits

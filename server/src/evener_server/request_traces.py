@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from evener_server.errors import log_fields
 from evener_server.generation import Generation
 from evener_server.middleware import CLIENT_GONE, is_quiet
-from evener_server.trace_settings import TracePlaces
+from evener_server.trace_places import TracePlaces
 
 Attributes: TypeAlias = "dict[str, str | int | float | Sequence[str]]"
 
