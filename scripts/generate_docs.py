@@ -57,8 +57,9 @@ LAYERS = {
 }  # fmt: skip
 #: Every command, in the order in which they are met.
 COMMANDS = (
-    "run", "chat", "client", "serve", "explain", "why-not", "tune", "convert", "quantize", "calibrate", "config",
-    "plugins", "doctor", "models", "deploy", "new", "conformance", "first-contact", "evidence", "version", "completion",
+    "run", "chat", "client", "serve", "explain", "why-not", "bench-engine", "tune", "convert", "quantize", "calibrate",
+    "config", "plugins", "doctor", "models", "deploy", "new", "conformance", "first-contact", "evidence", "version",
+    "completion",
 )  # fmt: skip
 MADE = "<!-- Made by scripts/generate_docs.py from the source; edit that, then type: make docs -->"
 

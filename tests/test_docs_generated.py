@@ -103,7 +103,7 @@ def test_every_path_that_a_page_names_as_proof_exists(name: str) -> None:
 #: Every id of the list of features, in the order of the page; ids that stand together share a row.
 FEATURES = """
 C1 G1 K8, C2, C3, C4 K22, C5, E1,
-C6 C7 C13, C16 K11, C17 K6 K7, C18, K4, K13 K14, K24, C8, C20 K21 G10, G8 G9, K12, E2, C33,
+C6 C7 C13, C16 K11, C17 K6 K7, C18, K4, K13 K14, K24, C8, C20 K21 G10, K15, G8 G9, K12, E2, C33,
 C9 K5 C10 C11, C12 K16 G7, C19 K18, C31, G5, E3,
 C29, K9, G2, K23, E4,
 K3, C14, K19, C23, K20 G3, G11, C-q, K25, C27,

@@ -30,6 +30,7 @@ from evener.contracts.quant import PackedWeight, WeightPart, plain
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError
+from evener.loading.loader import load_weights
 from evener.ops.reference.linear import PLAIN
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.rank_threads import rank_threads
@@ -295,6 +296,31 @@ def test_a_damaged_or_linked_file_is_replaced(tmp_path: Path, said: pytest.LogCa
         assert reason in (text := messages(said)) and "wrote" in text
         assert greedy(folder, ids, COUNT, **keys) == wanted and "weights from" in messages(said)
         assert file.read_bytes() == good and not file.is_symlink()
+
+
+def test_a_damaged_file_is_let_go_before_the_checkpoint_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    folder, ids = random_model(tmp_path / "model"), prompt("Qwen3")
+    keys = {"quant": "q8_0", "model_cache": str(tmp_path / "cache")}
+    wanted = greedy(folder, ids, COUNT, **keys)
+    (file,) = (tmp_path / "cache").iterdir()
+    with safe_open(file, framework="pt") as opened:
+        weights = json.loads(opened.metadata()["evener_model_cache"])["weights"]
+    # The last weight names a tensor that is not there: all others are restored before that is noticed.
+    name, last = max(weights.items(), key=lambda item: item[1])
+    text = json.dumps(json.dumps({name: last}, separators=(",", ":"))[1:-1])[1:-1].encode()
+    good = file.read_bytes()
+    assert text in good
+    file.write_bytes(good.replace(text, text.replace(str(last[-1]).encode() + b"]", b"9" * len(str(last[-1])) + b"]")))
+    mapped: list[bool] = []
+
+    def watched(*given: Any, **named: Any) -> Any:
+        mapped.append(str(file) in Path("/proc/self/maps").read_text())
+        return load_weights(*given, **named)
+
+    monkeypatch.setattr("evener.engine.worker.weights.load_weights", watched)
+    assert greedy(folder, ids, COUNT, **keys) == wanted and mapped == [False]
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_a_start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import types
@@ -22,6 +23,7 @@ from evener.errors import ConfigError, EngineError
 from evener_deploy import command
 from evener_deploy.engine_process import EngineProcess
 from evener_deploy.options import DeployOptions, read_resources
+from evener_server.process import bind
 
 KEYS = ("load=dummy", "dtype=float32", "infer.kv_memory=4194304", "log.level=warning")
 
@@ -41,7 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["server.kv_events=tcp://127.0.0.1:5557"], "server.kv_events is for one server"),
         (["server.weights_folder=/models"], "start the deployment again with other weights"),
         (["server.tls_cert=a.pem"], "put a proxy with the certificate before the address"),
-        (["infer.tp_sise=2"], "infer.tp_size"),
+        (["infer.tp_sise=2"], "infer.tp_size"), (["infer.layers=0-3"], "so it is not served: leave it out"),
+        (["--start-timeout", "-1"], "--start-timeout -1.0 is not valid; it takes seconds, 0 or more"),
     ],
 )
 def test_what_cannot_be_deployed_is_an_error_before_anything_starts(
@@ -126,6 +129,31 @@ def test_a_child_that_dies_is_reported_and_one_whose_parent_is_gone_ends(model: 
 def test_a_child_that_does_not_start_is_an_error_with_the_end_of_its_log(model: Path) -> None:
     with pytest.raises(EngineError, match=r"before it was ready(.|\n)*infer.tp_sise"):
         EngineProcess([str(model), "infer.tp_sise=2"], {}, lambda code: None)
+
+
+def test_a_child_that_is_not_ready_in_time_is_ended_with_the_end_of_its_log(model: Path) -> None:
+    with pytest.raises(EngineError, match=r"was not ready within 0\.01 s; give it more time with --start-timeout; the"):
+        EngineProcess([str(model), *KEYS], {}, lambda code: None, 0.01)
+
+
+def test_the_port_of_a_child_is_nobody_elses_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int] = []
+
+    def wait(engine: EngineProcess) -> None:
+        port = int(engine.url.rpartition(":")[2])
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))  # as another replica would, for a port that nobody has
+        with bind("127.0.0.1", port) as own:  # as the child does
+            own.listen()
+        ports.append(port)
+        raise EngineError("enough")
+
+    monkeypatch.setattr(EngineProcess, "_wait_until_ready", wait)
+    with pytest.raises(EngineError, match="enough"):
+        EngineProcess(["/nowhere"], {}, lambda code: None)
+    assert ports
+    with socket.socket() as after:
+        after.bind(("127.0.0.1", ports[0]))
 
 
 def test_the_example_for_kubernetes_has_keys_that_a_server_takes(model: Path) -> None:

@@ -195,6 +195,11 @@ def test_a_port_in_use_is_an_error_before_the_engine_starts(folder: Path) -> Non
             main([str(folder), f"serve.port={port}"])
 
 
+def test_a_server_refuses_to_run_only_some_layers(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"infer\.layers=0-1,3 runs only some .* type evener bench-engine"):
+        main([str(folder), "serve.port=0", "infer.layers=0-1,3"])
+
+
 def test_binding_to_a_foreign_address_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         bind("192.0.2.1", 0)

@@ -1,21 +1,31 @@
-"""Traces of requests: spans that a collector gets by OTLP over HTTP."""
+"""Traces of requests: spans that a collector gets by OTLP over HTTP, or over gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from evener.async_llm import AsyncLLM
@@ -26,7 +36,8 @@ from evener_server import process
 from evener_server.app import create_app
 from evener_server.options import ServerOptions
 from evener_server.request_traces import Traces
-from evener_server.trace_settings import open_traces, spans_url
+from evener_server.trace_places import TracePlaces, trace_places
+from evener_server.trace_settings import open_traces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -46,10 +57,7 @@ class Collector:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 outer.go_on.wait(60)
-                for found in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    outer.resources.append({each.key: each.value.string_value for each in found.resource.attributes})
-                    for scope in found.scope_spans:
-                        outer.spans += scope.spans
+                outer.take(ExportTraceServiceRequest.FromString(body))
                 outer.paths.append(self.path)
                 self.send_response(200)
                 self.send_header("content-length", "0")
@@ -63,6 +71,12 @@ class Collector:
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
 
+    def take(self, message: ExportTraceServiceRequest) -> None:
+        for found in message.resource_spans:
+            self.resources.append({each.key: each.value.string_value for each in found.resource.attributes})
+            for scope in found.scope_spans:
+                self.spans += scope.spans
+
     def close(self) -> None:
         self.go_on.set()
         self._server.shutdown()
@@ -70,10 +84,31 @@ class Collector:
         self._server.server_close()
 
 
+class GrpcCollector(TraceServiceServicer):  # type: ignore[misc]  # made by grpc's compiler, without types
+    """A collector that takes spans by OTLP over gRPC."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.resources: list[dict[str, str]] = []
+        self.metadata: list[dict[str, str]] = []
+        self._server = grpc.server(futures.ThreadPoolExecutor(1))
+        add_TraceServiceServicer_to_server(self, self._server)
+        self.url = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
+        self.metadata.append(dict(context.invocation_metadata()))
+        Collector.take(self, request)  # type: ignore[arg-type]
+        return ExportTraceServiceResponse()
+
+    def close(self) -> None:
+        self._server.stop(None).wait()
+
+
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -87,8 +122,9 @@ def collector() -> Iterator[Collector]:
 class Traced:
     """An application whose requests are traced."""
 
-    def __init__(self, api: Any, url: str) -> None:
-        self.api, self.traces = api, Traces.to_collector(f"{url}/v1/traces", "0.1.0")
+    def __init__(self, api: Any, to: str | Traces) -> None:
+        self.api = api
+        self.traces = Traces.to(TracePlaces(f"{to}/v1/traces"), "0.1.0") if isinstance(to, str) else to
         self.app = create_app(api.llm, traces=self.traces)
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, **settings: Any) -> httpx.Response:
@@ -257,57 +293,139 @@ def test_without_an_address_nothing_is_traced_and_its_sdk_is_not_imported() -> N
 
 
 @pytest.mark.parametrize(
-    ("environ", "url"),
+    ("environ", "places"),
     [
         ({}, None),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, "http://c:4318/v1/traces"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318/base/"}, "http://c:4318/base/v1/traces"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, TracePlaces("http://c:4318/v1/traces")),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318/base/"}, TracePlaces("http://c:4318/base/v1/traces")),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://c/spans", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://d"},
-         "https://c/spans"),
+         TracePlaces("https://c/spans")),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_SDK_DISABLED": "true"}, None),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "none"}, None),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, None),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "otlp,console"},
+         TracePlaces("http://c:4318/v1/traces", console=True)),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "console"},
+         TracePlaces(None, console=True)),
+        ({"OTEL_TRACES_EXPORTER": " console , otlp "}, TracePlaces("http://localhost:4318/v1/traces", console=True)),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+         TracePlaces("http://localhost:4317", "grpc")),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "https://c:4317/", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+         TracePlaces("https://c:4317", "grpc")),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+          "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, TracePlaces("http://c:4317", "grpc")),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, None), ({"OTEL_TRACES_EXPORTER": ""}, None),
     ],
 )  # fmt: skip
-def test_opentelemetrys_variables_turn_traces_on_and_off(environ: dict[str, str], url: str | None) -> None:
-    assert spans_url(None, environ) == url
+def test_opentelemetrys_variables_turn_traces_on_and_off(environ: dict[str, str], places: TracePlaces | None) -> None:
+    assert trace_places(None, environ) == places
+
+
+@pytest.mark.parametrize(
+    ("names", "places", "said"),
+    [
+        ("otlp,zipkin", TracePlaces("http://c/v1/traces"), "zipkin is not known here and passed over"),
+        ("zipkin", None, "zipkin is not known here and passed over"),
+        ("none,otlp", None, "none stands alone, so nothing is exported; leave none out"),
+    ],
+)
+def test_an_exporter_that_is_not_known_is_passed_over_with_a_warning(
+    names: str, places: TracePlaces | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_TRACES_EXPORTER": names}
+    assert trace_places(None, environ) == places and said in caplog.text
 
 
 def test_the_key_comes_before_the_variables_and_needs_no_path() -> None:
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://other:4318", "OTEL_TRACES_EXPORTER": "none"}
-    assert spans_url("http://c:4318", environ) == "http://c:4318/v1/traces"
-    assert spans_url("http://c:4318/api/otlp", environ) == "http://c:4318/api/otlp"
-    assert spans_url("http://c:4318", {"OTEL_SDK_DISABLED": "true"}) is None
+    assert trace_places("http://c:4318", environ) == TracePlaces("http://c:4318/v1/traces")
+    assert trace_places("http://c:4318/api/otlp", environ) == TracePlaces("http://c:4318/api/otlp")
+    assert trace_places("http://c:4318", {"OTEL_SDK_DISABLED": "true"}) is None
+    grpc_only = {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    assert trace_places("http://c:4317", grpc_only) == TracePlaces("http://c:4317", "grpc")
+    with pytest.raises(ConfigError, match=r"give one such as http://127\.0\.0\.1:4317"):
+        trace_places("http://c:4317/v1/traces", grpc_only)
 
 
 @pytest.mark.parametrize("url", ["c:4318", "grpc://c:4317", "http://", "http://c:port", "http://c/?x=1", ""])
 def test_a_wrong_address_is_an_error_that_says_what_to_give(url: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.otlp_endpoint=.*give one such as http://127\.0\.0\.1:4318"):
-        spans_url(url, {})
+        trace_places(url, {})
 
 
 def test_an_address_with_a_password_is_refused_without_showing_it() -> None:
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
-        spans_url("http://me:s3cret@c:4318", {})
+        trace_places("http://me:s3cret@c:4318", {})
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_collector_for_grpc_alone_is_an_error_that_names_the_other_protocol() -> None:
-    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
-    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf"):
-        spans_url(None, environ)
+def test_a_protocol_that_is_not_there_is_an_error_that_names_the_others() -> None:
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}
+    with pytest.raises(ConfigError, match=r"OTLP_TRACES_PROTOCOL=http/protobuf .* or grpc and usually 4317"):
+        trace_places(None, environ)
 
 
+def test_spans_of_a_request_go_to_a_collector_over_grpc(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = GrpcCollector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=mine")
+    try:
+        traces = open_traces(collector.url, "0.1.0", os.environ)
+        assert traces is not None
+        traced = Traced(make_api(), traces)
+        assert traced.ask("/v1/chat/completions", CHAT).status_code == 200
+        traces.close()
+    finally:
+        collector.close()
+    names = {"POST /v1/chat/completions", "chat fake", "queue", "prefill", "decode"}
+    assert {span.name for span in collector.spans} == names
+    assert collector.resources[0]["service.name"] == "evener"
+    assert collector.metadata[0]["authorization"] == "mine"
+
+
+def test_spans_may_be_printed(make_api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    traces = open_traces(None, "0.1.0", {"OTEL_TRACES_EXPORTER": "console"})
+    assert traces is not None
+    Traced(make_api(), traces).ask("/v1/chat/completions", CHAT)
+    traces.close()
+    assert '"name": "chat fake"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "operation"),
+    [
+        ({"messages": CHAT["messages"], "max_tokens": 2}, "chat"),
+        ({"prompt": "hi", "max_tokens": 2}, "text_completion"),
+    ],
+)  # fmt: skip
+def test_a_request_by_sagemakers_name_is_called_what_it_asks_for(
+    make_api: Any, collector: Collector, body: dict[str, Any], operation: str
+) -> None:
+    traced = Traced(make_api(), collector.url)
+    assert traced.ask("/invocations", {"model": "fake", **body}).status_code == 200
+    traced.traces.close()
+    named = {span.name: attributes(span) for span in collector.spans}
+    assert named[f"{operation} fake"]["gen_ai.operation.name"] == operation and "POST /invocations" in named
+
+
+@pytest.mark.parametrize(
+    ("environ", "missing", "extra"),
+    [
+        ({}, "opentelemetry.sdk.trace", "traces"),
+        ({}, "opentelemetry.exporter.otlp.proto.http.trace_exporter", "traces"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+         "traces-grpc"),
+    ],
+)  # fmt: skip
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    environ: dict[str, str], missing: str, extra: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delitem(sys.modules, "evener_server.request_traces")
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r'pip install "evener-server\[traces\]"'):
-        open_traces("http://c:4318", "0", {})
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=rf'pip install "evener-server\[{extra}\]"'):
+        open_traces("http://c:4318", "0", environ)
     # The environment may be meant for other programs: the server starts.
-    assert open_traces(None, "0", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}) is None
-    assert "requests are not traced" in caplog.text and "evener-server[traces]" in caplog.text
+    assert open_traces(None, "0", {**environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}) is None
+    assert "requests are not traced" in caplog.text and f"evener-server[{extra}]" in caplog.text
 
 
 def test_serve_traces_requests_to_the_address_of_the_key_and_sends_the_last_spans_at_its_end(

@@ -336,6 +336,32 @@ def test_who_has_another_key_gets_nothing(make_lively: Any, play: Any, started: 
         connect(("127.0.0.1", port), b"x" * 16, time.monotonic() + 5)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_start_that_fails_after_the_ranks_are_ready_leaves_no_port_open(
+    size: int, make_lively: Any, started: Any
+) -> None:
+    port, config = free_port(4), make_lively("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2})
+    config = replace(config, executor="inline", infer=replace(config.infer, tp_size=size))
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match="cannot be listened on"):
+        started(config, port)  # the controller's port is taken, those of its ranks are not
+    for rank in range(size):
+        socket.create_server(("127.0.0.1", port + 1 + rank)).close()
+    started(config, port).close()
+
+
+def test_a_rank_whose_start_fails_has_opened_no_port(
+    make_lively: Any, started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ConfigError("it fails late")
+
+    port = free_port(4)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="it fails late"):
+        patch.setattr("evener.engine.worker.worker.Worker._warm_up", fail)
+        started(make_lively("Llama"), port)
+    socket.create_server(("127.0.0.1", port + 1)).close()
+
+
 def landing(engine: Controller) -> Any:
     return engine.executor.worker.mover  # type: ignore[attr-defined]
 

@@ -36,13 +36,20 @@ def main(argv: list[str]) -> int:
                    "although the other has its beginning in the cache (default 16)")  # fmt: skip
     command.option("--resources", metavar="NAME=AMOUNT,...", default="",
                    help="what Ray reserves for each server, as in GPU=2,CPU=4 (default CPU=1)")  # fmt: skip
+    command.option("--start-timeout", metavar="SECONDS", type=float, default=3600.0,
+                   help="until a server must be ready; 0: no limit (default 3600)")  # fmt: skip
     # Keys that are wrong are an error here, and not in every replica.
     arguments, config = read_config(command, argv, ranks=False)
+    if config.infer.layers:
+        raise ConfigError("infer.layers runs only some of the model's layers, whose text is not the model's, so it is "
+                          "not served: leave it out; to time layers, type evener bench-engine")  # fmt: skip
     check_keys(config)
     words = command.parse(argv)[1]
     for name in ("replicas", "target", "spread"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} {getattr(arguments, name)} is not valid; it takes 1 or more")
+    if not 0 <= arguments.start_timeout < 1e9:
+        raise ConfigError(f"--start-timeout {arguments.start_timeout} is not valid; it takes seconds, 0 or more")
     most = arguments.max_replicas or arguments.replicas
     if most < arguments.replicas:
         raise ConfigError(f"--max-replicas {most} is less than --replicas {arguments.replicas}; give at least as many")
@@ -50,6 +57,7 @@ def main(argv: list[str]) -> int:
         words=(*words, *(("--config", os.path.abspath(arguments.config)) if arguments.config else ())),
         host=config.serve.host, port=config.serve.port, replicas=arguments.replicas, max_replicas=most,
         target=arguments.target, spread=arguments.spread, resources=read_resources(arguments.resources),
+        start_timeout=arguments.start_timeout,
         environ={name: value for name, value in os.environ.items() if name.startswith(("EVENER_", "CONFIG_NAME"))},
     )  # fmt: skip
     if find_spec("ray") is None:

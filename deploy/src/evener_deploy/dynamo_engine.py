@@ -47,6 +47,9 @@ class EvenerEngine(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         command.option("--request-plane", default="tcp", help="how requests come (default tcp)")
         command.option("--event-plane", default=None, help="how events go: nats or zmq")
         arguments, config = read_config(command, sys.argv[1:] if argv is None else argv)
+        if config.infer.layers:
+            raise ConfigError("infer.layers runs only some of the model's layers, whose text is not the model's, so it "
+                              "is not served: leave it out")  # fmt: skip
         own = dict(config.options.get("server", {}))
         own.setdefault("kv_events", f"tcp://127.0.0.1:{free_port()}")
         config = replace(config, options={**config.options, "server": own})

@@ -28,16 +28,20 @@ class EngineProcess:
         words: what ``evener serve`` gets: the model, and keys.
         environ: variables in addition to those of this process.
         on_end: is called, in a thread, if the child ends by itself after it was ready.
+        limit: seconds until it must be ready; 0: no limit.
 
     Attributes:
         url: its URL.
 
     Raises:
-        EngineError: it ended before it was ready; the message has the end of its log.
+        EngineError: it ended before it was ready, or was not ready in time; the message has the end of its log.
     """
 
-    def __init__(self, words: Sequence[str], environ: Mapping[str, str], on_end: Callable[[int], None]) -> None:
-        port = free_port()
+    def __init__(
+        self, words: Sequence[str], environ: Mapping[str, str], on_end: Callable[[int], None], limit: float = 0.0
+    ) -> None:
+        reserved = reserve_port()
+        port = int(reserved.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"
         watched, self._held = os.pipe()
         command = [sys.executable, "-m", "evener_deploy.child", str(watched), "serve", *words]
@@ -48,6 +52,7 @@ class EngineProcess:
             env={**os.environ, **environ},
         )  # fmt: skip
         os.close(watched)
+        self._limit = limit
         self._last, self._stopping, self._on_end = deque[str](maxlen=_SHOWN), False, on_end
         self._reader = threading.Thread(target=self._read, name="log", daemon=True)
         self._reader.start()
@@ -56,6 +61,8 @@ class EngineProcess:
         except BaseException:
             self.stop(0)
             raise
+        finally:
+            reserved.close()
         threading.Thread(target=self._watch, name="end", daemon=True).start()
 
     @property
@@ -84,19 +91,25 @@ class EngineProcess:
                 self._held = -1
 
     def _wait_until_ready(self) -> None:
+        began = time.monotonic()
         with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
             while True:
                 if not self.alive:
                     self._reader.join()
-                    log = "".join(self._last).strip() or "it wrote nothing"
                     raise EngineError(f"evener serve ended with status {self._process.returncode} before it was "
-                                      f"ready; the end of its log:\n{log}")  # fmt: skip
+                                      f"ready; {self._log()}")  # fmt: skip
+                if self._limit and time.monotonic() - began > self._limit:
+                    raise EngineError(f"evener serve was not ready within {self._limit:g} s; give it more time with "
+                                      f"--start-timeout; {self._log()}")  # fmt: skip
                 try:
                     if client.get("/ready").status_code == 200:
                         return
                 except httpx.TransportError:
                     pass  # it does not listen yet
                 time.sleep(_POLL_SECONDS)
+
+    def _log(self) -> str:
+        return "the end of its log:\n" + ("".join(self._last).strip() or "it wrote nothing")
 
     def _read(self) -> None:
         assert self._process.stderr is not None
@@ -111,8 +124,20 @@ class EngineProcess:
             self._on_end(code)
 
 
+def reserve_port() -> socket.socket:
+    """A bound socket whose port no other program gets while it is open, but a server that listens on the same address
+    with SO_REUSEADDR, as ours do: that works as long as this socket does not listen."""
+    reserved = socket.socket()
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+    except BaseException:
+        reserved.close()
+        raise
+    return reserved
+
+
 def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody has now, for who cannot keep it reserved."""
+    with reserve_port() as reserved:
+        return int(reserved.getsockname()[1])

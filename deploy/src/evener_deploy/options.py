@@ -23,6 +23,7 @@ class DeployOptions:
             the other knows their beginning.
         resources: what Ray reserves for a replica, by Ray's names: CPU, GPU, or those of other devices.
         environ: variables of the replicas.
+        start_timeout: seconds until a replica's server must be ready; 0: no limit.
     """
 
     words: tuple[str, ...]
@@ -34,6 +35,7 @@ class DeployOptions:
     spread: int = 16
     resources: Mapping[str, float] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
+    start_timeout: float = 3600.0
 
 
 #: Keys that name something of which a machine has one, with the way out.

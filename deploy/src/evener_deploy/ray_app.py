@@ -45,7 +45,7 @@ class Replica:
     """One server. This process ends if its server does, so that Ray replaces both at once."""
 
     def __init__(self, options: DeployOptions) -> None:
-        self._engine = EngineProcess(options.words, options.environ, _end)
+        self._engine = EngineProcess(options.words, options.environ, _end, options.start_timeout)
         self._name = serve.get_replica_context().replica_id.unique_id
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(

@@ -61,10 +61,14 @@ def load_cached(
     except Unusable as reason:
         log.warning("model cache: not used, %s", reason)
         return load(declared)
+    problem = ""
     try:
         restored, counted = _restore(path, fingerprint, wanted, packings, where, pinned)
     except Unusable as reason:
-        log.info("model cache: %s is not loaded: %s", path.name, reason)
+        # Only noted: while it is handled, it keeps the file open, and what was made of it in memory.
+        problem = str(reason)
+    if problem:
+        log.info("model cache: %s is not loaded: %s", path.name, problem)
         counted = load(declared)
         _write(path, fingerprint, wanted, packings)
         return counted

@@ -62,8 +62,8 @@ def declare_draft(
     _check_tokens(config.config.tokenizer or config.config.model, folder)
     checkpoint, said = open_checkpoint(folder), f"infer.draft_model={folder}"
     stored = view_model(config, loaded, ranks, checkpoint, find_architecture(loaded, checkpoint), draft=True)
-    # What the run says of stored keys and values is for the model; scales are those of one model.
-    state = replace(config.config.infer, kv_dtype="auto", kv_scales=None)
+    # What the run says of layers, and of stored keys and values, is for the model; scales are those of one model.
+    state = replace(config.config.infer, kv_dtype="auto", kv_scales=None, layers=())
     own, draft = declare_model(replace(config, config=replace(config.config, infer=state)), ranks, stored)
     if draft.vocab_size > model.vocab_size:
         raise ConfigError(f"{said} has {draft.vocab_size} token ids, and the model {model.vocab_size}; take a draft "

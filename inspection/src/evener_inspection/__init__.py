@@ -1,5 +1,6 @@
-"""For looking into a run: commands that show what it would use on this machine, and why; measurements for a start; and
-an executor that runs all ranks in one process, for a debugger. The commands start no engine. Torch-free.
+"""For looking into a run: commands that show what it would use on this machine, and why; measurements of an engine's
+steps, and for a start; and an executor that runs all ranks in one process, for a debugger. Of the commands only
+``bench-engine`` starts an engine. Torch-free.
 
 =======================  ===============================================================================
 module                   holds
@@ -9,6 +10,11 @@ module                   holds
 ``config_command``       ``evener config``: the resolved value of every key
 ``models_command``       ``evener models``: the supported architectures
 ``plugins_command``      ``evener plugins``: the installed packages
+``bench_command``        ``evener bench-engine``: times of an engine's steps, without a server
+``engine_bench``         what ``bench-engine`` measures, as plain data
+``step_times``           the times of steps on synthetic prompts
+``layer_facts``          the layers of a model by kind, and the bytes that a step reads
+``layer_costs``          what one layer costs, and the whole model would
 ``explanation``          what ``explain`` shows, as plain data
 ``absent_ranks``         the communicator of a model that is declared and not run
 ``explanation_text``     the same as text for a terminal
@@ -30,7 +36,7 @@ descriptor = Descriptor(
     commands={
         "explain": "evener_inspection.explain_command:main", "why-not": "evener_inspection.why_not_command:main",
         "config": "evener_inspection.config_command:main", "models": "evener_inspection.models_command:main",
-        "plugins": "evener_inspection.plugins_command:main",
+        "plugins": "evener_inspection.plugins_command:main", "bench-engine": "evener_inspection.bench_command:main",
     },
     weight_makers={"dummy": "evener_inspection.dummy_weights:load_dummy"},
     layer_splitters={"measured": "evener_inspection.layer_split:measured_split"},

@@ -38,7 +38,7 @@ def explain(config: Config) -> dict[str, Any]:
     from evener.engine.worker.memory import estimate_memory_plan
 
     described = config.load == "auto" and not _has_weights(Path(config.model))
-    a, *others = _assemble(dataclasses.replace(config, load="dummy") if described else config, search)
+    a, *others = planned_ranks(dataclasses.replace(config, load="dummy") if described else config, search)
     stages = [_stage(each, *estimate_memory_plan(each)) for each in (a, *others)] if others else []
     resolved, plan = estimate_memory_plan(a)
     measured = has_unlike_stages(config) and not config.infer.pp_layer_partition
@@ -76,7 +76,7 @@ def explain(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _assemble(config: Config, search: BackendSearch) -> list[Assembly]:
+def planned_ranks(config: Config, search: BackendSearch) -> list[Assembly]:
     """The first rank's part of the model; with ``infer.stages``, that of each stage's first rank. Stages settle what
     they have in common as when they run."""
     from evener.distributed.world import RankGroups, World

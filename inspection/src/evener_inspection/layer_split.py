@@ -26,7 +26,7 @@ from evener.engine.worker.memory import memory_demand
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.step_layout import StepLayout, one_request
 from evener.engine.worker.weights import load_stage
-from evener.errors import MemoryPlanError
+from evener.errors import ConfigError, MemoryPlanError
 
 log = logging.getLogger("evener.worker")
 #: Tokens of the step that is timed, and how often.
@@ -68,8 +68,11 @@ def measured_split(config: Config, search: BackendSearch, a: Assembly) -> tuple[
     whose layers are divided equally.
 
     Raises:
-        MemoryPlanError: the stages' memory does not hold all layers.
+        ConfigError: only some layers are to run. MemoryPlanError: the stages' memory does not hold all layers.
     """
+    if config.infer.layers:
+        raise ConfigError("infer.layers, with stages on unlike devices, needs infer.pp_layer_partition: set it to a "
+                          "number of these layers for each stage")  # fmt: skip
     count = max(build.held.stop for build in (a.build, *a.other_stages))
     slowest = Agreement(a.ranks.tp, a.device.torch_device).most(_measure(config, search, a, count))
     costs = [StageCost(layer, rest, -most) for layer, rest, most in a.agreement.each(slowest)]

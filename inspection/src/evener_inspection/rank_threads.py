@@ -83,10 +83,10 @@ class RankThreads(Executor):
             thread.start()
         found = dict(self._started.get() for _ in worlds)
         # In order of arrival: ranks that failed because of another one came later.
+        self.workers = [worker for _, worker in sorted(found.items()) if isinstance(worker, Worker)]
         if errors := [each for each in found.values() if isinstance(each, BaseException)]:
             self.close()
             raise errors[0]
-        self.workers = [worker for _, worker in sorted(found.items()) if isinstance(worker, Worker)]
         self.facts = merge_facts([worker.facts for worker in self.workers])
 
     def _run(self, config: Config, ranks: RankGroups) -> None:
@@ -163,3 +163,5 @@ class RankThreads(Executor):
             orders.put(None)
         for thread in self._threads:
             thread.join()
+        for worker in self.workers:
+            worker.close()

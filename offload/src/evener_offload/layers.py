@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from evener.config.resolve import layer_numbers
 from evener.config.schema import InferConfig
 from evener.errors import ConfigError
-
-_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 def layer_number(path: str) -> int:
@@ -39,16 +38,10 @@ def chosen_layers(infer: InferConfig, having: Sequence[int]) -> tuple[int, ...]:
         if count > len(having):
             raise ConfigError(f"{asked}: the model has experts in {len(having)} layers; set at most {len(having)}")
         return tuple(having[len(having) - count :])
-    found: set[int] = set()
-    for each in named:
-        match = _RANGE.fullmatch(each)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            raise ConfigError(f"{asked}: {each!r} is no layer and no range of layers; write them as in 3-20,40")
-        found.update(range(first, last + 1))
-    if other := sorted(found.difference(having)):
+    found = layer_numbers("infer.host_experts", named)
+    if other := [number for number in found if number not in having]:
         raise ConfigError(f"{asked}: layer {other[0]} has no experts; layers with experts: {ranges(having)}")
-    return tuple(sorted(found))
+    return found
 
 
 def ranges(layers: Sequence[int]) -> str:

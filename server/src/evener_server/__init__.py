@@ -20,7 +20,8 @@ module                  content
 ``vllm_metrics``        the same under vLLM's names
 ``options``             keys of the server itself
 ``stats_logger``        the periodic log line
-``trace_settings``      whether requests are traced, and where to
+``trace_settings``      whether requests are traced: opens what makes and sends their spans
+``trace_places``        where spans go, by keys and variables
 ``request_traces``      their spans, for OpenTelemetry
 ``nodes``               one process started per machine: starts torchrun
 ``router_info``         what routers ask: the server's and the model's limits
@@ -119,8 +120,8 @@ descriptor = Descriptor(
             help="Other names under which requests find the model, separated by commas; answers have its own name.",
         ),
         "otlp_endpoint": Option(
-            type=str, default=None, help="Address of a collector (OTLP over HTTP, as http://127.0.0.1:4318) that gets "
-            "a trace of each request; none: what OpenTelemetry's variables say (OTEL_EXPORTER_OTLP_ENDPOINT).",
+            type=str, default=None, help="Address of a collector (OTLP, as http://127.0.0.1:4318) that gets a trace of "
+            "each request; none: what OpenTelemetry's variables say (OTEL_EXPORTER_OTLP_ENDPOINT).",
         ),
         "page": Option(
             type=bool, default=True, help="Serve a page for people at /: a chat with the model in a browser."

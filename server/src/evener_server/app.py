@@ -238,22 +238,25 @@ def _add_invocations(app: FastAPI, service: Service) -> None:
     async def invocations(request: Request) -> Response:
         """SageMaker's name for all: a conversation, a prompt, texts to embed, or to compare."""
         value = await read_object(request, service.limits)
-        return GenerationResponse(_invoked(request, service, value))
+        # Traces name the request by what it asks for.
+        request.state.acts_as, job = _invoked(request, service, value)
+        return GenerationResponse(job)
 
 
-def _invoked(request: Request, service: Service, value: dict[str, Any]) -> Job:
-    """What the fields of a body ask for. A conversation is embedded by a model that embeds, else answered."""
+def _invoked(request: Request, service: Service, value: dict[str, Any]) -> tuple[str, Job]:
+    """What the fields of a body ask for, and the path that does the same. A conversation is embedded by a model that
+    embeds, else answered."""
     status.check_ready(service.llm)
     if "input" in value or ("messages" in value and service.info.pooling is not None):
         body: EmbeddingBody | EmbeddingChat = _accept(request, service, embedding_body(value), value)
-        return EmbeddingJob(service, body)
+        return "/v1/embeddings", EmbeddingJob(service, body)
     if "messages" in value:
-        return ChatJob(service, _accept(request, service, ChatBody, value))
+        return "/v1/chat/completions", ChatJob(service, _accept(request, service, ChatBody, value))
     if "query" in value:
-        return RerankJob(service, _accept(request, service, RerankBody, value))
+        return "/rerank", RerankJob(service, _accept(request, service, RerankBody, value))
     if value.keys() & _PAIRS:
-        return ScoreJob(service, _accept(request, service, ScoreBody, value))
-    return CompletionJob(service, _accept(request, service, CompletionBody, value))
+        return "/score", ScoreJob(service, _accept(request, service, ScoreBody, value))
+    return "/v1/completions", CompletionJob(service, _accept(request, service, CompletionBody, value))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

@@ -77,6 +77,10 @@ async def serve(config: Config, *, drain_timeout: float, start: Start | None = N
 async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace: float) -> int | None:
     """Start one engine and serve it. Returns the exit code; None if the engine died."""
     # Before the weights are read, so that a wrong key or port is an error at once.
+    if config.infer.layers:
+        raise ConfigError(f"infer.layers={','.join(config.infer.layers)} runs only some of the model's layers, whose "
+                          "text is not the model's, so it is not served: leave it out; to time layers, type "
+                          "evener bench-engine")  # fmt: skip
     options = ServerOptions.of(config.options)
     options.check_names(config)
     reader = KeyReader(config.serve.api_keys, options.api_key_file, os.environ)

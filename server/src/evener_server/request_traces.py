@@ -11,16 +11,16 @@ time. OpenTelemetry's variables set its size (``OTEL_BSP_*``), the sampler, head
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 from typing import TypeAlias
 
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from evener_server.errors import log_fields
 from evener_server.generation import Generation
 from evener_server.middleware import CLIENT_GONE, is_quiet
+from evener_server.trace_places import TracePlaces
 
 Attributes: TypeAlias = "dict[str, str | int | float | Sequence[str]]"
 
@@ -35,7 +36,7 @@ Attributes: TypeAlias = "dict[str, str | int | float | Sequence[str]]"
 _MAX_CHARACTERS = 256
 #: Seconds that the end of the server waits for spans to be sent.
 _CLOSE_SECONDS = 5.0
-#: What a request asks for, by its route; all others are chats.
+#: What a request asks for, by its route, or by the route that does the same; all others are chats.
 _OPERATIONS = {
     "/v1/completions": "text_completion", "/generate": "text_completion", "/forward": "forward",
     "/v1/embeddings": "embeddings", "/rerank": "rerank", "/v1/rerank": "rerank", "/v2/rerank": "rerank",
@@ -47,25 +48,42 @@ class Traces:
     """Makes the spans of requests.
 
     Args:
-        exporter: takes finished spans, in a thread.
+        exporters: take finished spans, each in a thread of its own.
         version: of this package.
     """
 
-    def __init__(self, exporter: SpanExporter, version: str) -> None:
+    def __init__(self, exporters: Sequence[SpanExporter], version: str) -> None:
         own = Resource.create({"service.name": "evener", "service.version": version})
         # What the environment says of the service comes over our own.
         self._provider = TracerProvider(
             resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False,
             span_limits=SpanLimits(max_span_attribute_length=_MAX_CHARACTERS),
         )  # fmt: skip
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        for exporter in exporters:
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("evener_server", version)
         self._propagator = TraceContextTextMapPropagator()
 
     @classmethod
-    def to_collector(cls, url: str, version: str) -> Traces:
-        """Spans go to ``url`` by OTLP over HTTP."""
-        return cls(OTLPSpanExporter(endpoint=url), version)
+    def to(cls, places: TracePlaces, version: str) -> Traces:
+        """Spans go to these places.
+
+        Raises:
+            ModuleNotFoundError: the package for their protocol is missing.
+        """
+        exporters: list[SpanExporter] = []
+        # Imported only if it is used: each comes with an extra of its own.
+        if places.url is not None and places.protocol == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
+
+            exporters.append(OverGrpc(endpoint=places.url))
+        elif places.url is not None:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as OverHttp
+
+            exporters.append(OverHttp(endpoint=places.url))
+        if places.console:
+            exporters.append(ConsoleSpanExporter(out=sys.stdout))
+        return cls(exporters, version)
 
     def begin(self, scope: Scope, now: int) -> Span:
         """The span of a request that arrives at ``now``, in nanoseconds since 1970. It continues the trace that the
@@ -135,7 +153,8 @@ class RequestTraces:
     def _describe_generation(self, span: Span, scope: Scope, generation: Generation, clock: _Clock) -> None:
         moments = generation.moments()
         asked, end = log_fields(scope).get("model"), moments.ended
-        operation, model = _OPERATIONS.get(_route(scope), "chat"), self._model_of(asked)
+        route = scope["state"].get("acts_as") or _route(scope)
+        operation, model = _OPERATIONS.get(route, "chat"), self._model_of(asked)
         attributes = _attributes(generation) | {
             "gen_ai.operation.name": operation, "gen_ai.request.model": asked or model, "gen_ai.response.model": model,
         }  # fmt: skip

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -202,6 +203,23 @@ def layer_partition(infer: InferConfig) -> tuple[int, ...]:
     if not all(each.isdigit() for each in asked):
         raise ConfigError(f"infer.pp_layer_partition={','.join(asked)} is not a list of numbers; write it as in 15,16")
     return tuple(map(int, asked))
+
+
+def layer_numbers(key: str, given: Sequence[str]) -> tuple[int, ...]:
+    """Ascending numbers of layers, from what ``key`` says, such as ("3-20", "40").
+
+    Raises:
+        ConfigError: one is no number and no range.
+    """
+    found: set[int] = set()
+    for each in given:
+        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", each, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise ConfigError(f"{key}={','.join(given)}: {each!r} is no layer and no range of layers; write them as in "
+                              "3-20,40")  # fmt: skip
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
 
 
 def uses_worker_processes(config: Config, serving: bool) -> bool:

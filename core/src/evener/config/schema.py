@@ -63,6 +63,8 @@ class InferConfig(Section):
         (), "names", "Number of layers of each pipeline stage, as in 15,16, or equal; none: equal numbers, or what "
         "takes equal time if infer.stages has several backends."
     )  # fmt: skip
+    layers: tuple[str, ...] = option((), "names", "Numbers of the layers that run, as in 0-3,60, to measure a model "
+        "that does not fit; none: all. The text is not the model's, so a server refuses the key.")  # fmt: skip
     stages: tuple[str, ...] = option(
         (), "names", "Backend of each pipeline stage, with the index of its device if wanted, as in cpu:0,cpu:1; none: "
         "all on one backend. Needs evener-offload."

@@ -10,7 +10,7 @@ the class by name in a descriptor; it is imported when a checkpoint needs it::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ class ModelBuilder(Protocol):
     def last_stage(self) -> bool:
         """Whether this rank's pipeline stage computes the logits."""
 
-    def layers(self, count: int) -> range:
-        """The numbers of this stage's layers, out of ``count``."""
+    def layers(self, count: int) -> Sequence[int]:
+        """The numbers of this stage's layers, ascending, out of ``count``. Not always consecutive: a run may have
+        only some of the layers (``infer.layers``)."""
 
 
 class Architecture(ABC):

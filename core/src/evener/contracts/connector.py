@@ -134,3 +134,7 @@ class BlockMover(ABC):
     def counters(self) -> Mapping[str, int]:
         """(optional) What it has counted since the start, for a server's metrics. Default: nothing."""
         return {}
+
+    def close(self) -> None:
+        """(optional) The engine ends: release what is not memory, such as a port. Default: does nothing."""
+        return

@@ -51,10 +51,11 @@ class Builder:
     Attributes:
         weights, sites, slots, groups: everything declared so far, in order.
         ignored: regular expressions for names of checkpoint tensors that are not read.
+        chosen: ascending numbers of the only layers that run (``infer.layers``); empty: all.
         head: what to declare in place of a language model's head, from the builder, ``CausalLM.names`` and the sizes of
             the last norm; None: that head.
         ties: ``{name: twin}``: ``twin`` is read instead of ``name``; a checkpoint may hold both if they are equal.
-        staged: whether the model has asked for its ``layers``; held: the answer.
+        staged: whether the model has asked for its ``layers``; held: from the first to the last one of the answer.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Builder:
     ) -> None:
         self.head: Callable[..., Any] | None = None
         self.held = range(0)
+        self.chosen: Sequence[int] = ()
         self.stage, self._partition, self.staged, self.predicts = stage, tuple(partition), False, predicts
         self.snapshot_every = snapshot_every
         self.absorb, self.index_top, self.state_dtype = absorb, index_top, state_dtype or dtype
@@ -96,22 +98,29 @@ class Builder:
         """Whether this rank's pipeline stage has the head."""
         return self.stage[0] == self.stage[1] - 1
 
-    def layers(self, count: int) -> range:
-        """The numbers of this pipeline stage's layers, out of the model's ``count``.
+    def layers(self, count: int) -> Sequence[int]:
+        """The numbers of this pipeline stage's layers, ascending, out of the model's ``count``; only ``chosen`` ones.
 
         Raises:
-            ConfigError: the layers cannot be divided into these stages.
+            ConfigError: the layers cannot be divided into these stages, or the model has no such layer.
         """
         self.staged = True
         stage, stages = self.stage
+        numbers = self.chosen or range(count)
+        if numbers[-1] >= count:
+            raise ConfigError(f"infer.layers: there is no layer {numbers[-1]}; the model has layers 0 to {count - 1}")
+        if absent := sorted({*range(count)}.difference(numbers)):
+            self.ignore(rf"(.+\.)?({'|'.join(map(str, absent))})\..+")
+        count = len(numbers)
         sizes = self._partition or tuple(count // stages + (s < count % stages) for s in range(stages))
         if len(sizes) != stages or sum(sizes) != count or min(sizes) < 1:
             raise ConfigError(
                 f"{count} layers cannot be divided into {stages} stages of {', '.join(map(str, sizes))}: set "
                 "infer.pp_size to fewer, or infer.pp_layer_partition to a number for each stage"
             )
-        self.held = range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
-        return self.held
+        mine = numbers[sum(sizes[:stage]) : sum(sizes[: stage + 1])]
+        self.held = range(mine[0], mine[-1] + 1)
+        return mine
 
     def replicated(self) -> Builder:
         """A copy without a communicator, for layers that every rank holds whole. It declares into the same lists."""

@@ -23,7 +23,7 @@ from evener.engine.worker.assembly import Assembly
 from evener.errors import EngineError
 from evener_kv.block_bytes import ExportedBlocks
 from evener_kv.transfer.connection import Channel, TransferError, TransferServer, connect
-from evener_kv.transfer.messages import Data, Done, Drop, Fetch, Read, Refused, Request, Stop
+from evener_kv.transfer.messages import Data, Done, Drop, Fetch, Read, Refused, Request
 from evener_kv.transfer.settings import Address, TransferSettings
 
 log = logging.getLogger("evener.kv")
@@ -73,6 +73,9 @@ class Landing(BlockMover):
     def counters(self) -> Mapping[str, int]:
         return self._counters
 
+    def close(self) -> None:
+        self._server.close()
+
     def begin(self, moves: BlockMoves) -> None:
         with torch.inference_mode():
             for transfer in moves.back:
@@ -112,9 +115,6 @@ class Landing(BlockMover):
             case Drop():
                 self._drop(request.places)
                 channel.send(Done())
-            case Stop():
-                channel.send(Done())
-                self._server.close()
             case _:
                 channel.send(Refused("that is for a controller"))
 

@@ -80,10 +80,6 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
     places: list[int]
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """To a rank of one's own: the engine ends."""
-
-
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """It was done."""
 
@@ -95,6 +91,6 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 #: What may be asked of who was called.
-Request = Lookup | Release | Read | Fetch | Drop | Stop
+Request = Lookup | Release | Read | Fetch | Drop
 #: And what it answers.
 Answer = Found | Released | Data | Done | Refused

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from evener.contracts.connector import BlockMove, BlockMoves, BlockTransfer, Connector, StartingRequest
@@ -34,7 +34,6 @@ from evener_kv.transfer.messages import (
     Release,
     Released,
     Request,
-    Stop,
 )
 from evener_kv.transfer.settings import Address, TransferSettings
 
@@ -106,9 +105,6 @@ class RemoteBlocks(Connector, CacheListener):
 
     def close(self) -> None:
         self._server.close()
-        for rank in self._ranks:
-            with suppress(TransferError), connect(self._settings.own.of_rank(rank), self._settings.key, _soon()) as own:
-                own.ask(Stop(), Done)
 
     # What the scheduler calls.
 

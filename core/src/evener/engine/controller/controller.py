@@ -16,7 +16,7 @@ from evener.engine.wire.executor import Executor
 from evener.engine.wire.installed import find_commands
 from evener.engine.wire.messages import Dead, FromController, NewRequest, StatsReport, ToController
 from evener.engine.wire.plan import Order
-from evener.errors import EngineError
+from evener.errors import CheckpointError, EngineError
 
 #: Seconds between two checks of the workers while there is nothing to compute.
 _CHECK_INTERVAL = 0.25
@@ -101,7 +101,11 @@ class Controller:
             case messages.LoadAdapter() | messages.UnloadAdapter():
                 return self._order(self.scheduler.adapters.handle(message))
             case messages.Command():
-                return find_commands(message.name).run(self, message)  # type: ignore[no-any-return]
+                try:
+                    commands = find_commands(message.name)
+                except CheckpointError as error:
+                    return [messages.CommandDone(str(error))]
+                return commands.run(self, message)  # type: ignore[no-any-return]
             case messages.GetStats():
                 return [self._stats()]
             case messages.Shutdown():

@@ -10,7 +10,8 @@ pinned to their core's version can: they work on the objects of the engine itsel
     run(controller: Controller, order: Command) -> list[FromController]
     execute(worker: Worker, order: Command) -> PendingStep
 
-A front sends a ``Command`` with the ``command`` of its engine. ``run`` does it in the controller, between two of its
+A front sends a ``Command`` with the ``command`` of its engine; one of a name that nobody announced is answered with an
+error. ``run`` does it in the controller, between two of its
 messages. It returns events for the front end, the last of which is the ``CommandDone``; those of steps that it runs
 itself come before. If the workers are needed, it calls ``Executor.command``. Then ``execute`` does the same order on
 each rank, while no step is in flight. Its answer is a step that is ready and has ``every_rank`` set.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from evener.backend_search import BackendSearch
 from evener.config.checkpoint import facts_of
-from evener.config.resolve import DeviceFacts, ResolvedConfig, layer_partition, resolve_config
+from evener.config.resolve import DeviceFacts, ResolvedConfig, layer_numbers, layer_partition, resolve_config
 from evener.config.schema import Config
 from evener.config.stages import has_unlike_stages, stage_part
 from evener.contracts.adapters import AdapterStacks
@@ -202,10 +202,10 @@ def declare_model(
         state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
         stage=(stage, world.pp_size), partition=layer_partition(infer), predicts=infer.proposes == "mtp",
     )  # fmt: skip
-    build.head = head
+    build.head, build.chosen = head, layer_numbers("infer.layers", infer.layers)
     model = family(checkpoint.config, build)
-    if world.pp_size > 1 and not build.staged:
-        raise ArchitectureError(f"{family.__name__} does not support pipeline stages; set infer.pp_size=1")
+    if (world.pp_size > 1 or infer.layers) and not build.staged:
+        raise ArchitectureError(f"{family.__name__} does not divide its layers; set infer.pp_size=1, infer.layers=none")
     return build, model
 
 

@@ -27,3 +27,6 @@ class InlineExecutor(Executor):
 
     def read(self) -> StepResult:
         return self._pending.popleft().wait()
+
+    def close(self) -> None:
+        self.worker.close()

@@ -86,12 +86,13 @@ class Worker:
             measured = self._measure(a, plan)
             resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
         self.pool: torch.Tensor | None = a.geometry.bind(plan.blocks, a.device)
-        found = find_connector(resolved.config)
-        self.mover = found and found.worker(a, self.pool)
         self.graphs = self.step_graphs(a, self.runner)
         if a.draft is not None and self.drafter is not None and a.device.capabilities.max_captures is None:
             self.drafter.graphs = self.step_graphs(a.draft, self.drafter.runner)
         self._warm_up(1)
+        # Last: it may open a port, which nobody would close if something above failed.
+        found = find_connector(resolved.config)
+        self.mover = found and found.worker(a, self.pool)
         self._report(a, plan, loaded)
         self.facts = WorkerFacts(
             specs=[g.spec for g in a.geometry.groups], cuts=[g.cut for g in a.geometry.groups], blocks=plan.blocks,
@@ -99,6 +100,11 @@ class Worker:
             media_rows=a.media_rows, info=self._info(a, plan, loaded, time.monotonic() - began),
             kept_slabs=0 if self.mover is None else self.mover.slabs,
         )  # fmt: skip
+
+    def close(self) -> None:
+        """Release what is not memory. Calling it again does nothing."""
+        if self.mover is not None:
+            self.mover.close()
 
     @property
     def assembly(self) -> Assembly:
@@ -183,6 +189,8 @@ class Worker:
             held = a.build.held
             log.info("stage %d of %d: layers %d to %d on backend %s, %s", world.pp_rank, world.pp_size, held.start,
                      held.stop - 1, a.loaded.backend.name, a.device.name)  # fmt: skip
+        if asked := a.config.config.infer.layers:
+            log.warning("infer.layers=%s: only these layers run, so the text is not the model's", ",".join(asked))
         for line in plan.lines():
             log.info("memory: %s", line)
         log.info("memory: weights estimated %d, measured %d bytes", plan.weights, loaded.allocated)
