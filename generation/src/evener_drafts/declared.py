@@ -19,6 +19,7 @@ from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint, open_files
 from evener.plugins.discover import installed_catalog
 from evener.plugins.load import LoadedPackages
+from evener_drafts.eagle_head import declare_eagle, is_eagle
 
 
 def _check_tokens(own: str, folder: str) -> None:
@@ -62,6 +63,8 @@ def declare_draft(
         raise ConfigError("infer.drafter=model needs a draft model: set infer.draft_model=FOLDER instead")
     _check_tokens(config.config.tokenizer or config.config.model, folder)
     checkpoint, said = open_checkpoint(folder), f"infer.draft_model={folder}"
+    if is_eagle(checkpoint.config):
+        return declare_eagle(config, loaded, device, ranks, model, checkpoint)
     stored = view_model(config, loaded, ranks, checkpoint, find_architecture(loaded, checkpoint), draft=True)
     # What the run says of stored keys and values is for the model; scales are those of one model.
     state = replace(config.config.infer, kv_dtype="auto", kv_scales=None)
