@@ -23,7 +23,7 @@ class DecodingStub:
 
 def test_a_request_with_a_grammar_has_no_drafts() -> None:
     request: Any = DecodingStub(
-        constrained=True, tokens=[1, 2, 1, 2], unread=0, planned=3, length=4, limit=20, tokens_to_compute=1,
+        constrained=True, tokens=[1, 2, 1, 2], unread=0, planned=3, length=4, limit=20, decodes=True,
         fork_points=set(),
     )  # fmt: skip
     speculation = Speculation(KnowingDrafter, 4, 8, vocabulary=9)
@@ -37,7 +37,7 @@ def test_a_request_with_a_grammar_has_no_drafts() -> None:
 def decoding(*tokens: int) -> Any:
     return DecodingStub(
         constrained=False, tokens=[*tokens], unread=0, planned=len(tokens) - 1, length=len(tokens), limit=20,
-        tokens_to_compute=1, fork_points=set(),
+        decodes=True, fork_points=set(),
     )  # fmt: skip
 
 

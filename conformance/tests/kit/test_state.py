@@ -116,6 +116,21 @@ def test_a_window_that_is_wrong_only_where_it_is_longer_than_a_block_is_found(ki
     assert [long.for_block_size(size).window for size in (16, 64, 256)] == [153, 225, 385]
 
 
+class Keeping(ReferenceState):
+    """Stores the row behind the last token, proposed or not."""
+
+    def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> Any:
+        return super().prepare(replace(step, host_kept_lens=None), spec, attention, block_size)
+
+
+def test_a_provider_of_recurrent_state_that_keeps_wrong_drafts_is_found_unless_it_says_so() -> None:
+    provider = Keeping()
+    problems = check_provider(provider, HostDevice(0), shapes=[]).problems
+    assert problems and all("after proposed tokens: request" in problem for problem in problems)
+    provider.drafts = False
+    assert check_provider(provider, HostDevice(0), shapes=[]).problems == []
+
+
 class Mixed(ReferenceState):
     """A decode step gives each request another's result."""
 

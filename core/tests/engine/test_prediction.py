@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24
 #: Few tokens, so that random weights are right now and then; dense layers, because the reference experts read on the
 #: host.
 SHAPE = {"num_hidden_layers": 2, "first_k_dense_replace": 9, "num_nextn_predict_layers": 1, "vocab_size": 11}
+#: Most of its layers are recurrent.
+RECURRENT = {"num_experts": 0, "vocab_size": 11}
 MTP = {"infer.drafter": "mtp"}
 
 
@@ -44,6 +47,9 @@ class Recorded(Speculation):
         self.seen[request.id, len(request.tokens)] = token
         super().predict(request, token)
 
+    def record(self, rows: Sequence[Any], on: bool, tokens: int) -> None:
+        """Make no pauses behind wrong drafts."""
+
 
 def always(controller: Controller) -> Recorded:
     drafts = controller.scheduler.drafts = Recorded()
@@ -61,21 +67,24 @@ def predictions(naive: NaiveModel, text: list[int]) -> list[int]:
         return naive.model.predicted(naive.model.predict(hidden, step), step).argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "shape", "depth", "answer"),
+    [("DeepseekV3", SHAPE, 1, 24), ("DeepseekV3", SHAPE, 2, 24), ("Qwen3Next", RECURRENT, 2, 70)],
+)
 def test_tokens_are_the_same_and_the_layer_predicts_what_it_would_for_each_text_alone(
-    make_lively: Any, play: Any, depth: int
+    make_lively: Any, play: Any, family: str, shape: dict[str, int], depth: int, answer: int
 ) -> None:
-    config = make_lively("DeepseekV3", SHAPE, **LIMITS, **{"infer.depth": depth})
+    config = make_lively(family, shape, **LIMITS, **{"infer.depth": depth})
     plain, _ = strict_controller(config)
-    expected = play(plain, requests())
+    expected = play(plain, requests(answer))
     controller, _ = strict_controller(replace(config, infer=replace(config.infer, drafter="mtp")))
     drafts = always(controller)
-    found = play(controller, requests())
+    found = play(controller, requests(answer))
     assert found.tokens == expected.tokens
     stats = controller.scheduler.stats
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     naive = NaiveModel(config.model, predicts=True)
-    alone = {m.id: predictions(naive, [*m.prompt, *found.tokens[m.id]]) for m in requests()}
+    alone = {m.id: predictions(naive, [*m.prompt, *found.tokens[m.id]]) for m in requests(answer)}
     assert len(drafts.seen) > 40
     assert drafts.seen == {(name, length): alone[name][length - 2] for name, length in drafts.seen}
     assert controller.scheduler.state.pool.used == 0
@@ -113,7 +122,9 @@ def test_a_layer_that_proposes_nothing_keeps_its_state_and_computes_no_logits(
     assert calls == ["predict"] * 4 and drafts.seen == {}
 
 
-@pytest.mark.parametrize(("family", "changes"), [("Llama", {}), ("DeepseekV3", {"num_nextn_predict_layers": 0})])
+@pytest.mark.parametrize(("family", "changes"), [
+    ("Llama", {}), ("DeepseekV3", {"num_nextn_predict_layers": 0}), ("Qwen3Next", {"num_nextn_predict_layers": 0}),
+])  # fmt: skip
 def test_a_model_without_such_a_layer_is_refused(make_config: Any, family: str, changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="needs a model with a layer for multi-token prediction"):
         build_controller(make_config(family, changes, **LIMITS, **MTP))

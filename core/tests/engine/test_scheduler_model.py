@@ -136,7 +136,7 @@ class SimulatedDevice(Executor):
             if index in plan.samples:
                 # Behind the certain tokens there may be some that were sampled behind wrong drafts.
                 self._overwrite(slot, start + count - len(drafts.get(index, ())), drafts.get(index, []))
-            self._run_row(slot, start, count)
+            self._run_row(slot, start, count, len(drafts.get(index, ())))
         ids = []
         for index, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
             if sampled := plan.samples.count(index):
@@ -202,15 +202,17 @@ class SimulatedDevice(Executor):
             keys.append(hash((keys[-1], self.tokens[slot][len(keys) - 1])))
         return keys[length]
 
-    def _run_row(self, slot: int, start: int, count: int) -> None:
-        """Writes precede reads inside a layer, as in the real step; a recurrent row is read before it goes on."""
+    def _run_row(self, slot: int, start: int, count: int, drafts: int) -> None:
+        """Writes precede reads inside a layer, as in the real step; a recurrent row is read before it goes on, and kept
+        behind the last certain token."""
         for group, spec in enumerate(self.state.specs):
             if spec.per == "request":
                 if start:
                     self._expect(slot, group, start - 1, 0)
                 every = spec.every or self.state.block_size
-                for end in range(start + 1, start + count + 1):
-                    if end % every == 0 or end == start + count:
+                kept = start + count - drafts
+                for end in range(start + 1, kept + 1):
+                    if end % every == 0 or end == kept:
                         self._write(slot, group, end - 1, 0)
                 continue
             for position in range(start, start + count):
@@ -382,7 +384,7 @@ PREFIXES = ([], [1, 2, 3, 0, 1, 2, 3, 0], [1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0, 0,
 class Traffic(RuleBasedStateMachine):
     """Random arrivals, forks, aborts and steps."""
 
-    forks = accepted = loaded = 0
+    forks = accepted = replayed = loaded = 0
 
     @initialize(
         specs=GROUPS,
@@ -420,7 +422,7 @@ class Traffic(RuleBasedStateMachine):
             step_tokens=step_tokens,
             prefix_cache=prefix_cache,
             cuts=cuts,
-            drafts=0 if RECURRENT in specs or APART in specs else drafts,
+            drafts=drafts,
             host=host if prefix_cache else 0,
             delay=delay,
         )
@@ -533,19 +535,22 @@ class Traffic(RuleBasedStateMachine):
             self.harness.check_answers(self.cut)
             self.harness.check_all_given_back()
             Traffic.forks += self.harness.scheduler.stats.forks
-            Traffic.accepted += self.harness.scheduler.stats.accepted_tokens
+            right, specs = self.harness.scheduler.stats.accepted_tokens, self.harness.state.specs
+            Traffic.accepted += right
+            Traffic.replayed += right if any(spec.per == "request" for spec in specs) else 0
             Traffic.loaded += self.harness.device.loaded
 
 
 def traffic(examples: int, steps: int) -> None:
-    Traffic.forks = Traffic.accepted = Traffic.loaded = 0
+    Traffic.forks = Traffic.accepted = Traffic.replayed = Traffic.loaded = 0
     run_state_machine_as_test(
         Traffic,
         settings=patient(examples, stateful_step_count=steps),
     )
     assert Traffic.forks > examples // 10, f"only {Traffic.forks} forks in {examples} runs"
     assert Traffic.accepted > examples, f"only {Traffic.accepted} right drafts in {examples} runs"
-    assert Traffic.loaded > examples, f"only {Traffic.loaded} blocks came back in {examples} runs"
+    assert Traffic.replayed > examples // 4, f"only {Traffic.replayed} of these with rows of state"
+    assert Traffic.loaded > examples // 2, f"only {Traffic.loaded} blocks came back in {examples} runs"
 
 
 def test_random_traffic_gets_its_own_tokens_one_terminal_event_each_and_leaves_no_block_behind() -> None:
@@ -745,7 +750,7 @@ def test_half_prefilled_requests_that_fill_the_pool_together_do_not_deadlock() -
 class Splintered(StateManager):
     """A pool in pieces: nobody gets beyond 6 tokens beside others' prefixes."""
 
-    def grow(self, table: BlockTable, tokens: int) -> Growth | None:
+    def grow(self, table: BlockTable, tokens: int, drafts: int = 0) -> Growth | None:
         return super().grow(table, tokens) if tokens <= 6 or table.exclusive else None
 
 

@@ -13,7 +13,9 @@ from evener.contracts.generation.drafter import Drafter
 from evener.engine.controller.controller import Controller
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener.errors import ConfigError, DescriptorError
+from evener.ops.reference.state import ReferenceState
 from evener.plugins.catalog import Catalog, LazyImport
+from evener_conformance.naive.model import NaiveModel
 from evener_conformance.reference.executor import strict_controller
 from evener_generation.drafting.speculation import Speculation
 
@@ -48,6 +50,8 @@ def drafted(controller: Controller, length: int = 4, drafter: type[Drafter] = Kn
         ("Llama", {"num_hidden_layers": 2}, 2),
         ("Gemma2", {"sliding_window": 6}, 2),
         ("DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2),
+        ("Qwen3Next", {"num_experts": 0}, 1),
+        ("Qwen3Next", {"num_experts": 0}, 2),
     ],
 )
 def test_tokens_are_the_same_with_drafts_and_without(
@@ -67,6 +71,33 @@ def test_tokens_are_the_same_with_drafts_and_without(
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert stats.steps - steps < steps, "right drafts save steps"
     assert controller.scheduler.state.pool.used == 0
+
+
+@pytest.mark.parametrize("every", [16, 32])
+def test_recurrent_rows_are_those_of_right_tokens_also_in_the_prefix_cache(
+    make_lively: Any, play: Any, every: int
+) -> None:
+    config = make_lively("Qwen3Next", {"num_experts": 0}, **DELAYED, **{"infer.snapshot_every": every})
+    naive = NaiveModel(config.model, max_positions=128)
+    first = NewRequest(id="r", prompt=[5, 6, 7, 8, 5], max_tokens=60, sampling=Sampling(temperature=0.0))
+    answer = naive.greedy(first.prompt, 60)
+    KnowingDrafter.answers = [first.prompt + answer]
+    controller = drafted(strict_controller(config)[0], length=6)
+    assert play(controller, [first]).tokens["r"] == answer
+    stats = controller.scheduler.stats
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens and stats.steps < 40
+    # Drafts, wrong ones among them, lay over the ends of the blocks that the next request continues from.
+    second = NewRequest(id="s", prompt=first.prompt + answer[:50], max_tokens=10, sampling=first.sampling)
+    found = play(controller, [second])
+    assert found.cached["s"] == 54 // every * every and found.tokens["s"] == answer[50:]
+
+
+def test_recurrent_layers_on_a_provider_that_keeps_wrong_drafts_have_none(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceState, "drafts", False)
+    with pytest.raises(ConfigError, match=r"reference keeps none; set ops\.attention=reference, or leave"):
+        strict_controller(make_config("Qwen3Next", **DELAYED, **{"infer.drafter": "ngram"}))
 
 
 def with_new_id(message: NewRequest) -> NewRequest:
@@ -182,7 +213,6 @@ class Stubborn(Drafter):
     [
         ("Llama", {"infer.drafter": "nobody"}, "installed drafters: model, mtp, ngram"),
         ("Llama", {"infer.drafter": "ngram", "infer.pp_size": 2}, "does not work with pipeline stages"),
-        ("Qwen3Next", {"infer.drafter": "ngram"}, "recurrent layers"),
     ],
 )
 def test_what_cannot_have_drafts_is_refused(

@@ -1,9 +1,13 @@
 """What finds proposed tokens in the worker, beside the model that checks them.
 
-============  ==========================================================================
-module        what it holds
-============  ==========================================================================
-``model``     the draft model of ``infer.draft_model``: what it computes in each plan
-``declared``  the draft model before weights are read: what it may be, and its layers
-============  ==========================================================================
+==============  ============================================================================
+module          what it holds
+==============  ============================================================================
+``folder``      what the folder of ``infer.draft_model`` holds, and the drafter for that
+``model``       a draft model: what it computes in each plan
+``declared``    it before weights are read: what it may be, and its layers
+``eagle``       a head that reads the model's hidden states (EAGLE-3), in each plan
+``eagle_head``  its layer, and how its config and its weights are read
+``prediction``  the model's own layer for multi-token prediction
+==============  ============================================================================
 """

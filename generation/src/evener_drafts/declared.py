@@ -19,6 +19,7 @@ from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint, open_files
 from evener.plugins.discover import installed_catalog
 from evener.plugins.load import LoadedPackages
+from evener_drafts.eagle_head import declare_eagle, is_eagle
 
 
 def _check_tokens(own: str, folder: str) -> None:
@@ -56,11 +57,14 @@ def declare_draft(
     Raises:
         EvenerError: it cannot be opened, or cannot propose tokens for the model.
     """
+    del build
     folder = config.config.infer.draft_model
     if folder is None:
         raise ConfigError("infer.drafter=model needs a draft model: set infer.draft_model=FOLDER instead")
     _check_tokens(config.config.tokenizer or config.config.model, folder)
     checkpoint, said = open_checkpoint(folder), f"infer.draft_model={folder}"
+    if is_eagle(checkpoint.config):
+        return declare_eagle(config, loaded, device, ranks, model, checkpoint)
     stored = view_model(config, loaded, ranks, checkpoint, find_architecture(loaded, checkpoint), draft=True)
     # What the run says of layers, and of stored keys and values, is for the model; scales are those of one model.
     state = replace(config.config.infer, kv_dtype="auto", kv_scales=None, layers=())
@@ -71,12 +75,12 @@ def declare_draft(
     if draft.max_positions < config.max_seq_len:
         raise ConfigError(f"{said} has {draft.max_positions} positions, and infer.max_seq_len is {config.max_seq_len}; "
                           f"set infer.max_seq_len={draft.max_positions}, or leave the draft model out")  # fmt: skip
-    # After wrong drafts recurrent state cannot go back. A chunk's blocks are freed with its last token, which the draft
-    # model may compute a step later.
-    for slot in (*own.slots, *build.slots):
-        if slot.spec.per == "request" or (slot.spec.kind == "chunk" and slot in own.slots):
-            raise ConfigError(f"{said} needs state that can go back a few tokens, and a layer of one of the models has "
-                              f"state of kind {slot.spec.kind!r}; leave it out")  # fmt: skip
+    # It computes its own drafts before they are checked, and recurrent state cannot go back. A chunk's blocks are freed
+    # with its last token, which the draft model may compute a step later.
+    for slot in own.slots:
+        if slot.spec.per == "request" or slot.spec.kind == "chunk":
+            raise ConfigError(f"{said} needs state that can go back a few tokens, and a layer of the draft model has "
+                              f"state of kind {slot.spec.kind!r}; take another one, or leave it out")  # fmt: skip
     if stored.headers and isinstance(stored.checkpoint, CheckpointView):
         stored.checkpoint.reslice(own.weights)
     sampler = Sampler(own, draft.vocab_size)

@@ -24,10 +24,10 @@ from msgspec.structs import replace
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.plan import Plan
 from evener.engine.worker.assembly import Assembly
+from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.runner import ForwardStep, Runner
 from evener.engine.worker.step_layout import StepShape
-from evener_drafts.declared import declare_draft
 
 
 class DraftRunner(Runner):
@@ -37,6 +37,14 @@ class DraftRunner(Runner):
         step = super().step(shape, parts)
         step.token_ids = step.token_ids.clamp(max=self.model.vocab_size - 1)
         return step
+
+
+def own_geometry(a: Assembly) -> Geometry:
+    """The model's state groups, with the layers of what drafts only."""
+    assert a.draft is not None, "it was declared"
+    own = set(map(id, a.draft.build.slots))
+    groups = [dataclasses.replace(g, slots=tuple(s for s in g.slots if id(s) in own)) for g in a.geometry.groups]
+    return dataclasses.replace(a.geometry, groups=tuple(groups))
 
 
 class DraftModel:
@@ -51,14 +59,9 @@ class DraftModel:
         graphs: its captured steps; None: they run eagerly.
     """
 
-    declare = staticmethod(declare_draft)
-
     def __init__(self, a: Assembly, model: Runner) -> None:
         assert a.draft is not None, "it was declared"
-        own = set(map(id, a.draft.build.slots))
-        groups = [dataclasses.replace(g, slots=tuple(s for s in g.slots if id(s) in own)) for g in a.geometry.groups]
-        geometry = dataclasses.replace(a.geometry, groups=tuple(groups))
-        self.runner = DraftRunner(a.device, a.draft.model, a.draft.sampler, model.tables, geometry, a.adapters)
+        self.runner = DraftRunner(a.device, a.draft.model, a.draft.sampler, model.tables, own_geometry(a), a.adapters)
         self._apply, self._step_tokens = model.apply, a.config.step_tokens
         self.graphs: StepGraphs | None = None
         #: For each slot the position of its last proposed token, which the draft model has not computed.

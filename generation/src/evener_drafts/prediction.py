@@ -22,6 +22,7 @@ from evener.contracts.architecture import Architecture
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.plan import Plan, StepMasks
 from evener.engine.worker.assembly import Assembly
+from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.runner import ForwardStep, Runner
 from evener.errors import ConfigError
 from evener.resolution.buckets import bucket_index
@@ -30,7 +31,7 @@ from evener.resolution.buckets import bucket_index
 class Prediction:
     """Runs the layer after each step of ``runner``."""
 
-    graphs = None
+    graphs: StepGraphs | None = None
 
     def __init__(self, a: Assembly, runner: Runner) -> None:
         del a

@@ -31,7 +31,7 @@ descriptor = Descriptor(
         "model": "evener_generation.drafting.model_drafter:ModelDrafter",
         "mtp": "evener_generation.drafting.prediction_drafter:PredictionDrafter",
     },
-    worker_drafters={"model": "evener_drafts.model:DraftModel", "mtp": "evener_drafts.prediction:Prediction"},
+    worker_drafters={"model": "evener_drafts.folder:DraftFolder", "mtp": "evener_drafts.prediction:Prediction"},
     adapters={"lora": "evener_adapters.lora:LoraAdapters"},
     pooling_parts={
         "choose": "evener_pooling.settings:choose_pooling",

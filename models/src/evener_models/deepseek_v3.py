@@ -8,10 +8,10 @@ from typing import Any
 from evener.layers.config_json import read_flag, read_int, unsupported
 from evener.layers.latent import IndexConfig
 from evener_models.deepseek_v2 import DeepseekV2ForCausalLM
-from evener_models.prediction import Predicting
+from evener_models.prediction import NumberedPrediction
 
 
-class DeepseekV3ForCausalLM(Predicting, DeepseekV2ForCausalLM):
+class DeepseekV3ForCausalLM(NumberedPrediction, DeepseekV2ForCausalLM):
     """Differs from DeepSeek V2: experts are weighted by sigmoid scores, and chosen by these plus a bias, within the
     groups whose best two scores add up to most (``topk_method`` "noaux_tc").
     """

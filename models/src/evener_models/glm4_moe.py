@@ -9,10 +9,10 @@ from evener.layers import Builder, MLPConfig, MoEConfig
 from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int
 from evener_models.config_values import expert_count
 from evener_models.llama import LlamaForCausalLM
-from evener_models.prediction import Predicting
+from evener_models.prediction import NumberedPrediction
 
 
-class Glm4MoeForCausalLM(Predicting, LlamaForCausalLM):
+class Glm4MoeForCausalLM(NumberedPrediction, LlamaForCausalLM):
     """Differs from Llama: ``partial_rotary_factor`` (default 0.5), ``use_qk_norm``, ``attention_bias``; experts from
     layer ``first_k_dense_replace`` on, weighted by sigmoid scores and chosen with a bias and groups.
     """

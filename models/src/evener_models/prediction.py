@@ -1,48 +1,69 @@
-"""The layer for multi-token prediction (MTP) of DeepSeek V3 (DeepSeek-AI 2024, section 2.2) and GLM-4.5.
+"""The layer for multi-token prediction (MTP) of DeepSeek V3 (DeepSeek-AI 2024, section 2.2), GLM-4.5 and Qwen3-Next.
 
-Checkpoints number it after the model's own layers. It joins the normed embedding of a token (``enorm``) with the normed
-hidden state of the token before (``hnorm``), halves the width of that (``eh_proj``), and goes on like the model's last
-layer. Embedding and head are the model's; checkpoints repeat them.
+It joins the normed embedding of a token with the normed hidden state of the token before, halves the width of that, and
+goes on like the model's last layer. Embedding and head are the model's; some checkpoints repeat them. DeepSeek V3 and
+GLM-4.5 number the layer after the model's own. Qwen3-Next has it apart.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Step
 from evener.layers import Builder, CausalLM
 from evener.layers.config_json import layer_count, read_float, read_int
+from evener.layers.decoder import AttentionConfig, MixerConfig
 from evener.layers.norms import declare_norm, norm_common
 
 if TYPE_CHECKING:
     import torch
 
 
-class PredictionLayer:
-    """The first of the layers, declared. Its model has been declared to the same builder before."""
+@dataclass(frozen=True)
+class PredictionNames:
+    """What checkpoints call it, without ``.weight``: the decoder layer, and after ``prefix`` the norms of embedding,
+    hidden state and result, and the projection of what is joined."""
 
-    def __init__(self, model: CausalLM, config: Mapping[str, Any], build: Builder) -> None:
-        number, hidden, eps = layer_count(config), model.hidden_size, read_float(config, model.eps_key)
-        prefix = f"{model.names[1]}.{number}"
+    prefix: str
+    layer: str
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    join: str = "eh_proj"
+    norm: str = "shared_head.norm"
+
+
+class PredictionLayer:
+    """The layer, declared. Its model has been declared to the same builder before.
+
+    Args:
+        number: of the layer, which says whether it has experts.
+    """
+
+    def __init__(
+        self, model: Predicting, config: Mapping[str, Any], build: Builder, names: PredictionNames, number: int
+    ) -> None:
+        hidden, eps, prefix = model.hidden_size, read_float(config, model.eps_key), names.prefix
         common = norm_common(build, hidden, eps, model.norm_offset, model.norm)
         self._embedding, self._head = model.embedding, model.head
         sizes = {"hidden": hidden, "eps": eps, "offset": model.norm_offset}
         self._normed, self._hidden_norm, self._token_norm = (
             build.op("rms_norm", f"{prefix}.{name}", dtype=dtype, **sizes)
-            for name, dtype in (("norm", "float32"), ("hnorm", "float32"), ("enorm", build.dtype))
+            for name, dtype in (
+                ("model_norm", "float32"), (names.hidden_norm, "float32"), (names.embedding_norm, build.dtype)
+            )
         )
-        self._hidden_weight = declare_norm(build, f"{prefix}.hnorm", hidden, common, "float32")
-        self._token_weight = declare_norm(build, f"{prefix}.enorm", hidden, common)
-        self._last_weight = declare_norm(build, f"{prefix}.shared_head.norm", hidden, common, "float32")
-        self._joined = build.linear(f"{prefix}.eh_proj", {f"{prefix}.eh_proj.weight": hidden}, 2 * hidden)
-        self._join = build.op("linear", f"{prefix}.eh_proj", weight=self._joined, rows=hidden, columns=2 * hidden,
+        self._hidden_weight = declare_norm(build, f"{prefix}.{names.hidden_norm}", hidden, common, "float32")
+        self._token_weight = declare_norm(build, f"{prefix}.{names.embedding_norm}", hidden, common)
+        self._last_weight = declare_norm(build, f"{prefix}.{names.norm}", hidden, common, "float32")
+        join = f"{prefix}.{names.join}"
+        self._joined = build.linear(join, {f"{join}.weight": hidden}, 2 * hidden)
+        self._join = build.op("linear", join, weight=self._joined, rows=hidden, columns=2 * hidden,
                               dtype=build.dtype, out=build.dtype)  # fmt: skip
-        mixer, mlp = model.attention(config)[-1], model.mlp(config, number)
-        self._layer = model.declare_layer(build, prefix, hidden, mixer, mlp, eps)
-        for name in ("embed_tokens", "shared_head.head"):
-            build.ignore(rf"{re.escape(prefix)}\.{re.escape(name)}\.weight")
+        mixer, mlp = model.mixer_of_prediction(config), model.mlp(config, number)
+        self._layer = model.declare_layer(build, names.layer, hidden, mixer, mlp, eps)
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         """As ``Architecture.predict``."""
@@ -65,21 +86,39 @@ class PredictionLayer:
 
 
 class Predicting(CausalLM):
-    """A family whose checkpoints may have ``num_nextn_predict_layers`` such layers. The first is read if drafts want
-    it."""
+    """A family whose models may have such a layer.
+
+    Attributes:
+        prediction: the layer, declared; None: it is not read.
+    """
+
+    prediction: PredictionLayer | None = None
+
+    def mixer_of_prediction(self, config: Mapping[str, Any]) -> AttentionConfig | MixerConfig:
+        """(optional) The attention of the layer. Default: that of the model's last one."""
+        return self.attention(config)[-1]
+
+    def predict(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        assert self.prediction is not None, "it was declared"
+        return self.prediction(hidden, step)
+
+    def predicted(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        assert self.prediction is not None, "it was declared"
+        return self.prediction.logits(hidden, step)
+
+
+class NumberedPrediction(Predicting):
+    """A family whose checkpoints may have ``num_nextn_predict_layers`` such layers, numbered after the model's own. The
+    first is read if drafts want it."""
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         super().__init__(config, build)
         layers, more = layer_count(config), read_int(config, "num_nextn_predict_layers", 1 << 10, least=0, default=0)
         self.predicts = build.predicts and more > 0
-        self._prediction = PredictionLayer(self, config, build) if self.predicts else None
+        if self.predicts:
+            prefix = f"{self.names[1]}.{layers}"
+            self.prediction = PredictionLayer(self, config, build, PredictionNames(prefix, prefix), layers)
+            for name in ("embed_tokens", "shared_head.head"):
+                build.ignore(rf"{re.escape(prefix)}\.{re.escape(name)}\.weight")
         for extra in range(self.predicts, more):
             build.ignore(rf"model\.layers\.{layers + extra}\..*")
-
-    def predict(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        assert self._prediction is not None, "it was declared"
-        return self._prediction(hidden, step)
-
-    def predicted(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        assert self._prediction is not None, "it was declared"
-        return self._prediction.logits(hidden, step)

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evener.layers import Builder, CausalLM, MLPConfig, MoEConfig, RotaryConfig
+from evener.layers import Builder, MLPConfig, MoEConfig, RotaryConfig
 from evener.layers.config_json import activation, layer_count, read_flag, read_int, unsupported
 from evener.layers.gated_delta import DeltaConfig, GatedAttentionConfig
 from evener_models.config_values import layer_types
+from evener_models.prediction import Predicting, PredictionLayer, PredictionNames
 from evener_models.qwen_moe import experts
 
 _KINDS = ("linear_attention", "full_attention")
+_LAYERS = "num_nextn_predict_layers"
+_PREDICTION = PredictionNames(
+    "mtp", "mtp.layers.0", "pre_fc_norm_embedding", "pre_fc_norm_hidden", join="fc", norm="norm"
+)
 
 
-class Qwen3NextForCausalLM(CausalLM):
+class Qwen3NextForCausalLM(Predicting):
     """Differs from Qwen 3 with experts: a gated delta net (Yang et al. 2024) in place of attention, except in the
     layers that ``layer_types`` names, by default every ``full_attention_interval``-th; there, the result of attention
     is multiplied by the sigmoid of a gate. A quarter of each head is rotated; RMS norms multiply by 1 + weight; there
-    is a shared expert with a gate. The layers for multi-token prediction are not read.
+    is a shared expert with a gate. The layer for multi-token prediction has attention, and is read if drafts want it;
+    ``num_nextn_predict_layers``, which the published config lacks, may say that there is none.
     """
 
     oracle = "transformers"
@@ -27,17 +33,26 @@ class Qwen3NextForCausalLM(CausalLM):
 
     def __init__(self, config: Mapping[str, Any], build: Builder) -> None:
         super().__init__(config, build)
-        build.ignore(r"mtp\..*")
+        self.predicts = build.predicts and read_int({_LAYERS: 1, **config}, _LAYERS, 1 << 10, least=0) > 0
+        if self.predicts:
+            self.prediction = PredictionLayer(self, config, build, _PREDICTION, number=0)
+        build.ignore(r"mtp\.layers\.[1-9].*" if self.predicts else r"mtp\..*")
 
-    def attention(self, config: Mapping[str, Any]) -> Sequence[DeltaConfig | GatedAttentionConfig]:
+    def mixer_of_prediction(self, config: Mapping[str, Any]) -> GatedAttentionConfig:
+        return self._gated_attention(config)
+
+    def _gated_attention(self, config: Mapping[str, Any]) -> GatedAttentionConfig:
         dim = read_int(config, "head_dim")
-        attention = GatedAttentionConfig(
+        return GatedAttentionConfig(
             heads=read_int(config, "num_attention_heads"),
             kv_heads=read_int(config, "num_key_value_heads"),
             head_dim=dim,
             rotary=RotaryConfig.from_config({"partial_rotary_factor": 0.25, **config}, dim),
             bias=read_flag(config, "attention_bias"),
         )
+
+    def attention(self, config: Mapping[str, Any]) -> Sequence[DeltaConfig | GatedAttentionConfig]:
+        attention = self._gated_attention(config)
         delta = DeltaConfig(
             heads=read_int(config, "linear_num_value_heads"),
             key_heads=read_int(config, "linear_num_key_heads"),

@@ -72,9 +72,15 @@ class _Rows:
         table = torch.tensor([[3, 1, 6, 9], [2, 5, 4, 8], [3, 7, 7, 7]], dtype=torch.int32)
         naive = [self._naive(channels, width) for _ in range(3)]
         lengths = [0, 0, 0]
-        for number, counts in enumerate(((size + 1, size - 1, 0), (1, 1, 0), (1, 1, 0), (size, 3, 0))):
+        steps = [(size + 1, size - 1, 0), (1, 1, 0), (1, 1, 0), (size, 3, 0)]
+        for number, counts in enumerate(steps):
             yield from (f"step {number}: {p}" for p in self._step(table, naive, lengths, counts))
             lengths = [b + n for b, n in zip(lengths, counts, strict=True)]
+        if self._provider.drafts:  # these pass the end of a block, and the next step goes on before them
+            drafted = self._step(table, naive, lengths, (size, 4, 0), (size - 1, 2, 0))
+            yield from (f"proposed tokens: {p}" for p in drafted)
+            lengths = [lengths[0] + 1, lengths[1] + 2, 0]
+            yield from (f"after proposed tokens: {p}" for p in self._step(table, naive, lengths, (2, 3, 0)))
         naive[2].conv, naive[2].delta = self._snapshot
         yield from (f"from a snapshot: {p}" for p in self._step(table, naive, [0, 0, size], (0, 0, 2)))
 
@@ -83,8 +89,11 @@ class _Rows:
         return NaiveRecurrentState(self._spec, self._how, conv, delta)
 
     def _step(
-        self, table: torch.Tensor, naive: list[NaiveRecurrentState], before: list[int], counts: tuple[int, ...]
-    ) -> Iterator[str]:
+        self, table: torch.Tensor, naive: list[NaiveRecurrentState], before: list[int], counts: tuple[int, ...],
+        drafts: tuple[int, ...] = (),
+    ) -> Iterator[str]:  # fmt: skip
+        """A step of ``counts`` tokens of each request behind those ``before``, the last ``drafts`` of which are
+        proposed."""
         rows = [r for r, n in enumerate(counts) if n]
         total, ends = sum(counts), [before[r] + counts[r] for r in rows]
         lens = [counts[r] for r in rows]
@@ -100,11 +109,13 @@ class _Rows:
         at = [p for r in rows for p in range(before[r], before[r] + counts[r])]
         slots = [int(table[r, p // self._size]) * self._size + p % self._size
                  for r in rows for p in range(before[r], before[r] + counts[r])]  # fmt: skip
+        kept = [end - drafts[r] for r, end in zip(rows, ends, strict=True)] if drafts else None
         step = StateStep(
             tokens=total, requests=len(rows), max_query=max(lens), max_kv=max(ends),
             query_start=put("query_start", [0, *torch.tensor(lens).cumsum(0).tolist()]),
             kv_lens=put("kv_lens", ends), positions=put("positions", at), slot_mapping=put("slot_mapping", slots),
             block_table=memory.copy(table[rows], "block_table"), host_query_lens=lens, host_kv_lens=ends,
+            kept_lens=None if kept is None else put("kept_lens", kept), host_kept_lens=kept,
         )  # fmt: skip
         with torch.inference_mode(), HostCopyMonitor(self._device, memory):
             meta = self._provider.prepare(step, self._spec, self._how, self._size)
@@ -116,11 +127,16 @@ class _Rows:
         start = 0
         for row in rows:
             pieces = []
+            left = None
             for token in range(counts[row]):
+                if drafts and token == counts[row] - drafts[row]:
+                    left = naive[row].conv.clone(), naive[row].delta.clone()
                 here = slice(start + token, start + token + 1)
                 pieces.append(naive[row].advance(mixed[here], self._filter, decay[here], beta[here]))
                 if row == 0 and before[row] + token + 1 == self._size:
                     self._snapshot = naive[row].conv.clone(), naive[row].delta.clone()
+            if left is not None:
+                naive[row].conv, naive[row].delta = left
             want = torch.cat(pieces).float()
             have = got[start : start + counts[row]]
             start += counts[row]

@@ -20,6 +20,7 @@ class SimulatedRows(SimulatedPaged, SparseLatentProvider, IndexProvider, Recurre
     layout = "simulated.rows"
     kinds = frozenset({"latent", "index", "recurrent"})
     transposes = False
+    drafts = True
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__(device)

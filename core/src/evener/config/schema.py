@@ -145,7 +145,7 @@ class InferConfig(Section):
     drafter: str = option("none", "str", "Speculative decoding: what proposes tokens, of which a step checks several; "
                           "none (or infer.draft_model), or an installed one, such as ngram.")  # fmt: skip
     draft_model: str | None = option(None, "path", "Speculative decoding: the folder of a smaller model with the same "
-                                     "tokenizer, which proposes tokens.", none=True)  # fmt: skip
+                                     "tokenizer, or of an EAGLE-3 head, which proposes tokens.", none=True)  # fmt: skip
     draft_tokens: int = option(4, "int", "The most tokens that a drafter proposes for a request in a step.",
                                minimum=1, maximum=16)  # fmt: skip
     lora_modules: tuple[str, ...] = option(

@@ -197,6 +197,8 @@ class StateStep:
             capture they belong to the step that is being captured, while sizes follow ``max_kv``; ``Replay.update``
             gets those of each replay.
         captured: a capture is being made of this step. Its replays have other lengths.
+        kept_lens, host_kept_lens: int32 [R] and on the host, ``kv_lens`` without the proposed tokens, which are the
+            last of a request and may be wrong (speculative decoding). None: no token of the step is proposed.
     """
 
     tokens: int
@@ -211,6 +213,8 @@ class StateStep:
     host_query_lens: Sequence[int]
     host_kv_lens: Sequence[int]
     captured: bool = False
+    kept_lens: torch.Tensor | None = None
+    host_kept_lens: Sequence[int] | None = None
 
     def rows(self, first: int, stop: int) -> StateStep:
         """The part of the step with requests ``first`` to ``stop`` only."""
@@ -221,7 +225,8 @@ class StateStep:
             query_start=self.query_start[first : stop + 1] - start, kv_lens=self.kv_lens[first:stop],
             positions=self.positions[start:end], slot_mapping=self.slot_mapping[start:end],
             block_table=self.block_table[first:stop], host_query_lens=queries, host_kv_lens=lengths,
-            captured=self.captured,
+            captured=self.captured, kept_lens=None if self.kept_lens is None else self.kept_lens[first:stop],
+            host_kept_lens=None if self.host_kept_lens is None else self.host_kept_lens[first:stop],
         )  # fmt: skip
 
 
@@ -266,6 +271,8 @@ class StateProvider(ABC):
             request adds one, and steps of one short prompt.
         owns_memory: it allocates a pool of its own in ``bind`` and ignores ``storage``.
         batch_invariant: the result of a request does not depend on the other requests in the step.
+        drafts: (state per request) it stores the row behind ``StateStep.kept_lens`` tokens. Without, a model that it
+            serves has no speculative decoding.
     """
 
     name: str
@@ -275,6 +282,7 @@ class StateProvider(ABC):
     graph: GraphSupport = "never"
     owns_memory: bool = False
     batch_invariant: bool = False
+    drafts: bool = False
 
     @abstractmethod
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
@@ -399,7 +407,8 @@ class RecurrentProvider(StateProvider):
     def advance(self, views: Any, meta: Any, *inputs: torch.Tensor) -> torch.Tensor:
         """Run this step's tokens through the recurrence. Each request starts from the row before its first token in the
         step (zeros at position 0). The row after its last token is stored, and so is the row at every snapshot on the
-        way (``StateSpec.every``). Mutates the state.
+        way (``StateSpec.every``). With ``drafts``, its last token that counts here is the last of ``kept_lens``: the
+        proposed ones behind it are computed, and leave nothing. Mutates the state.
 
         Inputs and result depend on ``AttentionSpec.algorithm``. "gated_delta" (Yang et al. 2024) has the state conv
         [channels, width - 1] and delta float32 [heads, key_dim, value_dim]. Its inputs are mixed [T, channels] (queries

@@ -289,13 +289,20 @@ class MixerLayer(DecoderLayer):
 
 class DecoderStack:
     """Layers one after another. The residual stream is kept in float32: rounding it at each layer costs more accuracy
-    than all other roundings of a 16-bit dtype together."""
+    than all other roundings of a 16-bit dtype together.
+
+    Attributes:
+        taps: numbers of layers before which the stream is kept, for a drafter; and what it was in the last step,
+            float32 [T, hidden].
+    """
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
-        self.layers = tuple(layers)
+        self.layers, self.taps = tuple(layers), dict[int, Any]()
 
     def __call__(self, x: torch.Tensor, step: Step, residual: torch.Tensor | None = None) -> torch.Tensor:
         """From ``x`` [T, hidden] and the residual to add to it, or None, to the stream [T, hidden] in float32."""
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if number in self.taps:
+                self.taps[number] = x.float().clone() if residual is None else x + residual
             x, residual = layer(x, residual, step)
         return x.float() if residual is None else x + residual

@@ -31,6 +31,7 @@ class Rows(RecurrentProvider):
     name = layout = "example.rows"
     kinds = frozenset({"recurrent"})
     graph = "uniform_decode"  # steps in which each request adds one token can be captured
+    drafts = True  # wrong tokens of speculative decoding leave nothing in the rows
 
     def supports(self, spec, attention, device):
         return None if attention.algorithm == "gated_delta" else f"computes gated_delta, not {attention.algorithm}"
@@ -79,6 +80,7 @@ class Rows(RecurrentProvider):
         for row, (count, length) in enumerate(zip(step.host_query_lens, step.host_kv_lens, strict=True)):
             blocks = step.block_table[row].long()
             before = length - count
+            kept = (step.host_kept_lens or step.host_kv_lens)[row]
             # The row before the first token is at the block of the token before it.
             column = max(before - 1, 0) // size
             state = [view[blocks[column : column + 1]] for view in views]
@@ -88,7 +90,8 @@ class Rows(RecurrentProvider):
                 now = slice(at, at + 1)
                 out[now], *state = one_token(*state, mixed[now], filters, decay[now], beta[now])
                 at += 1
-                if position + 1 == length or (position + 1) % every == 0:  # the end of the step, or a snapshot
+                # The end of the step, or a snapshot. Proposed tokens follow behind ``kept``: they may be wrong.
+                if position + 1 == kept or (position + 1 < kept and (position + 1) % every == 0):
                     column = position // size
                     for view, rows in zip(views, state, strict=True):
                         view[blocks[column : column + 1]] = rows.to(view.dtype)

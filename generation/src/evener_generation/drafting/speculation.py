@@ -77,7 +77,7 @@ class Speculation(Drafts):
         return self.on and request.unread > 0 and self._suits(request)
 
     def _suits(self, request: DecodingRequest) -> bool:
-        if request.tokens_to_compute != 1 or request.constrained:
+        if not request.decodes or request.constrained:
             return False
         text = self._texts.get(request)
         paused = text is not None and request.length < text.resume
@@ -129,11 +129,11 @@ class Speculation(Drafts):
         for row in rows:
             text = self._texts.get(row.request)
             if row.drafts and text is not None:
-                right = row.request.planned - row.start - 1
+                right = len(row.request.tokens) - 1 - (row.start + row.count - len(row.drafts))
                 text.record(len(row.drafts), right, len(row.request.tokens), self._length)
         if self._payoff is None:
             return
-        now, decodes = self._clock(), all(row.samples and row.count == 1 + len(row.drafts) for row in rows)
+        now, decodes = self._clock(), all(row.samples and row.count == 1 + row.again + len(row.drafts) for row in rows)
         if decodes and self._last is not None and self._last[0] == on:
             self._payoff.record(len(rows), on, tokens, now - self._last[1])
         self._last = (on, now) if decodes else None

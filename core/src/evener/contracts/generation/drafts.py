@@ -39,13 +39,14 @@ class DecodingRequest(Protocol):
         """Tokens that exist."""
 
     @property
-    def tokens_to_compute(self) -> int:
-        """Tokens that the next plan may compute."""
+    def decodes(self) -> bool:
+        """Whether the next plan samples behind the only token that no plan has computed yet."""
 
 
 class DraftedRow(Protocol):
     """What is read of a plan's row: ``count`` tokens of a request from position ``start`` on, the last of which are
-    ``drafts``; the step samples behind its last ``samples`` tokens."""
+    ``drafts``, and the first ``again`` of which were computed and checked before; the step samples behind its last
+    ``samples`` tokens."""
 
     @property
     def request(self) -> DecodingRequest: ...
@@ -57,6 +58,8 @@ class DraftedRow(Protocol):
     def drafts(self) -> Sequence[int]: ...
     @property
     def samples(self) -> int: ...
+    @property
+    def again(self) -> int: ...
 
 
 class Drafts:

@@ -21,11 +21,6 @@ def open_drafts(infer: InferConfig, facts: WorkerFacts) -> Drafts:
     if infer.proposes == "none":
         return Drafts()
     drafter, policy = find_drafter(infer)
-    if any(spec.per == "request" for spec in facts.specs):
-        raise ConfigError(
-            f"{_key(infer)} needs state that can go back a few tokens, and the recurrent layers of "
-            f"this model keep none; leave {_key(infer)} out"
-        )
     if facts.info.pooling:
         raise ConfigError(f"{_key(infer)} is for models that generate; leave it out")
     return policy(drafter, infer.draft_tokens, facts.max_reqs + infer.draft_tokens, facts.info.vocab_size)

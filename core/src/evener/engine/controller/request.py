@@ -24,6 +24,8 @@ class Request:
         tokens: known ids: the prompt, and the sampled ids that were read.
         unread: number of tokens that submitted plans sample and whose ids were not read yet.
         planned: number of tokens whose state is computed or will be by submitted plans.
+        checked: number of tokens that plans have computed, among them proposed ones that were right. Where their state
+            was not kept, the next plan computes them again.
         cached: prompt tokens that came from the prefix cache or from a parent when the request first started.
         scored: number of prompt tokens, from the second on, whose log-probabilities were read.
         outputs_read: prompt outputs of tokens before this position were read.
@@ -42,6 +44,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     unread: int = 0
     planned: int = 0
+    checked: int = 0
     cached: int = 0
     scored: int = 0
     outputs_read: int = 0
@@ -111,6 +114,12 @@ class Request:
         return min((p for p in self.fork_points if p > self.planned), default=self.length) - self.planned
 
     @property
+    def decodes(self) -> bool:
+        """Whether the next plan samples behind the only token that no plan has computed yet."""
+        last = self.length - 1
+        return self.planned + self.tokens_to_compute > last == max(self.planned, self.checked)
+
+    @property
     def waits_for_parent(self) -> bool:
         """Whether its parent has yet to compute what both have in common."""
         return self.parent is not None and self.parent.finish is None and self.parent.planned < self.shared
@@ -121,6 +130,7 @@ class PlannedRow(msgspec.Struct, frozen=True):
 
     Attributes:
         drafts: proposed ids, which are the last of these tokens.
+        again: the number of tokens that were computed and checked before.
         samples: the number of tokens that the row samples: one if it computes the last token that exists, and one
             behind each proposed id.
     """
@@ -130,6 +140,7 @@ class PlannedRow(msgspec.Struct, frozen=True):
     count: int
     drafts: list[int]
     samples: int
+    again: int = 0
 
     def accepted(self, ids: list[int]) -> list[int]:
         """The tokens that the request gets of those that were sampled: those before the first that differs from the

@@ -243,7 +243,8 @@ class Scheduler:
             count = self.media.allowed_tokens(request, min(request.tokens_to_compute, new.budget))
             if not count or not self._fits(new, request, request.tokens_to_compute == 1, early):
                 continue
-            drafted = self.drafts.propose(request, new.budget - count)
+            # What a request in need of the whole pool holds at most is known for its steps without drafts.
+            drafted = [] if request.exclusive else self.drafts.propose(request, new.budget - count)
             if drafted and self._plan_row(new, request, count, drafted):
                 continue
             while not self._plan_row(new, request, count):
@@ -320,8 +321,8 @@ class Scheduler:
         assert request.table is not None, "a running request has a table"
         drafted = drafted or []
         samples = 1 + len(drafted) if request.planned + count == request.length else 0
-        count += len(drafted)
-        growth = self.state.grow(request.table, request.planned + count)
+        again, count = max(0, request.checked - request.planned), count + len(drafted)
+        growth = self.state.grow(request.table, request.planned + count, len(drafted))
         if growth is None:
             return False
         if admit:
@@ -331,7 +332,7 @@ class Scheduler:
         elif growth.blocks:
             new.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
         self.media.take(request, count)
-        new.rows.append(PlannedRow(request, request.planned, count, drafted, samples))
+        new.rows.append(PlannedRow(request, request.planned, count, drafted, samples, again))
         new.budget -= count
         return True
 
@@ -354,7 +355,7 @@ class Scheduler:
         self.media.release(request)
         self.adapters.stop(request.message.adapter)
         self._slots.append(request.slot)
-        request.table, request.slot, request.planned = None, -1, 0
+        request.table, request.slot, request.planned, request.checked = None, -1, 0, 0
 
     def _build_plan(self, new: _NewPlan) -> Plan:
         # State providers may compute rows of one token with another kernel, so these come first.
@@ -441,7 +442,8 @@ class Scheduler:
         computed = row.start + row.count
         request.outputs_read = max(request.outputs_read, computed)
         if row.drafts:
-            computed = request.planned = len(request.tokens) - 1
+            request.checked = len(request.tokens) - 1
+            computed = request.planned = self.state.kept(computed - len(row.drafts), request.checked)
             self.stats.drafts += 1
             self.stats.drafted_tokens += len(row.drafts)
             self.stats.accepted_tokens += len(ids) - 1

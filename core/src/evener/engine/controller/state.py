@@ -145,16 +145,23 @@ class StateManager:
                 hit = longest_prefix(kind, spec, cached, self.block_size)
         return hit
 
-    def grow(self, table: BlockTable, tokens: int) -> Growth | None:
-        """Add blocks to the table until it covers ``tokens`` tokens in all groups. Returns None, and changes nothing,
-        when the pool has too few free blocks."""
+    def kept(self, certain: int, right: int) -> int:
+        """The number of tokens whose state exists behind a step with proposed tokens: ``right`` is up to the last one
+        that was right, ``certain`` up to the first proposed one. State per request is that behind one token: it can be
+        kept for the certain ones only."""
+        return certain if any(spec.per == "request" for spec in self.specs) else right
+
+    def grow(self, table: BlockTable, tokens: int, drafts: int = 0) -> Growth | None:
+        """Add blocks to the table until it covers ``tokens`` tokens in all groups, the last ``drafts`` of which are
+        proposed: a later step may begin or end at each of these. Returns None, and changes nothing, when the pool has
+        too few free blocks."""
         start = table.columns()
         count = -(-tokens // self.block_size) - start
         if count <= 0:
             return Growth(start, ())
-        columns = range(start, start + count)
+        columns, ends = range(start, start + count), max(0, tokens - drafts - 1) // self.block_size
         needs = [
-            [kind.needs(spec, column, columns[-1], self.block_size) for column in columns]
+            [kind.needs(spec, at, at if at >= ends else columns[-1], self.block_size) for at in columns]
             for spec, kind in zip(self.specs, self._kinds, strict=True)
         ]
         taken = self.pool.allocate_all([(sum(group), span) for group, span in zip(needs, self.spans, strict=True)])

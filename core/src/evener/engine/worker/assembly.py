@@ -32,7 +32,7 @@ from evener.engine.wire.installed import find_adapters
 from evener.engine.wire.pooling import choose_pooling
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.engine.worker.placement import host_placement
-from evener.errors import ArchitectureError, did_you_mean
+from evener.errors import ArchitectureError, ConfigError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.scheme import Unquantized
@@ -154,6 +154,11 @@ def assemble(
     more = [slot for each in drafting for slot in each.slots]
     slots = [[*b.slots, *more] for b, _ in declared]
     geometry = plan_geometry([*build.slots, *more], device.capabilities.alignment, size, slots, agreement)
+    stuck = [g.provider.name for g in geometry.groups if g.spec.per == "request" and not g.provider.drafts]
+    if stuck and infer.proposes != "none":
+        raise ConfigError(f"drafts of {infer.proposes!r} need recurrent state that leaves wrong drafts out, and "
+                          f"{stuck[0]} keeps none; set ops.attention=reference, or leave infer.drafter and "
+                          "infer.draft_model out")  # fmt: skip
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     a = Assembly(

@@ -91,7 +91,7 @@ class PromptInputs:
     def __init__(self, device: Device, tokens: int, spare: int, length: int, samples: int = 1) -> None:
         self._device, self._spare = device, spare
         sizes = {
-            "positions": tokens, "token_slots": tokens, "query_start": 3, "kv_lens": 2, "slots": 2,
+            "positions": tokens, "token_slots": tokens, "query_start": 3, "kv_lens": 2, "kept_lens": 2, "slots": 2,
             "last": samples, "sample_slots": samples, "sample_positions": samples,
         }  # fmt: skip
         starts = list(accumulate((aligned(n, device.capabilities.alignment) for n in sizes.values()), initial=0))
@@ -100,7 +100,8 @@ class PromptInputs:
         self.parts = {name: self._buffer[place] for name, place in self._places.items()}
         self.last: torch.Tensor | None = self.parts["last"]
         self.sample_slots, self.sample_positions = self.parts["sample_slots"], self.parts["sample_positions"]
-        self.shape = StepShape(tokens, 2, tokens, length, [tokens, 0], [tokens, 0], captured=True)
+        own = [tokens, 0]
+        self.shape = StepShape(tokens, 2, tokens, length, own, own, captured=True, kept_lens=own)
         self._write(spare, 0, tokens, samples)
 
     def fill(self, plan: Plan) -> Lengths:
@@ -116,6 +117,7 @@ class PromptInputs:
             "token_slots": [slot] * count + [self._spare] * rest,
             "query_start": [0, count, self.shape.tokens],
             "kv_lens": [end, rest],
+            "kept_lens": [end - samples + 1, rest],
             "slots": [slot, self._spare],
             "last": [*range(count - samples, count)] + [0] * unused,
             "sample_slots": [slot] * samples + [self._spare] * unused,

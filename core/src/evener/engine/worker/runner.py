@@ -145,6 +145,7 @@ class Runner:
                 slot_mapping=table[parts["token_slots"], column] * size + offset,
                 block_table=table[:, :columns].index_select(0, parts["slots"]),
                 host_query_lens=shape.query_lens, host_kv_lens=shape.kv_lens, captured=shape.captured,
+                kept_lens=parts.get("kept_lens"), host_kept_lens=shape.kept_lens,
             )  # fmt: skip
             metas.append(group.provider.metadata(step, group.spec, group.attention, size))
         return tuple(metas)

@@ -37,6 +37,7 @@ class StepShape:
     kv_lens: Sequence[int]
     captured: bool = False
     adapted: bool = False
+    kept_lens: Sequence[int] | None = None
 
 
 class StepLayout(StepShape):
@@ -81,6 +82,10 @@ class StepLayout(StepShape):
             "biased": np.array(plan.biased, dtype=np.int32),
             "scores": np.concatenate([np.zeros(0, dtype=np.int32), *scored]),
         }
+        if plan.drafts:
+            kept = ends.copy()
+            kept[[draft.row for draft in plan.drafts]] -= [len(draft.ids) for draft in plan.drafts]
+            self.arrays["kept_lens"], self.kept_lens = kept, kept.tolist()
 
     def upload(self, device: Device) -> dict[str, torch.Tensor]:
         """The arrays on the device by name, as slices of one tensor; each starts at an address that the device's

@@ -62,7 +62,7 @@ class PlainPages(StateProvider):
 
     layout = "reference"
     priority = -1000
-    batch_invariant = True
+    batch_invariant = drafts = True
 
     def block_sizes(self, spec: StateSpec) -> Sequence[int]:
         return (16, 32, 64, 128)
@@ -154,15 +154,16 @@ class ReferenceState(QuantizedPages, PlainPages, SparseLatentProvider, IndexProv
         out: list[torch.Tensor] = []
         for row, start, count, length in meta.requests():
             done = length - count
+            kept = (meta.step.host_kept_lens or meta.step.host_kv_lens)[row]
             rows = [view.index_select(0, table[row, (max(done, 1) - 1) // size, None])[0] for view in views]
             conv, delta = rows if done else [torch.zeros_like(r) for r in rows]
             while done < length:
-                stop = min(length, (done // every + 1) * every)
+                stop = min(length if done >= kept else kept, (done // every + 1) * every)
                 tokens = slice(start + done - length + count, start + stop - length + count)
                 found, conv, delta = gated_delta(conv, delta, mixed[tokens], filters, decay[tokens], beta[tokens])
                 out.append(found)
-                for view, kept in zip(views, (conv, delta), strict=True):
-                    view.index_copy_(0, table[row, (stop - 1) // size, None], kept[None].to(view.dtype))
+                for view, new in zip(views, (conv, delta), strict=True) if stop <= kept else ():
+                    view.index_copy_(0, table[row, (stop - 1) // size, None], new[None].to(view.dtype))
                 done = stop
         return torch.cat(out)
 
