@@ -6,7 +6,7 @@ https://github.com/guidance-ai/llguidance
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -97,11 +97,20 @@ class LlguidanceLibrary(GrammarLibrary):
 
 
 class _LlguidanceMatcher(Matcher):
-    def __init__(self, matcher: LLMatcher, mask_bytes: int) -> None:
-        self._matcher, self._mask_bytes = matcher, mask_bytes
+    """The library's matcher. To copy it takes longer the longer its text is, to take tokens back does not.
+
+    Args:
+        matcher: at the beginning of the text, or behind ``text`` from ``start`` on.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, mask_bytes: int, start: LLMatcher | None = None, text: Sequence[int] = ()
+    ) -> None:
+        self._matcher, self._mask_bytes, self._text = matcher, mask_bytes, list(text)
+        self._start = start or matcher.deep_copy()
 
     def copy(self) -> Matcher:
-        return _LlguidanceMatcher(self._matcher.deep_copy(), self._mask_bytes)
+        return _LlguidanceMatcher(self._matcher.deep_copy(), self._mask_bytes, self._start, self._text)
 
     def mask(self) -> bytes:
         bits = self._matcher.compute_bitmask()
@@ -112,6 +121,23 @@ class _LlguidanceMatcher(Matcher):
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
+        self._text.append(token)
+
+    def fitting(self, tokens: list[int]) -> int:
+        return self._matcher.validate_tokens(tokens)
+
+    def masks(self, tokens: list[int]) -> list[bytes]:
+        found = [self.mask()]
+        for token in tokens[: self.fitting(tokens)]:
+            self._matcher.consume_token(token)
+            try:
+                found.append(self.mask())
+            except ValueError:  # after an error nothing can be taken back, and the text may go another way
+                self._matcher = self._start.deep_copy()
+                self._matcher.consume_tokens(self._text)
+                return found
+        self._matcher.rollback(len(found) - 1)
+        return found
 
 
 def _parts(spec: GrammarSpec) -> tuple[Mapping[str, Any] | None, GrammarSpec | None]:

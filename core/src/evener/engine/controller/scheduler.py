@@ -243,7 +243,7 @@ class Scheduler:
             count = self.media.allowed_tokens(request, min(request.tokens_to_compute, new.budget))
             if not count or not self._fits(new, request, request.tokens_to_compute == 1, early):
                 continue
-            drafted = self.drafts.propose(request, new.budget - count)
+            drafted = self.grammars.fitting(request, self.drafts.propose(request, new.budget - count))
             if drafted and self._plan_row(new, request, count, drafted):
                 continue
             while not self._plan_row(new, request, count):
