@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from knowing_drafter import KnowingDrafter
 
 from evener.contracts.generation.drafter import BY_WORKER
 from evener_generation.drafting.model_drafter import ModelDrafter

@@ -100,6 +100,15 @@ class GrammarMasks(Grammars):
         self._plans.append(_Submitted(plan, {each.row: each.ids for each in plan.drafts}))
         executor.submit(plan)
         self._send_masks(executor)
+        if self.owed is plan:
+            self._check_ends(self._plans[-1])
+
+    def _check_ends(self, of: _Submitted) -> None:
+        """Note which texts cannot go on, of those whose masks depend on what a draft model proposes: when they are
+        made, the step's tokens are read at once."""
+        for row in {of.plan.samples[index] for index in of.plan.masked}:
+            if BY_WORKER in of.drafts.get(row, ()):
+                self._masks(of, row, [])
 
     def _sequences(self, sizes: tuple[int, int], prompt: list[int]) -> PromptSequences:
         """Those of a prompt, as long as a sample of it runs."""
@@ -118,12 +127,12 @@ class GrammarMasks(Grammars):
         unknown = any(BY_WORKER in newest.drafts.get(row, ()) for row in rows)
         if not unknown and unread.isdisjoint(plan.slots[row] for row in rows):
             self.owed = None
-            masks = [mask for row in rows for mask in self._masks(newest, row)]
+            masks = [mask for row in rows for mask in self._masks(newest, row, newest.drafts.get(row, []))]
             executor.submit(StepMasks(plan=plan.id, masks=masks))
 
-    def _masks(self, of: _Submitted, row: int) -> list[bytes]:
-        """One for each token that a row samples."""
-        slot, drafts = of.plan.slots[row], of.drafts.get(row, [])
+    def _masks(self, of: _Submitted, row: int, drafts: list[int]) -> list[bytes]:
+        """Of a row, behind its last certain token and each of those that were proposed."""
+        slot = of.plan.slots[row]
         try:
             found = self._matchers[slot].masks(drafts)
         except Exception as error:  # also where a text has ended, and a plan that was made before goes on with it

@@ -124,7 +124,9 @@ class _LlguidanceMatcher(Matcher):
         self._text.append(token)
 
     def fitting(self, tokens: list[int]) -> int:
-        return self._matcher.validate_tokens(tokens)
+        found = self._matcher.validate_tokens(tokens)
+        self._take_back(0)
+        return found
 
     def masks(self, tokens: list[int]) -> list[bytes]:
         found = [self.mask()]
@@ -132,12 +134,19 @@ class _LlguidanceMatcher(Matcher):
             self._matcher.consume_token(token)
             try:
                 found.append(self.mask())
-            except ValueError:  # after an error nothing can be taken back, and the text may go another way
-                self._matcher = self._start.deep_copy()
-                self._matcher.consume_tokens(self._text)
-                return found
-        self._matcher.rollback(len(found) - 1)
+            except ValueError:  # a limit is reached behind this token
+                break
+        self._take_back(len(found) - 1)
         return found
+
+    def _take_back(self, tokens: int) -> None:
+        """The state behind the text again, which went on with so many tokens. After an error the library takes nothing
+        back, and the text may go another way than the one that had it."""
+        if not self._matcher.is_error():
+            self._matcher.rollback(tokens)
+            return
+        self._matcher = self._start.deep_copy()
+        self._matcher.consume_tokens(self._text)
 
 
 def _parts(spec: GrammarSpec) -> tuple[Mapping[str, Any] | None, GrammarSpec | None]:
