@@ -55,13 +55,14 @@ def drafts(matcher: Matcher, draw: random.Random) -> list[int]:
     for _ in range(draw.randint(0, 5)):
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.mask(), dtype=np.uint8), bitorder="little"))
         likely = [int(each) for each in allowed if chr(each) in 'abcd"{:x</t>']
-        ids.append(draw.choice(likely or list(map(int, allowed))) if draw.random() < 0.9 else draw.choice(b"abcz"))
-        matcher.accept(ids[-1])
+        token = draw.choice(likely or list(map(int, allowed))) if draw.random() < 0.9 else draw.choice(b"abcz")
+        if token == EOS_ID:  # nothing follows it, so it makes no difference whether it is proposed
+            break
+        ids.append(token)
+        matcher.accept(token)
         try:
             matcher.mask()
         except ValueError:
-            break
-        if ids[-1] == EOS_ID:
             break
     return ids
 
@@ -85,11 +86,8 @@ def test_masks_behind_proposed_tokens_are_those_of_a_copy_and_change_nothing(
             assert matcher.masks(ids)[: len(expected)] == expected, (seed, ids)
             assert matcher.mask() == before
             longest = max(longest, len(expected))
-            taken = ids[: draw.randint(0, max(len(expected) - 1, 0))]
-            for token in taken:
+            for token in ids[: draw.randint(0, max(len(expected) - 1, 0))]:
                 matcher.accept(token)
-            if EOS_ID in taken:
-                break
     assert longest > 3
 
 

@@ -167,10 +167,11 @@ def test_a_step_that_encodes_media_says_nothing_about_tokens() -> None:
 def test_a_step_that_waits_for_masks_is_measured_once_with_both_waits() -> None:
     device = SimulatedDevice(lambda plan: 0.0, background=True)
     limit = MeasuredStepLimit(TARGET, 4)
+    limit.record(4096, TARGET)
     executor = TimedExecutor(device, limit, device.clock)
     executor.submit(Plan(id=0, counts=[4096]))
     device._done = deque([(0.5, StepResult(plan=0, drafts=[[1]])), (1.0, StepResult(plan=0, ids=[1, 2]))])
-    assert executor.read().proposed and limit.allowed(8192) == 8192
+    assert executor.read().proposed and limit.allowed(8192) == 4096
     assert not executor.read().proposed
     assert limit.allowed(8192) == 1024, "4,096 tokens took a second"
 
