@@ -16,15 +16,25 @@ from evener_generation import llguidance_grammars
 from evener_generation.forbidden_tokens import ForbiddenTokens
 from evener_generation.llguidance_grammars import LlguidanceLibrary
 from evener_generation.proposed_tokens import masks_behind
+from evener_generation.xgrammar_grammars import XgrammarLibrary
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "bc": {"enum": ["x", "yz"]}}, "required": ["bc"]}
 REASONED = {"reasoning": {"begin": "", "end": "</t>", "budget": 12}, "format": {"type": "regex", "pattern": "[a-c]{9}"}}
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> LlguidanceLibrary:
-    folder = write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    return LlguidanceLibrary((folder / "tokenizer.json").read_text("utf-8"), VOCAB_SIZE)
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return (write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")) / "tokenizer.json").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def library(tokenizer: str) -> LlguidanceLibrary:
+    return LlguidanceLibrary(tokenizer, VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def other(tokenizer: str) -> XgrammarLibrary:
+    return XgrammarLibrary(tokenizer, VOCAB_SIZE)
 
 
 def spec(kind: str, text: object, **fields: object) -> GrammarSpec:
@@ -32,10 +42,12 @@ def spec(kind: str, text: object, **fields: object) -> GrammarSpec:
     return GrammarSpec(kind=kind, text=text, ends=(EOS_ID,), **fields)  # type: ignore[arg-type]
 
 
-def matchers(library: LlguidanceLibrary) -> dict[str, Matcher]:
+def matchers(library: LlguidanceLibrary, other: XgrammarLibrary) -> dict[str, Matcher]:
     forbidden = (tuple(b"ab"), tuple(b"c"))
     return {
         "schema": library.compile(spec("json_schema", SCHEMA)),
+        "schema of xgrammar": other.compile(spec("json_schema", SCHEMA)),
+        "reasoning before xgrammar": other.compile(spec("structural_tag", REASONED)),
         "reasoning": library.compile(spec("structural_tag", REASONED)),
         "reasoning alone": library.compile(spec("structural_tag", {"reasoning": REASONED["reasoning"]})),
         "bad words": library.compile(spec("regex", "[a-d]{30}", forbidden=forbidden)),
@@ -67,12 +79,15 @@ def drafts(matcher: Matcher, draw: random.Random) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("name", ["schema", "reasoning", "reasoning alone", "bad words", "bad words alone",
-                                  "no repeats", "no repeats of a grammar"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["schema", "schema of xgrammar", "reasoning before xgrammar", "reasoning", "reasoning alone", "bad words",
+     "bad words alone", "no repeats", "no repeats of a grammar"],
+)  # fmt: skip
 def test_masks_behind_proposed_tokens_are_those_of_a_copy_and_change_nothing(
-    library: LlguidanceLibrary, name: str
+    library: LlguidanceLibrary, other: XgrammarLibrary, name: str
 ) -> None:
-    start, longest = matchers(library)[name], 0
+    start, longest = matchers(library, other)[name], 0
     for seed in range(12):
         matcher, draw = start.copy(), random.Random(seed)
         for _ in range(14):

@@ -19,7 +19,7 @@ from evener.engine.controller.grammars import Grammars, Sequence
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Plan, StepMasks, StepResult
 from evener_constraints.compiler import GrammarCompiler
-from evener_constraints.library import open_grammar_library
+from evener_constraints.library import find_grammar_library, open_grammar_library
 from evener_constraints.no_repeats import NoRepeats, PromptSequences
 
 
@@ -59,7 +59,13 @@ class GrammarMasks(Grammars):
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> GrammarMasks:
-        """With the installed grammar library, which is opened when the first grammar comes."""
+        """With the grammar library that ``config`` names, which is opened when the first grammar comes.
+
+        Raises:
+            ConfigError: that library is not installed.
+        """
+        if config.options.get("generation", {}).get("grammars"):
+            find_grammar_library(config)
         return cls(GrammarCompiler(partial(open_grammar_library, config, vocab_size)))
 
     def __init__(self, compiler: GrammarCompiler) -> None:
