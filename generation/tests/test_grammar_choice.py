@@ -28,7 +28,7 @@ def test_the_key_names_the_library(name: str | None, library: type) -> None:
 
 
 def test_a_library_that_nobody_has_is_refused_at_start_with_those_that_are_there() -> None:
-    with pytest.raises(ConfigError, match="is .outlines.; installed grammar libraries: llguidance, "):
+    with pytest.raises(ConfigError, match=r"is .outlines.; installed grammar libraries: llguidance, "):
         GrammarMasks.of(config("outlines"), 100)
 
 
