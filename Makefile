@@ -37,12 +37,13 @@ help:  ## what can be made
 install: $(STAMP)  ## make .venv with every distribution editable
 
 # torch comes first and alone, at the version of constraints.txt: whatever follows finds it there and leaves it as it is.
-$(STAMP): $(PROJECTS) constraints.txt scripts/dev-requirements.txt
+$(STAMP): $(PROJECTS) constraints.txt scripts/dev-requirements.txt scripts/no-deps-requirements.txt
 	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch: the largest download, minutes on a slow line$(if $(QUIET), (no progress is shown in a log))"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@echo "installing what development needs"
 	@$(PIP) --requirement scripts/dev-requirements.txt
+	@$(PIP) --no-deps --requirement scripts/no-deps-requirements.txt
 	@echo "installing $(DISTRIBUTIONS)"
 	@$(PIP) --no-build-isolation $(DISTRIBUTIONS:%=--editable ./%)
 	@touch $(STAMP)

@@ -36,6 +36,7 @@ from evener_deploy import descriptor as deploy
 from evener_inspection import descriptor as inspection
 from evener_inspection.models_command import facts
 from evener_models import descriptor
+from evener_generation import descriptor as generation
 from evener_offload import descriptor as offload
 from evener_server import descriptor as server
 
@@ -236,11 +237,11 @@ ENVIRONMENT = (
 
 
 def _descriptors() -> dict[str, Descriptor]:
-    """Descriptors of the server, the offload package and the backends of this repository; what else is installed is
-    left out."""
+    """Descriptors of the server, structured output, the offload package and the backends of this repository; what else
+    is installed is left out."""
     ours = {path.parent.name: path.parent for path in ROOT.glob("backends/*/pyproject.toml")}
     found = {entry.name: entry.load() for entry in entry_points(group="evener.backends") if entry.name in ours}
-    return {server.name: server, offload.name: offload, **dict(sorted(found.items()))}
+    return {each.name: each for each in (server, generation, offload)} | dict(sorted(found.items()))
 
 
 def _supported(values: tuple[Any, ...]) -> str:

@@ -42,6 +42,7 @@ SHARED = (
     "pyproject.toml",
     "conftest.py",
     "scripts/dev-requirements.txt",
+    "scripts/no-deps-requirements.txt",
     "scripts/model_sources.py",
 )
 #: What chooses among tests decides nothing about how they end.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import pairwise, takewhile
 
 import numpy as np
 
 from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
+from evener_generation.proposed_tokens import masks_behind
 
 VOCAB = 256
 STEPS = GrammarSpec(kind="regex", text="steps")
@@ -33,6 +35,12 @@ class StepMatcher(Matcher):
         if self.last < self.most:
             assert token in range(self.last + 1, self.last + 4), "an id that the mask does not allow"
         self.last = token
+
+    def fitting(self, tokens: list[int]) -> int:
+        return len(list(takewhile(lambda pair: 1 <= pair[1] - pair[0] <= 3, pairwise([self.last, *tokens]))))
+
+    def masks(self, tokens: list[int]) -> list[bytes]:
+        return masks_behind(self.copy(), tokens)
 
 
 class Steps(GrammarLibrary):

@@ -135,7 +135,7 @@ def with_own_definitions(schema: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def run_schemas(folder: Path, first: int, count: int, depth: int = 2) -> list[list[int]]:
+def run_schemas(folder: Path, first: int, count: int, depth: int = 2, **keys: Any) -> list[list[int]]:
     """Answers to random schemas, which must be documents of theirs."""
     schemas = [with_own_definitions(random_schema(random.Random(seed))) for seed in range(first, first + count)]
     params = [
@@ -146,7 +146,7 @@ def run_schemas(folder: Path, first: int, count: int, depth: int = 2) -> list[li
         for i, schema in enumerate(schemas)
     ]  # fmt: skip
     settings = dict(setting.split("=") for setting in TINY)
-    with LLM(str(folder), **{**settings, "infer.depth": depth}) as llm:
+    with LLM(str(folder), **{**settings, "infer.depth": depth, **keys}) as llm:
         outputs = [output.outputs[0] for output in llm.generate(["hello"] * count, params)]
     for schema, output in zip(schemas, outputs, strict=True):
         assert output.finish_reason == "stop", (schema, output)
@@ -158,6 +158,16 @@ def run_schemas(folder: Path, first: int, count: int, depth: int = 2) -> list[li
 
 def test_answers_to_random_schemas_are_valid_documents_at_every_depth(folder: Path) -> None:
     assert run_schemas(folder, 0, 40) == run_schemas(folder, 0, 40, depth=1)
+
+
+def test_drafts_change_no_token_of_answers_to_random_schemas(folder: Path) -> None:
+    plain = run_schemas(folder, 0, 12)
+    for depth in (1, 2):
+        assert run_schemas(folder, 0, 12, depth, **{"infer.drafter": "ngram", "infer.draft_tokens": 3}) == plain
+
+
+def test_answers_to_random_schemas_are_valid_documents_with_xgrammar_too(folder: Path) -> None:
+    run_schemas(folder, 0, 16, **{"generation.grammars": "xgrammar", "infer.drafter": "ngram"})
 
 
 @pytest.mark.slow

@@ -1,11 +1,10 @@
-"""When requests get drafts: never with a grammar, and only while drafts make more tokens a second."""
+"""When requests get drafts: not where they were wrong before, and only while drafts make more tokens a second."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from knowing_drafter import KnowingDrafter
 
 from evener.contracts.generation.drafter import BY_WORKER
 from evener_generation.drafting.model_drafter import ModelDrafter
@@ -21,23 +20,10 @@ class DecodingStub:
         vars(self).update(fields)
 
 
-def test_a_request_with_a_grammar_has_no_drafts() -> None:
-    request: Any = DecodingStub(
-        constrained=True, tokens=[1, 2, 1, 2], unread=0, planned=3, length=4, limit=20, decodes=True,
-        fork_points=set(),
-    )  # fmt: skip
-    speculation = Speculation(KnowingDrafter, 4, 8, vocabulary=9)
-    speculation.begin(1)
-    KnowingDrafter.answers = [[1, 2] * 9]
-    assert speculation.propose(request, 9) == [] and not speculation.waits(request)
-    request.constrained = False
-    assert len(speculation.propose(request, 9)) == 4
-
-
 def decoding(*tokens: int) -> Any:
     return DecodingStub(
-        constrained=False, tokens=[*tokens], unread=0, planned=len(tokens) - 1, length=len(tokens), limit=20,
-        decodes=True, fork_points=set(),
+        tokens=[*tokens], unread=0, planned=len(tokens) - 1, length=len(tokens), limit=20, decodes=True,
+        fork_points=set(),
     )  # fmt: skip
 
 

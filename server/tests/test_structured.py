@@ -14,6 +14,7 @@ from evener.engine.wire.messages import NewRequest
 from evener_conformance.fake_engine import FakeEngine, echo
 from evener_conformance.tiny_tokenizer import EOS_ID
 from evener_server import grammar_check
+from evener_server.grammar_check import GrammarChecks
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 OBJECT = ("json_schema", '{"type":"object"}')
@@ -133,6 +134,15 @@ def test_a_grammar_that_takes_too_long_is_given_up(
 
 
 _LIMITED = {"SECONDS": "", "CPU_SECONDS": "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 2))"}
+
+
+def test_the_library_that_the_operator_names_judges_grammars(make_api: Any, error: Any) -> None:
+    api = make_api()
+    api.app.state.service.grammars = GrammarChecks("xgrammar")
+    assert api.complete(guided_json=SCHEMA).status_code == 200
+    response = api.complete(guided_json={"type": "array", "uniqueItems": True})
+    assert response.status_code == 400
+    assert "xgrammar does not hold documents to 'uniqueItems' here" in error(response)["message"]
 
 
 def test_a_verdict_is_kept(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,18 @@ def test_a_step_that_encodes_media_says_nothing_about_tokens() -> None:
     assert limit.allowed(8192) == 1024
 
 
+def test_a_step_that_waits_for_masks_is_measured_once_with_both_waits() -> None:
+    device = SimulatedDevice(lambda plan: 0.0, background=True)
+    limit = MeasuredStepLimit(TARGET, 4)
+    limit.record(4096, TARGET)
+    executor = TimedExecutor(device, limit, device.clock)
+    executor.submit(Plan(id=0, counts=[4096]))
+    device._done = deque([(0.5, StepResult(plan=0, drafts=[[1]])), (1.0, StepResult(plan=0, ids=[1, 2]))])
+    assert executor.read().proposed and limit.allowed(8192) == 4096
+    assert not executor.read().proposed
+    assert limit.allowed(8192) == 1024, "4,096 tokens took a second"
+
+
 def test_steps_are_measured_only_for_answers_that_are_streamed(make_config: Any) -> None:
     def limit(streaming: bool, **keys: Any) -> tuple[type, type]:
         config = make_config("Llama", {"num_hidden_layers": 1}, **{"infer.step_tokens": "auto", **keys})

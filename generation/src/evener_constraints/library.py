@@ -1,4 +1,4 @@
-"""Finding the installed grammar library and the tokenizer that it needs."""
+"""Finding the grammar library and the tokenizer that it needs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,29 @@ from evener.loading.checkpoint import open_files
 from evener.plugins.discover import installed_catalog
 
 
-def open_grammar_library(config: Config, vocab_size: int) -> GrammarLibrary:
-    """The installed library whose name sorts first, for the tokenizer of the model that ``config`` names.
+def find_grammar_library(config: Config) -> type[GrammarLibrary]:
+    """The library that ``generation.grammars`` names, imported; without it the installed one whose name sorts first.
 
     Raises:
-        ConfigError: no library is installed, or the model has no ``tokenizer.json``.
+        ConfigError: no library of that name, or none at all, is installed.
     """
-    found = sorted(installed_catalog().lazy_imports("grammar engine").items())
+    found = installed_catalog().lazy_imports("grammar engine")
     if not found:
         raise ConfigError("structured output needs a grammar library; type: pip install evener-generation")
-    folder = config.tokenizer or config.model
+    name = config.options.get("generation", {}).get("grammars") or min(found)
+    if name not in found:
+        raise ConfigError(f"generation.grammars is {name!r}; installed grammar libraries: {', '.join(sorted(found))}")
+    library: type[GrammarLibrary] = found[name].load()
+    return library
+
+
+def open_grammar_library(config: Config, vocab_size: int) -> GrammarLibrary:
+    """The library of ``find_grammar_library``, for the tokenizer of the model that ``config`` names.
+
+    Raises:
+        ConfigError: it is not installed, or the model has no ``tokenizer.json``.
+    """
+    library, folder = find_grammar_library(config), config.tokenizer or config.model
     if (text := open_files(folder).text("tokenizer.json")) is None:
         raise ConfigError(f"structured output needs the tokenizer.json of {folder}; put it there")
-    library: GrammarLibrary = found[0][1].load()(text, vocab_size)
-    return library
+    return library(text, vocab_size)

@@ -67,10 +67,39 @@ class NoRepeats(Matcher):
         return other
 
     def mask(self) -> bytes:
-        own = self._catch_up()
-        inner = self._inner.mask()
-        forbidden = _bits(own[0].completing())
-        for which, each in enumerate(own):
+        return self._masked(self._inner.mask(), *self._ahead())
+
+    def fitting(self, tokens: list[int]) -> int:
+        return self._inner.fitting(tokens)
+
+    def masks(self, tokens: list[int]) -> list[bytes]:
+        inner, (of_all, of_prompt) = self._inner.masks(tokens), self._ahead()
+        found = [self._masked(inner[0], of_all, of_prompt)]
+        for token, mask in zip(tokens, inner[1:], strict=False):
+            if not found[-1][token >> 3] >> (token & 7) & 1:
+                break
+            of_all.add(token)
+            of_prompt.move(token)
+            try:
+                found.append(self._masked(mask, of_all, of_prompt))
+            except ValueError:  # the text cannot go on behind this token
+                break
+        return found
+
+    def _ahead(self) -> tuple[_Sequences, _Sequences]:
+        """None yet, behind the text: what proposed tokens are added to."""
+        of_all, of_prompt = self._catch_up()
+        return of_all.behind(), of_prompt.behind()
+
+    def _masked(self, inner: bytes, *ahead: _Sequences) -> bytes:
+        """The other matcher's mask without what would complete a sequence: of the text, of those ``ahead``, or of the
+        prompt.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+        forbidden = _bits(self._catch_up()[0].completing(ahead[0].begin()) | ahead[0].completing())
+        for which, each in enumerate(ahead):
             forbidden |= self._prompt.completing(which, each.begin())
         bits = int.from_bytes(inner, "little") & ~forbidden
         if not bits:

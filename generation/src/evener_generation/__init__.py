@@ -7,6 +7,7 @@ Torch-free.
 module                   holds
 =======================  ============================================================================
 ``llguidance_grammars``  structured output, with the library llguidance
+``xgrammar_grammars``    the same with the library xgrammar
 ``drafting``             speculative decoding: what proposes tokens, and which requests get some
 ``tools``                parsers of tool calls, a module for each kind of format
 ``reasoning``            parsers of what a model writes before its answer
@@ -18,14 +19,23 @@ module                   holds
 
 from __future__ import annotations
 
-from evener.contracts.descriptor import Descriptor
+from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="generation",
     summary="Structured output, parsers of tool calls and reasoning, drafts, adapters, and vectors of texts.",
     contracts={"descriptor": 1, "generation": 1},
     grammar_masks={"matchers": "evener_constraints.masks:GrammarMasks.of"},
-    grammars={"llguidance": "evener_generation.llguidance_grammars:LlguidanceLibrary"},
+    grammars={
+        "llguidance": "evener_generation.llguidance_grammars:LlguidanceLibrary",
+        "xgrammar": "evener_generation.xgrammar_grammars:XgrammarLibrary",
+    },
+    options={
+        "grammars": Option(
+            type=str, default=None, help="What finds which tokens a grammar allows: llguidance, or an installed one, "
+            "such as xgrammar. By default the one whose name sorts first.",
+        ),
+    },
     drafters={
         "ngram": "evener_generation.drafting.ngram_drafter:NgramDrafter",
         "model": "evener_generation.drafting.model_drafter:ModelDrafter",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from evener.contracts.grammar.library import Matcher
+from evener_generation.proposed_tokens import masks_behind
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,9 @@ class AfterReasoning(Matcher):
 
     def mask(self) -> bytes:
         reasoning, state = self._reasoning, self._state
+        self._keep_budget()
         if state.where == "begin":
             return self._only(reasoning.begin[state.place])
-        if state.where == "reasoning" and state.count == reasoning.budget:
-            state.where, state.end = "end", self._left_of_end()
         if state.where == "end":
             return self._only(state.end[state.place])
         if state.where == "reasoning":
@@ -88,7 +88,23 @@ class AfterReasoning(Matcher):
             return bytes(begins)
         return mask
 
+    def fitting(self, tokens: list[int]) -> int:
+        if self._state.where == "answer" and self._answer is not None:
+            return self._answer.fitting(tokens)
+        return len(tokens)
+
+    def masks(self, tokens: list[int]) -> list[bytes]:
+        if self._state.where == "answer" and self._answer is not None:
+            return self._answer.masks(tokens)
+        return masks_behind(self.copy(), tokens)  # the answer has not begun, so a copy is small
+
+    def _keep_budget(self) -> None:
+        """Reasoning that has no token left must end."""
+        if self._state.where == "reasoning" and self._state.count == self._reasoning.budget:
+            self._state.where, self._state.end = "end", self._left_of_end()
+
     def accept(self, token: int) -> None:
+        self._keep_budget()
         reasoning, state = self._reasoning, self._state
         if state.where == "start":
             state.where = "begin" if token == reasoning.begin[0] else "answer"

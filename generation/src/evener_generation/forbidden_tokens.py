@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from evener.contracts.grammar.library import Matcher
+from evener_generation.proposed_tokens import allows
 
 
 class _Node:
@@ -47,20 +48,44 @@ class ForbiddenTokens(Matcher):
         return other
 
     def mask(self) -> bytes:
-        bits = bytearray(self._any if self._inner is None else self._inner.mask())
-        node: _Node | None = self._node
-        while node is not None:
-            for token in node.last:
-                bits[token >> 3] &= ~(1 << (token & 7))
-            node = node.shorter
-        if bits.count(0) == len(bits):
-            raise ValueError("every token that may come next would complete a forbidden word")
-        return bytes(bits)
+        return _without(self._any if self._inner is None else self._inner.mask(), self._node)
+
+    def fitting(self, tokens: list[int]) -> int:
+        return len(tokens) if self._inner is None else self._inner.fitting(tokens)
+
+    def masks(self, tokens: list[int]) -> list[bytes]:
+        inner = [self._any] * (1 + len(tokens)) if self._inner is None else self._inner.masks(tokens)
+        found, node = [_without(inner[0], self._node)], self._node
+        for token, mask in zip(tokens, inner[1:], strict=False):
+            if not allows(found[-1], token):
+                break
+            node = _next(node, token)
+            try:
+                found.append(_without(mask, node))
+            except ValueError:  # the text cannot go on behind this token
+                break
+        return found
 
     def accept(self, token: int) -> None:
         if self._inner is not None:
             self._inner.accept(token)
         self._node = _next(self._node, token)
+
+
+def _without(mask: bytes, node: _Node | None) -> bytes:
+    """``mask`` without what would complete a sequence.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    bits = bytearray(mask)
+    while node is not None:
+        for token in node.last:
+            bits[token >> 3] &= ~(1 << (token & 7))
+        node = node.shorter
+    if bits.count(0) == len(bits):
+        raise ValueError("every token that may come next would complete a forbidden word")
+    return bytes(bits)
 
 
 def _next(node: _Node, token: int) -> _Node:

@@ -5,19 +5,16 @@ https://github.com/guidance-ai/llguidance
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
-from evener_generation.after_reasoning import AfterReasoning, Reasoning
 from evener_generation.forbidden_tokens import ForbiddenTokens
+from evener_generation.grammar_texts import check_length, choices_of, object_of, parts_of, quoted
+from evener_generation.reasoning_tokens import special_tokens, with_reasoning
 from evener_generation.structural_tags import in_lark, lark_of
 
-#: Of one grammar, in characters. Compiling takes time in proportion to it.
-MAX_CHARACTERS = 1 << 18
 #: Time and memory that one grammar may take; the library's own limits allow seconds. About 50,000 units of fuel are a
 #: millisecond.
 _LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, max_grammar_size=100_000, max_lexer_states=50_000)
@@ -44,7 +41,7 @@ class LlguidanceLibrary(GrammarLibrary):
         if spec.kind == "any":
             return None
         try:
-            _, answer = _parts(spec)
+            _, answer = parts_of(spec)
             if answer is None:
                 return None
             failed, texts = LLMatcher.validate_grammar_with_warnings(_compiled(answer, {}), limits=_LIMITS)
@@ -62,11 +59,13 @@ class LlguidanceLibrary(GrammarLibrary):
         if spec.ends not in self._opened:
             ends = list(spec.ends) or None
             self._opened[spec.ends] = LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=ends)
-            self._special = _special_tokens(self._tokenizer, self._opened[spec.ends])
+            self._special = special_tokens(self._tokenizer, self._opened[spec.ends])
         tokenizer = self._opened[spec.ends]
-        before, answer = _parts(spec)
+        before, answer = parts_of(spec)
         found = None if answer is None else self._matcher(tokenizer, answer)
-        return found if before is None and found is not None else self._after(tokenizer, before or {}, spec, found)
+        if before is None and found is not None:
+            return found
+        return with_reasoning(tokenizer, self._special, self._vocab_size, before or {}, spec.ends, found)
 
     def _matcher(self, tokenizer: LLTokenizer, spec: GrammarSpec) -> Matcher:
         matcher = LLMatcher(tokenizer, _compiled(spec, self._special), log_level=0, limits=_LIMITS)
@@ -78,30 +77,22 @@ class LlguidanceLibrary(GrammarLibrary):
     def _mask_bytes(self) -> int:
         return 4 * -(-self._vocab_size // 32)
 
-    def _after(
-        self, tokenizer: LLTokenizer, before: Mapping[str, Any], spec: GrammarSpec, answer: Matcher | None
-    ) -> Matcher:
-        def ids(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer.tokenize_str(text, parse_special=True))
-
-        def read(token: int) -> bytes:
-            marks = [text for text, each in self._special.items() if each == token]
-            return marks[0].encode() if marks else tokenizer.decode_bytes([token])
-
-        reasoning = Reasoning(
-            begin=ids(before.get("begin", "")), end=before["end"].encode(), end_ids=ids(before["end"]),
-            budget=before.get("budget"), mask_bytes=self._mask_bytes, vocab_size=self._vocab_size, ends=spec.ends,
-            read=read, write=tokenizer.tokenize_bytes,
-        )  # fmt: skip
-        return AfterReasoning(reasoning, answer)
-
 
 class _LlguidanceMatcher(Matcher):
-    def __init__(self, matcher: LLMatcher, mask_bytes: int) -> None:
-        self._matcher, self._mask_bytes = matcher, mask_bytes
+    """The library's matcher. To copy it takes longer the longer its text is, to take tokens back does not.
+
+    Args:
+        matcher: at the beginning of the text, or behind ``text`` from ``start`` on.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, mask_bytes: int, start: LLMatcher | None = None, text: Sequence[int] = ()
+    ) -> None:
+        self._matcher, self._mask_bytes, self._text = matcher, mask_bytes, list(text)
+        self._start = start or matcher.deep_copy()
 
     def copy(self) -> Matcher:
-        return _LlguidanceMatcher(self._matcher.deep_copy(), self._mask_bytes)
+        return _LlguidanceMatcher(self._matcher.deep_copy(), self._mask_bytes, self._start, self._text)
 
     def mask(self) -> bytes:
         bits = self._matcher.compute_bitmask()
@@ -112,38 +103,32 @@ class _LlguidanceMatcher(Matcher):
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
+        self._text.append(token)
 
+    def fitting(self, tokens: list[int]) -> int:
+        found = self._matcher.validate_tokens(tokens)
+        self._take_back(0)
+        return found
 
-def _parts(spec: GrammarSpec) -> tuple[Mapping[str, Any] | None, GrammarSpec | None]:
-    """What stands before the answer, and the answer's own grammar, if it has one.
+    def masks(self, tokens: list[int]) -> list[bytes]:
+        found = [self.mask()]
+        for token in tokens[: self.fitting(tokens)]:
+            self._matcher.consume_token(token)
+            try:
+                found.append(self.mask())
+            except ValueError:  # a limit is reached behind this token
+                break
+        self._take_back(len(found) - 1)
+        return found
 
-    Raises:
-        ValueError: the structural tag is no JSON object.
-    """
-    if spec.kind != "structural_tag":
-        return None, spec
-    found = _object(spec.text)
-    before = found.get("reasoning")
-    if before is not None and not (isinstance(before, dict) and isinstance(before.get("end"), str) and before["end"]):
-        raise ValueError("the reasoning of a structural tag needs a text as 'end'")
-    return before, spec if found.get("format") is not None or before is None else None
-
-
-def _object(text: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("the structural tag is nested too deeply") from error
-    if not isinstance(found, dict):
-        raise ValueError("a structural tag is a JSON object")
-    return found
-
-
-def _special_tokens(tokenizer: str, opened: LLTokenizer) -> dict[str, int]:
-    """Ids by their texts of those tokens that the library does not take for text: special ones, and some others between
-    angle brackets, such as Qwen's ``<tool_call>``."""
-    added = json.loads(tokenizer).get("added_tokens") or ()
-    return {each["content"]: each["id"] for each in added if opened.is_special_token(each["id"])}
+    def _take_back(self, tokens: int) -> None:
+        """The state behind the text again, which went on with so many tokens. After an error the library takes nothing
+        back, and the text may go another way than the one that had it."""
+        if not self._matcher.is_error():
+            self._matcher.rollback(tokens)
+            return
+        self._matcher = self._start.deep_copy()
+        self._matcher.consume_tokens(self._text)
 
 
 def _compiled(spec: GrammarSpec, special: Mapping[str, int]) -> str:
@@ -152,29 +137,17 @@ def _compiled(spec: GrammarSpec, special: Mapping[str, int]) -> str:
     Raises:
         ValueError: it is too long, or not what its kind says.
     """
-    if len(spec.text) > MAX_CHARACTERS:
-        raise ValueError(f"it has {len(spec.text)} characters, and at most {MAX_CHARACTERS} are allowed")
+    check_length(spec)
     if spec.kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(spec.text, defaults={"whitespace_pattern": _WHITESPACE})
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, _choices(spec.text))))
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, choices_of(spec.text))))
     if spec.kind == "structural_tag":
-        found = lark_of(_object(spec.text), special, _WHITESPACE)
+        found = lark_of(object_of(spec.text), special, _WHITESPACE)
         return found if found.startswith("{") else LLMatcher.grammar_from_lark(found)
     return LLMatcher.grammar_from_lark(in_lark(spec.text))
-
-
-def _choices(text: str) -> list[str]:
-    found: Any = json.loads(text)
-    if not isinstance(found, list) or not found or not all(isinstance(each, str) and each for each in found):
-        raise ValueError("choices are a list of texts that are not empty")
-    return found
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _first_line(text: str) -> str:

@@ -3,17 +3,21 @@ for ever, or overflow the stack of the process.
 
 The process is this module: ``python -m evener_server.grammar_check MODULE:CLASS`` reads a ``GrammarSpec`` and writes
 what ``GrammarLibrary.problem`` says. It has less stack than the engine's thread has when it compiles the same grammar.
+The limits are for the grammar: what the library took to be imported is added to them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import resource
 import signal
 import sys
 import threading
+import time
 from collections import OrderedDict
+from pathlib import Path
 
 import msgspec
 
@@ -36,12 +40,12 @@ class GrammarChecks:
     """Verdicts on grammars; those on the last few hundred are kept.
 
     Args:
-        library: ``module:class`` of a grammar library; None: the installed one whose name sorts first.
+        name: of an installed grammar library; None: the one whose name sorts first.
     """
 
-    def __init__(self, library: str | None = None) -> None:
-        found = sorted(installed_catalog().lazy_imports("grammar engine").items())
-        self._library = library or (found[0][1].path if found else None)
+    def __init__(self, name: str | None = None) -> None:
+        found = installed_catalog().lazy_imports("grammar engine")
+        self._library = found[name or min(found)].path if found else None
         self._verdicts: OrderedDict[GrammarSpec, str] = OrderedDict()
         self._turns = asyncio.Semaphore(_AT_A_TIME)
 
@@ -94,12 +98,14 @@ class GrammarChecks:
 
 def main(library: str) -> None:
     """Check the grammar on standard input."""
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=GrammarSpec)
     module, _, name = library.partition(":")
     kind: type[GrammarLibrary] = getattr(importlib.import_module(module), name)
+    seconds, pages = math.ceil(time.process_time()), int(Path("/proc/self/statm").read_text().split()[0])
+    memory = pages * resource.getpagesize() + _MEMORY
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds + CPU_SECONDS, seconds + CPU_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=GrammarSpec)
     threading.stack_size(_STACK)
     verdicts: list[str] = []
     thread = threading.Thread(target=lambda: verdicts.append(kind.problem(spec) or ""))

@@ -27,6 +27,7 @@ from evener.errors import ConfigError
 from evener_server.api_keys import ApiKeys, KeyReader
 from evener_server.app import create_app
 from evener_server.connections import AcceptErrors, Listener, Protocol, max_connections
+from evener_server.grammar_check import GrammarChecks
 from evener_server.ksanallm.plugin_file import unused_file
 from evener_server.options import ServerOptions
 from evener_server.service import Service
@@ -200,6 +201,7 @@ class _ServerRun:
         self._scheme = "http" if tls is None else "https"
         protocol = type("_Protocol", (Protocol,), {"connection_limit": max_connections(config.serve.max_connections)})
         self._service: Service = app.state.service
+        self._service.grammars = GrammarChecks(config.options.get("generation", {}).get("grammars"))
         self._server = _Server(
             uvicorn.Config(
                 app,

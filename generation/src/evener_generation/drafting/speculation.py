@@ -27,6 +27,7 @@ class _Text:
         length: how many it may propose.
         misses: drafts in a row without a right token.
         resume: the length of the text from which on it has drafts again.
+        asked: how many it proposed for the newest plan; a grammar may have forbidden them all.
     """
 
     drafter: Drafter
@@ -34,6 +35,7 @@ class _Text:
     seen: int = 0
     misses: int = 0
     resume: int = 0
+    asked: int = 0
 
     def record(self, drafted: int, right: int, tokens: int, longest: int) -> None:
         """Of ``drafted`` tokens the first ``right`` were; the text has ``tokens`` tokens now."""
@@ -43,7 +45,7 @@ class _Text:
 
 
 class Speculation(Drafts):
-    """Drafts for each request that decodes and has no grammar, whose masks would depend on the drafts.
+    """Drafts for each request that decodes.
 
     The number of tokens follows how many were right before: two more when all were, one less otherwise, as in the
     heuristic schedule of transformers' assisted generation. After a draft without a right token a request has none for
@@ -77,7 +79,7 @@ class Speculation(Drafts):
         return self.on and request.unread > 0 and self._suits(request)
 
     def _suits(self, request: DecodingRequest) -> bool:
-        if not request.decodes or request.constrained:
+        if not request.decodes:
             return False
         text = self._texts.get(request)
         paused = text is not None and request.length < text.resume
@@ -123,14 +125,16 @@ class Speculation(Drafts):
         by_worker = text.drafter.by_worker and found == [BY_WORKER] * len(found)
         if not by_worker and not all(type(id) is int and 0 <= id < self._vocabulary for id in found):
             raise ValueError(f"it proposed {found}, but ids are integers from 0 to {self._vocabulary - 1}")
+        text.asked = len(found)
         return found
 
     def record(self, rows: Sequence[DraftedRow], on: bool, tokens: int) -> None:
         for row in rows:
             text = self._texts.get(row.request)
-            if row.drafts and text is not None:
+            if row.samples and text is not None and text.asked:
                 right = len(row.request.tokens) - 1 - (row.start + row.count - len(row.drafts))
-                text.record(len(row.drafts), right, len(row.request.tokens), self._length)
+                text.record(len(row.drafts) or text.asked, right, len(row.request.tokens), self._length)
+                text.asked = 0
         if self._payoff is None:
             return
         now, decodes = self._clock(), all(row.samples and row.count == 1 + row.again + len(row.drafts) for row in rows)

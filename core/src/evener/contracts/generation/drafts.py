@@ -31,10 +31,6 @@ class DecodingRequest(Protocol):
     fork_points: set[int]
 
     @property
-    def constrained(self) -> bool:
-        """Whether a grammar says which tokens may come next."""
-
-    @property
     def length(self) -> int:
         """Tokens that exist."""
 

@@ -54,6 +54,20 @@ class Matcher(ABC):
     def accept(self, token: int) -> None:
         """The text goes on with ``token``. Nothing is raised: the next ``mask`` does."""
 
+    def fitting(self, tokens: list[int]) -> int:
+        """(optional) How many of ``tokens``, from the first on, may come next. They were proposed, and those behind are
+        not computed; a library may say too many. Takes microseconds. Default: none, so that nothing is proposed."""
+        return 0
+
+    def masks(self, tokens: list[int]) -> list[bytes]:
+        """(optional) The mask, and those behind each of ``tokens``, as if they came. Ends at the first that may not
+        come, or behind which the text cannot go on. The state stays as it is. Default: the mask alone.
+
+        Raises:
+            ValueError: as ``mask``.
+        """
+        return [self.mask()]
+
 
 class GrammarLibrary(ABC):
     """Compiles grammars. A library has a constructor with these arguments.

@@ -59,9 +59,12 @@ class TimedExecutor(Executor):
 
     def read(self) -> StepResult:
         began = self._clock()
-        result, step = self.inner.read(), self._submitted.popleft()
-        if step.plan.media is None:
-            self._limit.record(sum(step.plan.counts), step.seconds + self._clock() - began)
+        result, step = self.inner.read(), self._submitted[0]
+        step.seconds += self._clock() - began
+        if not result.proposed:
+            self._submitted.popleft()
+            if step.plan.media is None:
+                self._limit.record(sum(step.plan.counts), step.seconds)
         return result
 
     def command(self, order: Order) -> list[StepResult]:

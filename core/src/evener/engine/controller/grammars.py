@@ -33,6 +33,10 @@ class Grammars:
         """Whether the request may start. If its grammar is new, it is being compiled from now on."""
         return True
 
+    def fitting(self, request: Sequence, drafts: list[int]) -> list[int]:
+        """Those of the tokens proposed for a request that may come next. All its tokens were read."""
+        return drafts
+
     def submit(self, plan: Plan, executor: Executor) -> None:
         """Submit ``plan``, and its masks as soon as the tokens that they depend on were read."""
         executor.submit(plan)

@@ -76,11 +76,6 @@ class Request:
         return len(self.tokens) + self.unread
 
     @property
-    def constrained(self) -> bool:
-        """Whether a grammar says which tokens may come next."""
-        return self.message.sampling.grammar is not None
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still missing."""
         return self.message.sampling.prompt_logprobs is not None and self.scored < self.prompt_length - 1

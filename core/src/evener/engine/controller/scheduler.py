@@ -244,7 +244,8 @@ class Scheduler:
             if not count or not self._fits(new, request, request.tokens_to_compute == 1, early):
                 continue
             # What a request in need of the whole pool holds at most is known for its steps without drafts.
-            drafted = [] if request.exclusive else self.drafts.propose(request, new.budget - count)
+            proposed = [] if request.exclusive else self.drafts.propose(request, new.budget - count)
+            drafted = self.grammars.fitting(request, proposed)
             if drafted and self._plan_row(new, request, count, drafted):
                 continue
             while not self._plan_row(new, request, count):

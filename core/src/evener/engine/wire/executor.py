@@ -16,7 +16,7 @@ class Executor(ABC):
 
     @abstractmethod
     def read(self) -> StepResult:
-        """Block until the oldest submitted step is done and return its result.
+        """Block until the oldest submitted step is done and return its result, or what was proposed in it.
 
         Raises:
             EngineDeadError: a worker has died.

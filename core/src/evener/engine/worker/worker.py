@@ -113,7 +113,7 @@ class Worker:
 
     def execute(self, order: Order) -> PendingStep | None:
         """Submit one step, keep an adapter, or do a command. A step that waits for its masks is returned when they
-        come: None before.
+        come. Before, None, or what a draft model proposed in it (see ``StepResult``).
 
         Raises:
             PluginError: a kernel or state provider of a package raised an error.
@@ -133,8 +133,11 @@ class Worker:
                 plan, self._proposed = self.drafter.run(order)
             replayed = self.graphs.execute(plan) if self.graphs is not None else None
             step = replayed or self.runner.execute(plan)
-            self._draw = None if isinstance(step, PendingStep) else step
-            return self._with_reports(step) if isinstance(step, PendingStep) else None
+            if isinstance(step, PendingStep):
+                return self._with_reports(step)
+            self._draw, said = step, PendingStep(plan, None)
+            said.drafts = self._proposed  # its masks depend on them
+            return said if plan.drafts and self._proposed else None
         except Exception as error:
             self._assembly.resolver.attribution.raise_attributed(error)
             raise
@@ -203,27 +206,15 @@ class Worker:
     def _info(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes, seconds: float) -> EngineInfo:
         b = a.loaded.backend
         return EngineInfo(
-            model=a.config.config.model,
-            served_name=a.config.served_model_name,
-            architecture=registered_name(a.checkpoint.architecture, a.loaded.architectures),
-            pooling=a.pooling,
-            max_reqs=a.config.max_reqs,
-            max_model_len=a.config.max_seq_len,
-            vocab_size=a.model.vocab_size,
-            hidden_size=a.model.hidden_size,
-            media_rows=a.media_rows,
-            final_norm=type(a.model).normed is not Architecture.normed,
-            encoders=sorted(a.model.encoders),
-            adapters=a.adapters.limits,
-            backend=b.name,
-            backend_version=b.version,
-            backend_reason=a.loaded.selection.reason,
-            device=a.device.name,
-            dtype=a.config.dtype,
+            model=a.config.config.model, served_name=a.config.served_model_name,
+            architecture=registered_name(a.checkpoint.architecture, a.loaded.architectures), pooling=a.pooling,
+            max_reqs=a.config.max_reqs, max_model_len=a.config.max_seq_len, vocab_size=a.model.vocab_size,
+            hidden_size=a.model.hidden_size, media_rows=a.media_rows,
+            final_norm=type(a.model).normed is not Architecture.normed, encoders=sorted(a.model.encoders),
+            adapters=a.adapters.limits, backend=b.name, backend_version=b.version,
+            backend_reason=a.loaded.selection.reason, device=a.device.name, dtype=a.config.dtype,
             memory={**plan.to_json(), "measured_weights": loaded.allocated, "measured_mapped": loaded.mapped,
                     "measured_host": loaded.placed},
-            start_seconds=round(seconds, 2),
-            config=a.config.to_json(),
-            manifest=a.resolver.manifest.to_json(),
+            start_seconds=round(seconds, 2), config=a.config.to_json(), manifest=a.resolver.manifest.to_json(),
             layers=(a.build.held.start, a.build.held.stop),
-        )
+        )  # fmt: skip
