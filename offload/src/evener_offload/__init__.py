@@ -30,6 +30,7 @@ descriptor = Descriptor(
     },
     engine_commands={"weights": "evener_weights.commands:WeightCommands"},
     stage_parts={
+        "settle": "evener_stages.automatic:settle_keys",
         "check": "evener_stages.devices:check_stages",
         "config": "evener_stages.devices:config_of_stage",
         "device": "evener_stages.devices:device_of_rank",

@@ -64,8 +64,8 @@ class InferConfig(Section):
         "takes equal time if infer.stages has several backends."
     )  # fmt: skip
     stages: tuple[str, ...] = option(
-        (), "names", "Backend of each pipeline stage, with the index of its device if wanted, as in cpu:0,cpu:1; none: "
-        "all on one backend. Needs evener-offload."
+        (), "names", "Backend of each pipeline stage, with the index of its device if wanted, as in cpu:0,cpu:1; auto: "
+        "all accelerators here, and the host if it must; none: all on one backend. Needs evener-offload."
     )  # fmt: skip
     pp_prefill_reqs: int | Auto = option(
         "auto", "int", "With pipeline stages: maximum number of prefill requests in one plan; auto: their share.",
