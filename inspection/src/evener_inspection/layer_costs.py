@@ -131,7 +131,7 @@ def _declared_layers(a: Assembly) -> _DeclaredLayers:
 def _weights_of(build: Builder, layer: int) -> list[Weight | LinearWeight]:
     """The weights of a layer: they have its number in their names."""
     number = re.compile(rf"(?<!\d){layer}(?!\d)")
-    return [w for w in build.weights if isinstance(w, Weight | LinearWeight) and number.search(w.name)]
+    return [w for w in build.weights if isinstance(w, (Weight, LinearWeight)) and number.search(w.name)]
 
 
 def _signature(build: Builder, layer: int) -> str:
