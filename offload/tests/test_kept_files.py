@@ -162,6 +162,23 @@ def test_the_end_does_not_wait_long_for_a_disk_that_hangs(config: Config, monkey
     hangs.set()
 
 
+def test_ranks_that_do_not_answer_end_the_files_and_nothing_takes_the_places_that_they_may_still_read(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs = threading.Event()
+    with run(config) as controller:
+        first = one_by_one(controller)
+    monkeypatch.setattr(BlockFiles, "read", lambda *_: hangs.wait(60))
+    monkeypatch.setattr(stored_blocks, "PATIENCE", 0.1)
+    monkeypatch.setattr(stored_blocks, "_COPY_SECONDS", 0.1)
+    with caplog.at_level(logging.WARNING), run(config) as controller:
+        assert one_by_one(controller).tokens == first.tokens
+        assert controller.scheduler.stats.counters["kv_files_hits"] == 0
+        assert controller.scheduler.connector.places.used == 4  # type: ignore[attr-defined]  # of the first request
+        hangs.set()
+    assert sum("are not used any more" in record.message for record in caplog.records) == 1
+
+
 def test_each_rank_has_files_of_its_own_and_a_block_counts_if_all_have_it(config: Config, folder: Path) -> None:
     two = replace(config, infer=replace(config.infer, tp_size=2))
     counts = []

@@ -133,13 +133,7 @@ class HostBlocks(Connector, CacheListener):
         if self._looked_up.get(request.id) == self._pool.free:
             return None
         self._looked_up[request.id] = self._pool.free
-        table = self._tables.get(request.id)
-        if table is None:
-            message = request.message
-            table = self._tables[request.id] = self._state.new_table(message.cache_salt, message.media)
-        columns = (len(request.tokens) - 1) // self._state.block_size
-        self._state.extend_digests(table, request.tokens, columns)
-        digests = table.digests[:columns]
+        digests = self._digests(request)
         here = self._state.longest_hit(digests, self._pool.find)
         found = self._state.longest_hit(digests, self._find)
         while found > here:
@@ -148,6 +142,16 @@ class HostBlocks(Connector, CacheListener):
                 return load
             found = self._state.longest_hit(digests[: found * 3 // 4], self._find)  # what the free blocks may hold
         return None
+
+    def _digests(self, request: StartingRequest) -> list[bytes]:
+        """Of the blocks of its prefix; its last token is always computed."""
+        table = self._tables.get(request.id)
+        if table is None:
+            message = request.message
+            table = self._tables[request.id] = self._state.new_table(message.cache_salt, message.media)
+        columns = (len(request.tokens) - 1) // self._state.block_size
+        self._state.extend_digests(table, request.tokens, columns)
+        return table.digests[:columns]
 
     def _find(self, key: _Key) -> int | None:
         return self._pool.find(key) or self.places.find(key)
@@ -173,17 +177,14 @@ class HostBlocks(Connector, CacheListener):
         forks = request.parent is not None and request.parent.finish is None
         if request.exclusive or request.needs_whole_prompt or forks or request.message.adapter or request.message.media:
             return read
-        table = state.new_table(request.message.cache_salt, request.message.media)
-        columns = (len(request.tokens) - 1) // state.block_size
-        state.extend_digests(table, request.tokens, columns)
+        whole = self._digests(request)
 
         def find(key: _Key) -> int | None:
             return self._find(key) or (1 if key in files else None)
 
-        here = found = state.longest_hit(table.digests[:columns], self._find)
-        found = state.longest_hit(table.digests[:columns], find)
+        here, found = state.longest_hit(whole, self._find), state.longest_hit(whole, find)
         while found > here:
-            digests = table.digests[:found]
+            digests = whole[:found]
             keys = [
                 (group, digest) for group in range(len(state.specs))
                 for digest in digests[state.first_live_block(group, found * state.block_size) :]
@@ -209,7 +210,8 @@ class HostBlocks(Connector, CacheListener):
             for key, place in copy.places.items():
                 if not copy.store and key in copy.done and self.places.find(key) is None:
                     self.places.set_key(place, key)
-            self.places.release(reversed(list(copy.places.values())))
+            if not copy.lost:
+                self.places.release(reversed(list(copy.places.values())))
 
     def _write(self, files: StoredBlocks, moves: Iterable[tuple[_Key, BlockMove]]) -> None:
         """Begin to write blocks that the plan copies to host memory."""

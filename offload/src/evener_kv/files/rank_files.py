@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -27,8 +28,8 @@ from evener_kv.transfer.connection import Channel, TransferError
 log = logging.getLogger("evener.kv")
 #: Seconds until a rank has begun the plans that a request is about; and between two looks at copies.
 PATIENCE, _PAUSE = 30.0, 0.001
-#: Seconds that the rank waits for its controller's next request: it asks when there is something to do.
-_IDLE = 10 * 365 * 86_400.0
+#: Seconds for a request that has begun to arrive, and for its answer.
+_MESSAGE_SECONDS = 60.0
 _DIGEST = 32
 #: Blocks in one ``Known``: so that a message stays small.
 _PART = 50_000
@@ -98,13 +99,19 @@ class RankFiles:
             sock, _ = self._socket.accept()
             self._socket.close()
             os.unlink(self._name, dir_fd=self._folder)
-            with Channel(sock, time.monotonic() + _IDLE) as channel:
+            asks = select.poll()
+            asks.register(sock, select.POLLIN)
+            with Channel(sock, 0.0) as channel:
                 while True:
+                    asks.poll()  # for as long as there is nothing to do
+                    channel.deadline = time.monotonic() + _MESSAGE_SECONDS
                     request = channel.receive(Request)
                     if isinstance(request, Open):
                         files = self._opened(channel, request)
                     elif files is not None:
-                        channel.send(Copied(self._copy(files, request)))
+                        done = self._copy(files, request)
+                        channel.deadline = time.monotonic() + _MESSAGE_SECONDS
+                        channel.send(Copied(done))
         except TransferError as error:
             log.debug("the files for KV blocks are closed: %s", error)
         except Exception:
@@ -121,6 +128,7 @@ class RankFiles:
         try:
             files = BlockFiles(self._settings.folder, form, self._sizes)
             keys = files.keys()
+            channel.deadline = time.monotonic() + _MESSAGE_SECONDS
         except InUse:
             channel.send(Failed("another engine with this model uses it; give each a folder of its own"))
             return None

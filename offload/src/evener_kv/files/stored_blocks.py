@@ -37,13 +37,14 @@ _AT_A_TIME = 32
 @dataclass(eq=False)
 class FileCopy:
     """A copy under way: ``places`` of host memory by key. ``over``: set by the thread, then ``done`` are those that
-    worked on all ranks."""
+    worked on all ranks. ``lost``: ranks did not answer, and may be at it still: the places stay held for ever."""
 
     store: bool
     after: int
     places: dict[Key, int]
     over: threading.Event
     done: Collection[Key] = ()
+    lost: bool = False
 
 
 class StoredBlocks:
@@ -229,7 +230,7 @@ class StoredBlocks:
                 channel.send(request)
             done = [self._answer(channel, Copied).done for channel in self._channels]
         except TransferError as error:
-            self._broken = True
+            self._broken = copy.lost = True
             log.warning("KV blocks in %s are not used any more: %s", self._settings.folder, error)
             return
         copy.done = {key for key, each in zip(keys, zip(*done, strict=True), strict=True) if all(each)}
