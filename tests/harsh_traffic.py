@@ -37,7 +37,8 @@ def shrink(controller: Controller, blocks: int) -> None:
     assert blocks < was.blocks and controller.idle
     old = controller.scheduler
     kept = old.connector.places if isinstance(old.connector, HostBlocks) else None
-    connector = HostBlocks(state, kept.count // kept.slab - 1) if kept else None
+    files = old.connector.files if isinstance(old.connector, HostBlocks) else None
+    connector = HostBlocks(state, kept.count // kept.slab - 1, files) if kept else None
     controller.scheduler = Scheduler(
         state, len(old._slots), old.step_tokens, old.policy, old.batches, old.media, old.limit, old.grammars,
         old.drafts, old.adapters, connector,

@@ -320,17 +320,18 @@ def test_what_installed_packages_cost_is_measured() -> None:
     assert found["plugins"] == 2 and found["seconds_with"] > 0
 
 
-def test_later_turns_of_chats_are_measured_with_host_memory_and_without(model: Path, tmp_path: Path) -> None:
+def test_later_turns_of_chats_are_measured_with_host_memory_and_files(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl"
     text = program(
         "chat_turns.py", model, "--chats", "24", "--prompt", "140", "--more", "4", "--answer", "4", "--kv", "1MiB",
         "--host", "64MiB", "--repeats", "1", "--vocab", "200", "--out", out, "--set", "load=dummy",
-        "--set", "infer.threads=1",
+        "--set", "infer.threads=1", "--files", tmp_path / "kv",
     )  # fmt: skip
-    without, kept = [json.loads(line) for line in out.read_text().splitlines()]
-    assert (without["engine"], kept["engine"]) == ("without", "host memory")
+    without, kept, files = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["engine"] for row in (without, kept, files)] == ["without", "host memory", "files after a restart"]
+    assert files["cached"][1] > 0 and files["kv_files_hits"] > 0
     assert kept["computed_tokens"] < without["computed_tokens"] and kept["kv_host_hits"] > 0
-    assert "times as soon with host memory" in text
+    assert "times with host memory" in text and "times with files after a restart" in text
 
 
 @pytest.mark.slow

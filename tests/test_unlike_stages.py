@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 from evener_convert.command import convert
-from harsh_traffic import LIMITS, assert_same, shrink, traffic
+from harsh_traffic import GREEDY, LIMITS, assert_same, shrink, traffic
 from lora_files import write_model
 
+from evener.backend_search import BackendSearch
 from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.contracts.device import Device
 from evener.engine.processes.process_executor import ProcessExecutor
 from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import Abort, NewRequest
+from evener.engine.worker.assembly import assemble
 from evener.errors import ConfigError
 from evener.plugins.catalog import Catalog
 from evener_backend_cpu.device import CpuDevice
@@ -29,6 +32,7 @@ from evener_conformance.simulated import install_simulated_backend
 from evener_conformance.simulated.device import SimulatedDevice
 from evener_inspection.explanation import explain
 from evener_inspection.explanation_text import render
+from evener_inspection.layer_costs import _declared_layers
 from evener_inspection.rank_threads import RankThreads
 
 ORDERS = ["cpu,simulated", "simulated,cpu"]
@@ -38,6 +42,13 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 @pytest.fixture(autouse=True)
 def tiny_tensors(one_thread: None) -> None:
     """Every test here runs on one thread a rank."""
+
+
+@pytest.fixture(autouse=True)
+def kept_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where starts keep the times of layers: a folder for each test."""
+    monkeypatch.setattr("evener_inspection.layer_costs.cache_folder", lambda part: tmp_path / "kept" / part)
+    return tmp_path / "kept" / "layer-times"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,9 +117,9 @@ def test_parts_of_unlike_stages_have_a_device_each(configured: Configured) -> No
 
 @pytest.mark.parametrize("slow", ORDERS)
 def test_layers_are_divided_by_the_measured_time_of_one_on_each_device(
-    configured: Configured, monkeypatch: pytest.MonkeyPatch, slow: str
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, kept_times: Path, slow: str
 ) -> None:
-    """The device that is named first takes three times as long."""
+    """The device that is named first takes three times as long. A later start does not measure again."""
 
     def measure(self: Device, work: Callable[[], None]) -> float:
         work()
@@ -123,9 +134,40 @@ def test_layers_are_divided_by_the_measured_time_of_one_on_each_device(
         assert_same(play(controller, **traffic()), want)
         shown = ranks.facts.info.config["infer.pp_layer_partition"]
         assert shown["value"] == [str(len(layers)) for layers in held] and "time of a layer" in shown["reason"]
-    # The head costs a little beside.
-    assert [len(layers) for layers in held] == ([2, 7] if slow == "cpu,simulated" else [7, 2])
+    # The head, on the simulated chip, takes as long as a layer.
+    assert [len(layers) for layers in held] == ([2, 7] if slow == "cpu,simulated" else [8, 1])
     assert [*held[0], *held[1]] == list(range(9))
+
+    def again(*_: Any) -> float:
+        raise AssertionError("layers are timed again")
+
+    for device in (CpuDevice, SimulatedDevice):
+        monkeypatch.setattr(device, "measure", again)
+    found = explain(config)
+    assert [row["layers"] for row in found["stages"]] == [[layers[0], layers[-1] + 1] for layers in held]
+    assert any(note.startswith("layers are divided by the time of a layer") for note in found["notes"])
+    with pytest.raises(Exception, match="layers are timed again"):
+        build_controller(replace(config, infer=replace(config.infer, max_seq_len=128), executor="inline"))
+    for file in kept_times.iterdir():
+        file.write_text("[1.0, NaN]")
+    assert "at the first start, layers are divided" in explain(config)["notes"][-1]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "kinds", "states"),
+    [
+        ("Llama", {"num_hidden_layers": 4}, [0, 0, 0, 0], [0, 0, 0, 0]),
+        ("DeepseekV3", {"num_hidden_layers": 4, "first_k_dense_replace": 2}, [0, 0, 1, 1], [0, 0, 0, 0]),
+        # Attention in every fourth layer, recurrent state in the others; layer 2 has no experts.
+        ("Qwen3Next", {"num_hidden_layers": 8}, [0, 0, 1, 2, 0, 0, 0, 2], [0, 0, 0, 1, 0, 0, 0, 1]),
+    ],
+)
+def test_layers_of_one_kind_are_timed_once(
+    tmp_path: Path, family: str, changes: dict[str, Any], kinds: list[int], states: list[int]
+) -> None:
+    model = _declared_layers(assemble(make(tmp_path / "model", family, None, changes), BackendSearch("cpu")))
+    assert (list(model.layers.kinds), list(model.layers.states)) == (kinds, states)
+    assert [kinds[layer] for layer in model.examples] == list(range(len(model.signatures)))
 
 
 def test_a_device_whose_memory_holds_few_layers_gets_few(configured: Configured) -> None:
@@ -149,7 +191,7 @@ def test_explain_shows_each_stage_with_its_layers_and_what_all_agree_on(configur
     tight = explain(configured(stages="cpu,simulated", **{"simulated.memory": 1 << 20}))
     assert tight["memory"]["problem"].startswith("stage 1: the model does not fit")
     measured = explain(configured(stages="cpu,simulated", **{"infer.pp_layer_partition": ()}))
-    assert "at the start, layers are divided by the time of one on each device" in measured["notes"][-1]
+    assert "at the first start, layers are divided by the time of one on each device" in measured["notes"][-1]
 
 
 def test_one_dtype_and_the_smallest_limits_hold_for_all_stages(configured: Configured, tmp_path: Path) -> None:
@@ -180,7 +222,7 @@ def test_what_a_stage_cannot_do_is_refused_before_weights_are_loaded(
     def load(*_: Any) -> None:
         raise AssertionError("weights are loaded")
 
-    for module in ("evener.engine.worker.worker", "evener_inspection.layer_split"):
+    for module in ("evener.engine.worker.worker", "evener_inspection.layer_costs"):
         monkeypatch.setattr(f"{module}.load_stage", load)
     with pytest.raises(Exception, match=words):
         build_controller(configured(**{"stages": "cpu,simulated", "executor": "inline", **more}))
@@ -209,6 +251,46 @@ def test_processes_of_unlike_stages_match_one_device_and_the_death_of_one_is_rep
         assert "worker of rank 1 (stage 1 of 2)" in dead and "SIGKILL" in dead
     finally:
         executor.close()
+
+
+def test_a_stage_is_killed_in_the_midst_of_chunks_preemption_prefix_hits_and_aborts(
+    configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes, dense layers and layers of experts, divided by measurement. Until a stage is killed, tokens are those
+    of one device; then each request that is left fails once, with the reason."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shape = {"num_hidden_layers": 5, "first_k_dense_replace": 2}
+    asked, ids = traffic(), [3 + 11 * i * i % 83 for i in range(140)]
+    asked["messages"].append(NewRequest(id="late", prompt=ids, max_tokens=40, sampling=GREEDY))
+    asked["arrivals"]["late"] = 160
+    want = play(build_controller(configured("DeepseekV3", changes=shape))[0], **asked)
+    divided = configured("DeepseekV3", "simulated,cpu", changes=shape, **{"infer.pp_layer_partition": ()})
+    controller, ready = build_controller(divided)
+    executor = controller.executor
+    assert isinstance(executor, ProcessExecutor)
+
+    def end(name: str) -> Abort:
+        if name == "late":
+            os.kill(executor.pids[1], signal.SIGKILL)
+        return Abort(name if name != "late" else "nobody")
+
+    try:
+        first, second = (rank.layers for rank in ready.info.ranks)
+        assert first[1] == second[0] and second[1] == 5
+        assert len(list((tmp_path / "cache" / "evener" / "layer-times").iterdir())) == 2
+        shrink(controller, 4)
+        got = play(controller, **{**asked, "aborts": {**asked["aborts"], "late": 6}}, how=end)
+    finally:
+        executor.close()
+    assert controller.scheduler.stats.preemptions and got.cached["once more"] == 128
+    (dead,) = got.dead
+    assert "worker of rank 1 (stage 1 of 2)" in dead and "SIGKILL" in dead
+    reasons = got.reasons()
+    assert reasons.keys() == want.reasons().keys() and reasons["late"] == "error"
+    for name, tokens in want.tokens.items():
+        whole = reasons[name] == want.reasons()[name] != "abort"
+        assert got.tokens[name] == tokens[: None if whole else len(got.tokens[name])], name
+    assert sum(reason == "length" for reason in reasons.values()) >= 5
 
 
 def test_ranks_of_one_process_take_their_stages_backends(configured: Configured) -> None:

@@ -14,7 +14,7 @@ from evener.config import from_overrides
 from evener.engine.wire.messages import Finished, FromController, Tokens
 from evener_conformance.distributions import install_reference_backend
 from evener_conformance.naive.model import find_architecture
-from evener_inspection.layer_costs import CostRun, Costs, cost_runs, costs, estimate
+from evener_inspection.kind_costs import CostRun, Costs, cost_runs, costs, estimate
 from evener_inspection.layer_facts import LayerFacts, ModelFacts, model_facts
 from evener_inspection.step_times import Load, TimedClient
 

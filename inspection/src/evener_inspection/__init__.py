@@ -14,12 +14,13 @@ module                   holds
 ``engine_bench``         what ``bench-engine`` measures, as plain data
 ``step_times``           the times of steps on synthetic prompts
 ``layer_facts``          the layers of a model by kind, and the bytes that a step reads
-``layer_costs``          what one layer costs, and the whole model would
+``kind_costs``           what one layer of each kind costs, and the whole model would
 ``explanation``          what ``explain`` shows, as plain data
 ``absent_ranks``         the communicator of a model that is declared and not run
 ``explanation_text``     the same as text for a terminal
 ``dummy_weights``        random weights, for ``load=dummy``
-``layer_split``          the layers of each stage, where stages are on unlike devices
+``layer_split``          the best division of layers among stages on unlike devices
+``layer_costs``          how long each kind of layer takes on each stage, measured
 ``rank_threads``         the executor whose workers are threads of one process
 ``thread_communicator``  how these threads communicate
 =======================  ===============================================================================
@@ -39,6 +40,6 @@ descriptor = Descriptor(
         "plugins": "evener_inspection.plugins_command:main", "bench-engine": "evener_inspection.bench_command:main",
     },
     weight_makers={"dummy": "evener_inspection.dummy_weights:load_dummy"},
-    layer_splitters={"measured": "evener_inspection.layer_split:measured_split"},
+    layer_splitters={"measured": "evener_inspection.layer_costs:measured_split"},
     executors={"inline": "evener_inspection.rank_threads:RankThreads"},
 )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 from evener.config.resolve import layer_numbers
 from evener.config.schema import Config
 from evener.errors import ConfigError
-from evener_inspection.layer_costs import CostRun, Costs, cost_runs, costs, estimate
+from evener_inspection.kind_costs import CostRun, Costs, cost_runs, costs, estimate
 from evener_inspection.layer_facts import LayerFacts, ModelFacts, model_facts
 from evener_inspection.step_times import Load, StepTimes, TimedClient, time_steps
 

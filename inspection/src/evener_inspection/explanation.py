@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 #: Files that hold weights, or an index of them.
 _WEIGHTS = ("*.safetensors*", "*.bin*", "*.gguf")
 #: The note about stages on different backends.
-_MEASURED = ("stages are shown with equal numbers of layers; at the start, layers are divided by the time of one on "
-             "each device, unless infer.pp_layer_partition is set")  # fmt: skip
+_MEASURED = ("stages are shown with equal numbers of layers; at the first start, layers are divided by the time of one "
+             "on each device, unless infer.pp_layer_partition is set")  # fmt: skip
 _WEIGHTS_OF = {"auto": "read from its files", "dummy": "random numbers"}
 
 
@@ -41,8 +41,7 @@ def explain(config: Config) -> dict[str, Any]:
     a, *others = planned_ranks(dataclasses.replace(config, load="dummy") if described else config, search)
     stages = [_stage(each, *estimate_memory_plan(each)) for each in (a, *others)] if others else []
     resolved, plan = estimate_memory_plan(a)
-    measured = has_unlike_stages(config) and not config.infer.pp_layer_partition
-    notes = [_MEASURED] if measured else []
+    notes = [_MEASURED] if has_unlike_stages(config) and not resolved.config.infer.pp_layer_partition else []
     problems = [f"stage {row['stage']}: {row['memory']['problem']}" for row in stages if row["memory"]["problem"]]
     plan = dataclasses.replace(plan, problem="\n".join(problems) or plan.problem)
     largest = resolved.step_tokens, resolved.max_seq_len
@@ -98,6 +97,8 @@ def planned_ranks(config: Config, search: BackendSearch) -> list[Assembly]:
         rank, own = group.rank * tp_size, configs[group.rank]
         index, alike = device_of_rank(config, rank, rank, tp_size * pp_size)
         place = RankGroups(World.of(rank, tp_size, pp_size), tp, group, group, index, alike)
+        if has_unlike_stages(config):
+            return stage_part("assemble")(own, BackendSearch(own.backend), ranks=place, measure=False)  # type: ignore[no-any-return]
         return assemble(own, BackendSearch(own.backend), ranks=place)
 
     return run_on_threads(pp_size, one, "pp")

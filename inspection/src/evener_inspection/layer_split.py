@@ -1,132 +1,99 @@
-"""The layers of stages on unlike devices, divided so that the stages take equal time: by the measured time of one layer
-on each device, and by what its memory holds.
+"""The division of layers among stages on unlike devices whose slowest stage takes the least time, under the memory of
+each. Nothing is measured here. Torch-free.
 
-A stage with ``n`` layers takes ``n × layer + rest`` seconds a step; ``rest`` is the head, on the last stage. One layer
-of the middle of the model is loaded and timed. The time of the head is the layer's, in proportion to their bytes: steps
-of few tokens take as long as their weights take to be read.
+A stage takes the time of its layers on its device, and of what it computes beside them: the head, on the last stage.
+Layers of one model may differ: dense ones and ones with experts, attention and recurrent state, other formats. So the
+best division is searched for, by dynamic programming over the first layers and the first stages.
 """
 
 from __future__ import annotations
 
-import gc
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
-import torch
+from evener.errors import MemoryPlanError
 
-from evener.backend_search import BackendSearch
-from evener.config.schema import Config
-from evener.contracts.quant import DTYPE_BYTES
-from evener.distributed.agreement import Agreement
-from evener.distributed.world import World
-from evener.engine.sampling.device_tables import DeviceTables
-from evener.engine.worker.assembly import Assembly, assemble
-from evener.engine.worker.memory import memory_demand
-from evener.engine.worker.runner import Runner
-from evener.engine.worker.step_layout import StepLayout, one_request
-from evener.engine.worker.weights import load_stage
-from evener.errors import ConfigError, MemoryPlanError
 
-log = logging.getLogger("evener.worker")
-#: Tokens of the step that is timed, and how often.
-_TOKENS, _TIMES = 16, 5
+@dataclass(frozen=True)
+class Layers:
+    """A model's layers, in order.
+
+    Attributes:
+        kinds: of each layer, a number from 0; those of one kind have the same weights.
+        states: of each layer, a number for what state it has; -1: none.
+    """
+
+    kinds: Sequence[int]
+    states: Sequence[int]
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """``layer``: time of one layer on a stage's device; ``rest``: of what the stage computes beside its layers, in the
-    same unit; ``most``: layers that its memory holds."""
+    """What layers cost on one stage's device.
 
-    layer: int
+    Attributes:
+        times: of one layer of each kind; ``rest``: of what the stage computes beside its layers, in the same unit.
+        weights: bytes of one layer of each kind.
+        state: bytes of the state of one layer, for one request of the greatest length.
+        room: bytes for layers and their state.
+    """
+
+    times: Sequence[int]
     rest: int
-    most: int
+    weights: Sequence[int]
+    state: int
+    room: int
+
+    def runs(self, layers: Layers, first: int) -> Iterator[tuple[int, int]]:
+        """``(last + 1, time)`` of every run of layers from ``first`` on that the memory holds. State of different kinds
+        shares the pool's pages: the pool has room for the kind that most layers have."""
+        held, states, time = 0, Counter[int](), self.rest
+        for at in range(first, len(layers.kinds)):
+            kind, state = layers.kinds[at], layers.states[at]
+            held, time = held + self.weights[kind], time + self.times[kind]
+            states[state] += state >= 0
+            if held + max(states.values()) * self.state > self.room:
+                return
+            yield at + 1, time
+
+    def most(self, layers: Layers) -> int:
+        """How many consecutive layers the memory holds."""
+        return max(max((last for last, _ in self.runs(layers, at)), default=at) - at for at in range(len(layers.kinds)))
 
 
-def split_layers(count: int, costs: Sequence[StageCost]) -> tuple[int, ...]:
-    """How many of ``count`` layers each stage gets, at least one, so that the slowest stage takes the least time.
-
-    Each layer goes to the stage that has the smallest time with it; of equal ones, to the first. That is the best
-    division, because all layers take a device the same time.
-
-    Raises:
-        MemoryPlanError: the stages' memory does not hold so many.
-    """
-    held = [1] * len(costs)
-    while sum(held) < count:
-        able = [stage for stage, cost in enumerate(costs) if held[stage] < cost.most]
-        if not able:
-            most = ", ".join(str(max(0, cost.most)) for cost in costs)
-            raise MemoryPlanError(f"the stages hold at most {most} of the model's {count} layers: lower infer.max_reqs "
-                                  "or infer.max_seq_len, or add a stage with infer.stages")  # fmt: skip
-        held[min(able, key=lambda stage: costs[stage].rest + (held[stage] + 1) * costs[stage].layer)] += 1
-    return tuple(held)
-
-
-def measured_split(config: Config, search: BackendSearch, a: Assembly) -> tuple[int, ...]:
-    """How many layers each stage gets. All ranks call it at the same time, each with its own part ``a`` of a model
-    whose layers are divided equally.
+def split_layers(layers: Layers, costs: Sequence[StageCost]) -> tuple[int, ...]:
+    """How many layers each stage gets, at least one, so that the slowest stage takes the least time; of such divisions,
+    one whose stages take the least time together.
 
     Raises:
-        ConfigError: only some layers are to run. MemoryPlanError: the stages' memory does not hold all layers.
+        MemoryPlanError: the stages' memory does not hold all layers.
     """
-    if config.infer.layers:
-        raise ConfigError("infer.layers, with stages on unlike devices, needs infer.pp_layer_partition: set it to a "
-                          "number of these layers for each stage")  # fmt: skip
-    count = max(build.held.stop for build in (a.build, *a.other_stages))
-    slowest = Agreement(a.ranks.tp, a.device.torch_device).most(_measure(config, search, a, count))
-    costs = [StageCost(layer, rest, -most) for layer, rest, most in a.agreement.each(slowest)]
-    partition = split_layers(count, costs)
-    for stage, (cost, layers) in enumerate(zip(costs, partition, strict=True) if a.ranks.world.rank == 0 else ()):
-        log.info("stage %d: a layer takes %d µs, the rest %d µs, at most %d layers fit: it gets %d", stage,
-                 cost.layer // 1000, cost.rest // 1000, cost.most, layers)  # fmt: skip
-    return partition
+    count, stages = len(layers.kinds), len(costs)
+    #: By the number of layers that the stages so far have: (slowest, sum, their ends).
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for stage, cost in enumerate(costs):
+        found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for first, (slowest, total, ends) in best.items():
+            for last, time in cost.runs(layers, first):
+                if last > count - (stages - stage - 1):  # each later stage has a layer
+                    break
+                mine = max(slowest, time), total + time, (*ends, last)
+                found[last] = min(found.get(last, mine), mine)
+        best = found
+    if count not in best:
+        most = ", ".join(str(cost.most(layers)) for cost in costs)
+        raise MemoryPlanError(f"the stages hold at most {most} of the model's {count} layers: lower infer.max_reqs or "
+                              "infer.max_seq_len, or add a stage with infer.stages")  # fmt: skip
+    ends = best[count][2]
+    return tuple(last - first for first, last in zip((0, *ends), ends, strict=False))
 
 
-def _measure(config: Config, search: BackendSearch, a: Assembly, count: int) -> list[int]:
-    """This rank's ``StageCost``: nanoseconds of a layer and of the rest, and minus the number of layers that fit."""
-    middle, world, resolved = count // 2, a.ranks.world, a.config
-    infer = replace(
-        config.infer, stages=(), pp_size=3, pp_layer_partition=(str(middle), "1", str(count - middle - 1)),
-        block_size=a.geometry.block_size, max_reqs=resolved.max_reqs, max_seq_len=resolved.max_seq_len,
-        step_tokens=resolved.step_tokens,
-    )  # fmt: skip
-    alone = World.of(world.tp_size + world.tp_rank, world.tp_size, 3)
-    groups = replace(a.ranks, world=alone, pp=None, ids=None)
-    one = assemble(replace(config, dtype=resolved.dtype, infer=infer), search, ranks=groups)
-    free, whole, demand = a.device.memory().free, memory_demand(a, resolved), memory_demand(one, resolved)
-    layer, held = demand.weights.allocated + demand.weights.mapped, len(a.build.held)
-    # While a weight is packed, copies of it lie beside it: a layer's bytes are room enough for them.
-    rest = free - layer - max(0, whole.fixed - held * demand.weights.allocated)
-    most = rest // (layer + demand.least_state)
-    seconds = _time_layer(one)
-    head = a.model.vocab_size * a.model.hidden_size * DTYPE_BYTES[resolved.dtype] / world.tp_size
-    after = seconds * head / layer if world.last_stage else 0.0
-    del one
-    gc.collect()  # an assembly has cycles, and its weights are on the device
-    return [max(1, round(1e9 * seconds)), round(1e9 * after), -int(most)]
-
-
-def _time_layer(one: Assembly) -> float:
-    """Seconds of the only layer of a stage, for a step of a few tokens."""
-    device, tokens = one.device, min(_TOKENS, one.config.step_tokens, one.config.max_seq_len)
-    load_stage(one)
-    pool = one.geometry.bind(1, device)
-    tables = DeviceTables(device, 1, one.config.max_seq_len, one.geometry.spans, one.geometry.block_size)
-    runner = Runner(device, one.model, one.sampler, tables, one.geometry, one.adapters)
-    plan = one_request(tokens, len(one.geometry.groups), one.geometry.block_size)
-    with torch.inference_mode():
-        runner.apply(plan)
-        layout = StepLayout(plan)
-        step = runner.step(layout, layout.upload(device))
-
-        def forward() -> None:
-            stream = torch.zeros(tokens, one.model.hidden_size, dtype=torch.float32, device=device.torch_device)
-            step.stream = torch.zeros_like(stream, dtype=getattr(torch, one.config.dtype)), stream
-            one.model.forward(step)
-
-        forward()  # kernels may be built in it
-        device.readback(tables.tokens).wait()  # ends the step
-        seconds = min(device.measure(forward) for _ in range(_TIMES))
-    del pool
-    return seconds
+def stage_times(partition: Sequence[int], layers: Layers, costs: Sequence[StageCost]) -> list[int]:
+    """The time that each stage takes with ``partition``."""
+    starts = accumulate(partition, initial=0)
+    return [
+        cost.rest + sum(cost.times[kind] for kind in layers.kinds[start : start + many])
+        for start, many, cost in zip(starts, partition, costs, strict=False)
+    ]

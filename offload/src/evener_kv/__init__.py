@@ -8,6 +8,8 @@ module                holds
 ``host_blocks``       the controller's half: which blocks are where, and which requests wait for blocks
 ``host_memory``       the workers' half: host memory, and copies to and from it beside the steps
 ``block_bytes``       blocks of a group as rows of bytes, whatever their layout
+``files``             a tier behind host memory: files, which outlive the server
+``transfer``          blocks of other servers
 ====================  ======================================================================================
 
 Two designs were read before this one was made: vLLM's connectors (a request waits in a state of its own while its

@@ -8,22 +8,31 @@ whose blocks are all free and have keys. So blocks of all sizes share the memory
 - When a request may start, the blocks of its prefix are looked up in both pools. Those that only the host has get
   blocks of the device, which the next plan begins to fill. The request holds them, and waits until a rank reports that
   they are there. Then it starts with an ordinary hit of the prefix cache.
+- With files (``offload.kv_files``), a block is written to one as soon as it is in host memory. What a request's prefix
+  has only there is read to host memory first, while the request waits.
 - A transfer is waited for by the first plan that could touch its blocks, on all ranks: the plan in which a request
   starts that has one of them, or the next one after they were released. A report only says when waiting costs nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from evener.contracts.connector import BlockMove, BlockMoves, BlockTransfer, Connector, StartingRequest
 from evener.engine.controller.blocks import BlockPool, CacheListener
 from evener.engine.controller.state import BlockTable, StateManager
+from evener_kv.files.stored_blocks import FileCopy, StoredBlocks
 
 #: The most requests that wait for blocks at a time. They hold blocks that running ones may need.
 AT_A_TIME = 8
+#: Seconds that a request waits for files; and that an engine without other work waits before it looks again.
+FILE_SECONDS, _PAUSE = 30.0, 0.002
+#: Of the places of host memory, the share that may be held while they are written to files.
+_WRITING_SHARE = 0.25
 #: A block's key: its group, and the digest of all tokens up to its end.
 _Key = tuple[int, bytes]
 
@@ -40,15 +49,28 @@ class _Load:
     over: bool = False
 
 
-class HostBlocks(Connector, CacheListener):
-    """Keeps what leaves the prefix cache of ``state`` in ``slabs`` slabs of host memory."""
+@dataclass
+class _FileRead:
+    """What one request has had read from files, and until when it waits; ``tokens``: of the blocks."""
 
-    def __init__(self, state: StateManager, slabs: int) -> None:
-        self._state, self._pool = state, state.pool
+    copies: list[FileCopy]
+    until: float
+    tokens: int = 0
+
+    @property
+    def over(self) -> bool:
+        return all(copy.over.is_set() for copy in self.copies)
+
+
+class HostBlocks(Connector, CacheListener):
+    """Keeps what leaves the prefix cache of ``state`` in ``slabs`` slabs of host memory, and in ``files``."""
+
+    def __init__(self, state: StateManager, slabs: int, files: StoredBlocks | None = None) -> None:
+        self._state, self._pool, self.files = state, state.pool, files
         self.places = BlockPool((slabs + 1) * state.pool.slab, state.pool.slab)
         self._pool.listeners.append(self)
         self._hits = Counter[str](kv_host_hits=0, kv_host_hit_tokens=0)
-        self.counters = self._hits
+        self.counters = self._hits if files is None else ChainMap(files.counters, self._hits)
         self._loads: dict[str, _Load] = {}
         #: The digests of waiting requests, and the free pages when each was looked up last.
         self._tables: dict[str, BlockTable] = {}
@@ -61,6 +83,18 @@ class HostBlocks(Connector, CacheListener):
         self._back: list[BlockTransfer] = []
         self._waits: set[int] = set()
         self._reading: list[int] = []
+        # For files. Blocks of adapters and media are not written: their keys may mean something else in another run.
+        self._plain: set[_Key] = set()
+        self._made = 0
+        self._reads: dict[str, _FileRead] = {}
+
+    def stored(self, key: Any, parent: bytes | None, tokens: Sequence[int], plain: bool) -> None:
+        if plain and self.files is not None:
+            self._plain.add(key)
+
+    def close(self) -> None:
+        if self.files is not None:
+            self.files.close()
 
     def removed(self, block: int, key: _Key) -> None:
         """A block of the device leaves the prefix cache. One that a transfer still writes to is no exception: the next
@@ -69,15 +103,19 @@ class HostBlocks(Connector, CacheListener):
         if place is None:
             taken = self.places.allocate_all([(1, self._state.spans[key[0]])])
             if taken is None:
+                self._plain.discard(key)
                 return  # what is being read now fills the host's memory
             ((place,),) = taken
             self.places.set_key(place, key)
             self._out[key] = BlockMove(key[0], block, place)
         else:
+            self._plain.discard(key)
             self.places.retain(place)
         self.places.release([place])
 
     def ready(self, request: StartingRequest, busy: bool) -> bool:
+        if self.files is not None and self._waits_for_files(self.files, request, busy):
+            return False
         load = self._loads.get(request.id)
         if load is None:
             if len(self._loads) >= AT_A_TIME:
@@ -95,13 +133,7 @@ class HostBlocks(Connector, CacheListener):
         if self._looked_up.get(request.id) == self._pool.free:
             return None
         self._looked_up[request.id] = self._pool.free
-        table = self._tables.get(request.id)
-        if table is None:
-            message = request.message
-            table = self._tables[request.id] = self._state.new_table(message.cache_salt, message.media)
-        columns = (len(request.tokens) - 1) // self._state.block_size
-        self._state.extend_digests(table, request.tokens, columns)
-        digests = table.digests[:columns]
+        digests = self._digests(request)
         here = self._state.longest_hit(digests, self._pool.find)
         found = self._state.longest_hit(digests, self._find)
         while found > here:
@@ -111,8 +143,92 @@ class HostBlocks(Connector, CacheListener):
             found = self._state.longest_hit(digests[: found * 3 // 4], self._find)  # what the free blocks may hold
         return None
 
+    def _digests(self, request: StartingRequest) -> list[bytes]:
+        """Of the blocks of its prefix; its last token is always computed."""
+        table = self._tables.get(request.id)
+        if table is None:
+            message = request.message
+            table = self._tables[request.id] = self._state.new_table(message.cache_salt, message.media)
+        columns = (len(request.tokens) - 1) // self._state.block_size
+        self._state.extend_digests(table, request.tokens, columns)
+        return table.digests[:columns]
+
     def _find(self, key: _Key) -> int | None:
         return self._pool.find(key) or self.places.find(key)
+
+    def _waits_for_files(self, files: StoredBlocks, request: StartingRequest, busy: bool) -> bool:
+        """Whether a request waits for blocks that are read from files. Each request has them read once."""
+        self._settle(files)
+        read = self._reads.get(request.id)
+        if read is None:
+            if busy and sum(not each.over for each in self._reads.values()) >= AT_A_TIME:
+                return True
+            read = self._reads[request.id] = self._read(files, request)
+        if read.over or time.monotonic() >= read.until:
+            return False
+        if not busy:
+            read.copies[-1].over.wait(_PAUSE)
+            self._settle(files)
+        return not read.over
+
+    def _read(self, files: StoredBlocks, request: StartingRequest) -> _FileRead:
+        """Begin to read what only files have of the request's prefix."""
+        state, read = self._state, _FileRead([], time.monotonic() + FILE_SECONDS)
+        forks = request.parent is not None and request.parent.finish is None
+        if request.exclusive or request.needs_whole_prompt or forks or request.message.adapter or request.message.media:
+            return read
+        whole = self._digests(request)
+
+        def find(key: _Key) -> int | None:
+            return self._find(key) or (1 if key in files else None)
+
+        here, found = state.longest_hit(whole, self._find), state.longest_hit(whole, find)
+        while found > here:
+            digests = whole[:found]
+            keys = [
+                (group, digest) for group in range(len(state.specs))
+                for digest in digests[state.first_live_block(group, found * state.block_size) :]
+            ]  # fmt: skip
+            held = [place for key in keys if (place := self.places.find(key)) is not None]
+            wanted = [key for key in keys if self._find(key) is None]
+            for place in held:
+                self.places.retain(place)
+            taken = self.places.allocate_all([(1, state.spans[group]) for group, _ in wanted])
+            self.places.release(reversed(held))
+            if taken is not None:
+                places = {key: place for key, (place,) in zip(wanted, taken, strict=True)}
+                read.copies = files.start(places, self._made, store=False)
+                read.tokens = (found - here) * state.block_size
+                files.used(keys)
+                return read
+            found = state.longest_hit(digests[: found * 3 // 4], find)  # what host memory may hold
+        return read
+
+    def _settle(self, files: StoredBlocks) -> None:
+        """Take what the thread has finished: places of written blocks are free to go, and read ones have their keys."""
+        for copy in files.finished():
+            for key, place in copy.places.items():
+                if not copy.store and key in copy.done and self.places.find(key) is None:
+                    self.places.set_key(place, key)
+            if not copy.lost:
+                self.places.release(reversed(list(copy.places.values())))
+
+    def _write(self, files: StoredBlocks, moves: Iterable[tuple[_Key, BlockMove]]) -> None:
+        """Begin to write blocks that the plan copies to host memory."""
+        most, places = _WRITING_SHARE * (self.places.count - self.places.slab), dict[_Key, int]()
+        for key, move in moves:
+            plain, span = key in self._plain, self._state.spans[key[0]]
+            self._plain.discard(key)
+            if not plain or not files.wants(key):
+                files.used([key])
+                continue
+            if (files.copying + len(places) + 1) * span > most:
+                files.counters["kv_files_skipped_blocks"] += 1
+                continue
+            self.places.retain(move.place)
+            places[key] = move.place
+        if places:
+            files.start(places, self._made, store=True)
 
     def _load(self, digests: Sequence[bytes], here: int) -> _Load | None:
         """Hold the blocks of a prefix, of which the device has the first ``here``, and plan copies of those that only
@@ -151,11 +267,15 @@ class HostBlocks(Connector, CacheListener):
         if load is not None:
             assert request.table.cached_blocks >= load.columns, "a request starts with what it has waited for"
             self._hits.update(kv_host_hits=1, kv_host_hit_tokens=load.tokens)
+        read = self._reads.get(request.id)
+        if read is not None and self.files is not None and load is not None and any(each.done for each in read.copies):
+            self.files.counters.update(kv_files_hits=1, kv_files_hit_tokens=min(read.tokens, load.tokens))
         self.dropped(request)
         if self._incoming:
             self._waits |= {self._incoming[b] for part in request.table.blocks for b in part if b in self._incoming}
 
     def dropped(self, request: StartingRequest) -> None:
+        self._reads.pop(request.id, None)
         self._tables.pop(request.id, None)
         self._looked_up.pop(request.id, None)
         self._release(request.id)
@@ -174,7 +294,9 @@ class HostBlocks(Connector, CacheListener):
 
     def moves(self) -> BlockMoves | None:
         # A place may have been taken for another block since.
-        out = [move for key, move in self._out.items() if self.places.find(key) == move.place]
+        leaving = {key: move for key, move in self._out.items() if self.places.find(key) == move.place}
+        out = list(leaving.values())
+        self._plain.difference_update(key for key in self._out if key not in leaving)
         back, waits = self._back, sorted(self._waits)
         self.places.release(reversed(self._reading))
         self._out, self._back, self._reading = {}, [], []
@@ -182,7 +304,13 @@ class HostBlocks(Connector, CacheListener):
         if waits:
             self._incoming = {block: each for block, each in self._incoming.items() if each not in waits}
             self.done(waits)
-        return BlockMoves(out=out, back=back, waits=waits) if out or back or waits else None
+        if not (out or back or waits):
+            return None
+        self._made += 1
+        if self.files is not None:
+            self._settle(self.files)
+            self._write(self.files, leaving.items())
+        return BlockMoves(out=out, back=back, waits=waits)
 
     def done(self, transfers: Sequence[int]) -> None:
         for load in self._loads.values():

@@ -9,6 +9,8 @@ copied from, and for the transfers that a plan says. On other devices, the host 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -60,6 +62,10 @@ class HostMemory(BlockMover):
         self._writing: deque[tuple[Any, frozenset[int]]] = deque()
         self._transfers: dict[int, tuple[Any, frozenset[int]]] = {}
         self._reported: set[int] = set()
+        #: For the thread of files: copies to the device that may read places; how many moves were begun; and the lock
+        #: of all that it looks at.
+        self._reading: deque[tuple[Any, frozenset[int]]] = deque()
+        self._begun, self._lock = 0, threading.Condition()
         self._counters = {"kv_host_stored_bytes": 0, "kv_host_loaded_bytes": 0}
 
     @classmethod
@@ -70,10 +76,14 @@ class HostMemory(BlockMover):
             ConfigError: the host has less, or it does not hold one slab.
         """
         asked, ranks = assembly.config.config.infer.kv_host_memory, assembly.ranks.world.size
-        free = host_memory().free
+        free, total = host_memory().free, host_memory().total
         nbytes = int(free * asked) // ranks if isinstance(asked, float) else asked or 0
         if nbytes > free:
             raise ConfigError(f"infer.kv_host_memory={nbytes} is more than the host has free, {free} bytes; set less")
+        # What is free changes while the ranks of a machine start, but together they cannot have more than all.
+        if nbytes * (local := assembly.ranks.local_size) > total:
+            raise ConfigError(f"infer.kv_host_memory={nbytes} for each of {local} ranks is more than the host has, "
+                              f"{total} bytes; set less")  # fmt: skip
         geometry, device = assembly.geometry, assembly.device
         pages = math.lcm(*(group.cut for group in geometry.groups))
         made = cls(device, block_bytes(geometry, storage, device), geometry.spans, pages, nbytes)
@@ -89,7 +99,35 @@ class HostMemory(BlockMover):
     def counters(self) -> Mapping[str, int]:
         return self._counters
 
+    def settled(self, places: Sequence[int], after: int, timeout: float) -> bool:
+        """As ``evener_kv.files.rank_files.Places``; for another thread."""
+        until, wanted = time.monotonic() + timeout, frozenset(places)
+        while (left := until - time.monotonic()) > 0:
+            with self._lock:
+                if not self._lock.wait_for(lambda: self._begun >= after, left):
+                    return False
+                copies = [*self._writing, *self._reading]
+                if all(event.query() for event, used in copies if not wanted.isdisjoint(used)):
+                    return True
+            time.sleep(0.001)
+        return False
+
+    def bytes_at(self, place: int, group: int) -> memoryview:
+        """As ``evener_kv.files.rank_files.Places``; for another thread."""
+        return memoryview(self._place(place, self._groups[group].nbytes).numpy())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of one block of each group; 0: this rank has no layer of it."""
+        return [group.nbytes for group in self._groups]
+
     def begin(self, moves: BlockMoves) -> None:
+        with self._lock:
+            self._begin(moves)
+            self._begun += 1
+            self._lock.notify_all()
+
+    def _begin(self, moves: BlockMoves) -> None:
         with torch.inference_mode():
             self._wait(moves.waits)
             self._store(moves.out)
@@ -121,8 +159,9 @@ class HostMemory(BlockMover):
                 event.wait()
 
     def _store(self, moves: Sequence[BlockMove]) -> None:
-        while self._writing and self._writing[0][0].query():
-            self._writing.popleft()
+        for copies in (self._writing, self._reading):
+            while copies and copies[0][0].query():
+                copies.popleft()
         if not self._streams:
             for move in moves:
                 self._at_once(move, out=True)
@@ -160,7 +199,8 @@ class HostMemory(BlockMover):
                     rows[run].view(-1).copy_(memory, non_blocking=True)
                 group.write([move.block for move in part], rows)
                 self._counters["kv_host_loaded_bytes"] += rows.nbytes
-            self._transfers[transfer.id] = self._mark(), places
+            self._transfers[transfer.id] = event, places = self._mark(), places
+            self._reading.append((event, places))
 
     def _at_once(self, move: BlockMove, out: bool) -> None:
         group = self._groups[move.group]

@@ -30,12 +30,14 @@ descriptor = Descriptor(
     },
     engine_commands={"weights": "evener_weights.commands:WeightCommands"},
     stage_parts={
+        "settle": "evener_stages.automatic:settle_keys",
         "check": "evener_stages.devices:check_stages",
         "config": "evener_stages.devices:config_of_stage",
         "device": "evener_stages.devices:device_of_rank",
         "meet": "evener_stages.assembly:meet",
         "assemble": "evener_stages.assembly:assemble_split",
     },
+    cache_listeners={"files": "evener_kv.files.settings:check_files"},
     connectors={"host": "evener_kv.host:HostConnector", "transfer": "evener_kv.transfer.connector:TransferConnector"},
     options={
         "kv_transfer": Option(
@@ -56,6 +58,13 @@ descriptor = Descriptor(
         ),
         "kv_hold_seconds": Option(
             type=float, default=120.0, help="Seconds that blocks of a prompt are held for the server that goes on."
+        ),
+        "kv_files": Option(
+            type=str, default=None, help="Folder, of this user alone, for files with KV cache blocks: a tier behind "
+            "infer.kv_host_memory, which outlives the server."
+        ),
+        "kv_files_bytes": Option(
+            type=int, default=64 << 30, help="Bytes of these files for each rank; the least recently used blocks go."
         ),
         "kv_landing_bytes": Option(
             type=int, default=4 << 30, help="Bytes of host memory on each rank for blocks that arrive."

@@ -19,10 +19,14 @@ from evener_stages.host_groups import open_groups
 
 
 def assemble_split(
-    config: Config, search: BackendSearch, serving: bool = False, ranks: RankGroups | RankPlacement | None = None
-) -> Assembly:
+    config: Config, search: BackendSearch, serving: bool = False, ranks: RankGroups | RankPlacement | None = None,
+    measure: bool = True,
+) -> Assembly:  # fmt: skip
     """As ``assemble``. The layers are divided by measurement, unless ``infer.pp_layer_partition`` is set, or the
     checkpoint was split for some stages.
+
+    Args:
+        measure: False: if an earlier start has not kept the times of layers on all stages, they stay divided equally.
 
     Raises:
         ConfigError: no installed package measures them.
@@ -33,11 +37,14 @@ def assemble_split(
         return a
     what, install = "dividing layers among unlike devices", "evener-inspection, or set infer.pp_layer_partition=equal"
     divide = installed_catalog().need("layer splitter", "", what, install)
-    partition: tuple[int, ...] = divide(config, search, a)
-    infer = replace(config.infer, pp_layer_partition=tuple(map(str, partition)))
+    division = divide(config, search, a, measure)
+    if division is None:
+        return a
+    infer = replace(config.infer, pp_layer_partition=tuple(map(str, division.partition)))
     a = assemble(replace(config, infer=infer), search, serving, a.ranks)
-    reasons = {**a.config.reasons, "infer.pp_layer_partition": "by the time of a layer on each device, and its memory"}
-    return replace(a, config=replace(a.config, reasons=reasons))
+    reason = f"by the time of a layer on each device, and its memory: {'; '.join(division.lines)}"
+    a.resolver.manifest.notes.append(f"layers are divided {reason}")
+    return replace(a, config=replace(a.config, reasons={**a.config.reasons, "infer.pp_layer_partition": reason}))
 
 
 def meet(

@@ -245,8 +245,8 @@ class RequestTimer:
         self._metrics.request_max_generation_tokens.add(max(self._tokens.values(), default=0))
 
 
-#: Counters of ``infer.resident_experts``, ``infer.kv_host_memory`` and ``offload.kv_transfer``: only such runs have
-#: them.
+#: Counters of ``infer.resident_experts``, ``infer.kv_host_memory``, ``offload.kv_files`` and ``offload.kv_transfer``:
+#: only such runs have them.
 _OF_HOST_MEMORY = {
     "expert_hits": "Experts that layers needed and that were on the device.",
     "expert_misses": "Experts that layers needed and that were copied to the device.",
@@ -255,6 +255,11 @@ _OF_HOST_MEMORY = {
     "kv_host_hit_tokens": "Tokens whose KV cache came from host memory.",
     "kv_host_stored_bytes": "Bytes of KV cache blocks that were copied to host memory.",
     "kv_host_loaded_bytes": "Bytes of KV cache blocks that were copied from host memory to the device.",
+    "kv_files_hits": "Requests that got KV cache blocks from files.",
+    "kv_files_hit_tokens": "Tokens whose KV cache came from files.",
+    "kv_files_stored_blocks": "KV cache blocks that were written to files.",
+    "kv_files_failures": "KV cache blocks that could not be written to files or read from them.",
+    "kv_files_skipped_blocks": "KV cache blocks that left too fast to be written to files.",
     "kv_transfer_held": "Requests whose KV cache blocks were held for another server.",
     "kv_transfer_hits": "Requests that got KV cache blocks from another server.",
     "kv_transfer_hit_tokens": "Tokens whose KV cache came from another server.",

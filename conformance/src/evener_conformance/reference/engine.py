@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,13 @@ def play(
     messages: Sequence[ToController],
     aborts: Mapping[str, int] | None = None,
     arrivals: Mapping[str, int] | None = None,
-    how: type[Abort] | type[Finish] = Abort,
+    how: Callable[[str], Abort | Finish] = Abort,
     steps: int = 5000,
 ) -> RunResult:
     """Run until every request has ended or the engine is dead.
 
     Args:
-        aborts: request → number of its tokens after which ``how`` ends it.
+        aborts: request → number of its tokens after which ``how`` ends it: once, called with its id.
         arrivals: request → step before which it arrives; default 0.
     """
     played, waiting = RunResult(), dict(aborts or {})

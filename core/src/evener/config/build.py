@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from evener.config.keys import Override, find_key_spec, flatten
 from evener.config.old_spellings import installed_spellings
 from evener.config.packages import Packages
 from evener.config.schema import SECTIONS, Config, key_specs
+from evener.config.stages import stage_part
 from evener.errors import ConfigError
 from evener.key_spec import format_value, parse, read
 
@@ -89,20 +90,19 @@ def construct(flat: Mapping[str, Any], packages: Packages, claimed: Iterable[str
             ops[name] = read(key, spec, raw)
         else:
             options.setdefault(section, {})[name] = read(key, spec, raw)
-    if (infer := sections["infer"]).get("stages"):
-        infer.setdefault("pp_size", len(infer["stages"]))
     if not top.get("model"):
         raise ConfigError(
             "no model is given: write its folder first, as in `evener serve /path/to/model`, or model=/path/to/model"
         )
+    if sections["infer"].get("stages"):
+        top, sections["infer"] = stage_part("settle")(top, sections["infer"])
     built: dict[str, Any] = {name: SECTIONS[name](**values) for name, values in sections.items()}
     config = Config(**top, **built, ops=ops, options=options)
-    _check_claimed(config, claimed)
+    _check_claimed(config, tuple(claimed))
     return config
 
 
-def _check_claimed(config: Config, claimed: Iterable[str]) -> None:
-    names = list(claimed)
+def _check_claimed(config: Config, names: Sequence[str]) -> None:
     # The loader reports a missing folder, with a better message.
     if not names or not os.path.isdir(config.model):
         return

@@ -66,8 +66,8 @@ class InferConfig(Section):
     layers: tuple[str, ...] = option((), "names", "Numbers of the layers that run, as in 0-3,60, to measure a model "
         "that does not fit; none: all. The text is not the model's, so a server refuses the key.")  # fmt: skip
     stages: tuple[str, ...] = option(
-        (), "names", "Backend of each pipeline stage, with the index of its device if wanted, as in cpu:0,cpu:1; none: "
-        "all on one backend. Needs evener-offload."
+        (), "names", "Backend of each pipeline stage, with the index of its device if wanted, as in cpu:0,cpu:1; auto: "
+        "all accelerators here, and the host if it must; none: all on one backend. Needs evener-offload."
     )  # fmt: skip
     pp_prefill_reqs: int | Auto = option(
         "auto", "int", "With pipeline stages: maximum number of prefill requests in one plan; auto: their share.",

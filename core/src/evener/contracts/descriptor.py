@@ -131,8 +131,8 @@ class Descriptor:
         layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
             how many layers each stage gets, where stages are on unlike devices; see ``evener_stages.assembly``.
         stage_parts: (optional, for packages pinned to their core's version) ``{"check": "module:function", …}``: what
-            stages on unlike devices need, ``check``, ``config``, ``device``, ``meet`` and ``assemble``; called as
-            functions of ``evener_stages``.
+            stages on unlike devices need, ``settle``, ``check``, ``config``, ``device``, ``meet`` and ``assemble``;
+            called as functions of ``evener_stages``.
         launchers: (optional, for packages pinned to their core's version) ``{"torchrun": "module:Class"}``: knows the
             ranks that a launcher has started; called as ``evener_torchrun.ranks.TorchrunEnv``.
         placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a

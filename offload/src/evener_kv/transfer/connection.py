@@ -45,7 +45,8 @@ class Channel:
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._socket, self.deadline = sock, deadline
         self._encode = msgspec.msgpack.Encoder().encode
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def __enter__(self) -> Channel:
         return self

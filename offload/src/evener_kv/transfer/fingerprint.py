@@ -1,4 +1,4 @@
-"""What two servers must have in common so that one may go on with the other's state.
+"""What two servers, or two runs of one, must have in common so that one may go on with the other's state.
 
 The same model: of each of its files the size, and bytes of its beginning, its end and places between, with the options
 that change weights. The same state: kinds, shapes, dtypes, scales, tokens of a block, and the same ranks. Backend and
@@ -51,7 +51,7 @@ def _files(path: Path) -> Iterator[Path]:
         ConfigError: there are none.
     """
     if not path.exists():
-        raise ConfigError(f"offload.kv_transfer compares the model's files, and {path} is none; give a folder or file")
+        raise ConfigError(f"the KV cache is told apart by the model's files, and {path} is none; give a folder or file")
     if path.is_file():
         yield path
     else:
