@@ -153,9 +153,11 @@ class ResponseJob(TranslatedJob):
             "text": {"format": _text_format(body)}, "tool_choice": body.tool_choice or "auto",
             "tools": [{"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
                       for i, tool in enumerate(body.tools or ()) if f"tools[{i}]" not in body.without_effect()],
-            "top_logprobs": body.top_logprobs or 0, "truncation": "disabled", "user": body.user,
+            "top_logprobs": body.top_logprobs or 0, "truncation": "disabled",
             "metadata": body.metadata or {},
-            "usage": None if generation is None else _usage(generation.usage(), self._reasoning_tokens),
+            # OpenAI's document has no null for these.
+            **({} if body.user is None else {"user": body.user}),
+            **({} if generation is None else {"usage": _usage(generation.usage(), self._reasoning_tokens)}),
         }  # fmt: skip
 
 
