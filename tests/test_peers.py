@@ -127,7 +127,7 @@ def test_flags_become_keys_and_a_flag_without_a_key_is_a_missing_feature() -> No
     keys = settings("org/model", ["--max_model_len", "512", "--enforce-eager", "--lora-modules", "a=b", "--seed=3"])
     assert keys == {
         "serve.served_model_name": "org/model", "infer.max_seq_len": "512", "infer.use_cuda_graph": "false",
-        "infer.lora_modules": "a=b", "seed": "3",
+        "infer.lora_modules": "a=b", "seed": "3", "server.show_cached_tokens": "false",
     }  # fmt: skip
     assert settings("m", ["--runner", "pooling", "--dtype", "float32"]).items() >= {
         "infer.task": "embed", "dtype": "float32",

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parent / "clients/published_documents.py"
 KEYS = ("load=dummy", "infer.max_seq_len=4096", "infer.kv_memory=16MiB")
 
 
-#: For each part of the documents: what is checked; whether the model reasons, None: it embeds; schemas that are reached.
+#: For each part of the documents: what is checked; whether the model reasons (None: it embeds); schemas to be reached.
 DOCUMENTS: dict[str, tuple[str, bool | None, set[str]]] = {
     "generation": (
         "OpenAI's OpenAPI document: answers, chunks and events of six endpoints, errors", False,
@@ -54,8 +54,8 @@ def keys(folder: Path, reasons: bool | None) -> list[str]:
     template = folder / "tools.jinja"
     source = Path(__file__).with_name("vllm_peer") / "template.jinja"
     template.write_text(f"{{%- set reasons = {str(reasons).lower()} -%}}\n{source.read_text('utf-8')}", "utf-8")
-    parser = ["server.reasoning_parser=think", "server.thinking_budget=16"] if reasons else ["server.reasoning_parser=none"]
-    return [*KEYS, f"server.chat_template={template}", "server.tool_parser=hermes", *parser]
+    parser = f"server.reasoning_parser={'think' if reasons else 'none'}"
+    return [*KEYS, f"server.chat_template={template}", "server.tool_parser=hermes", "server.thinking_budget=16", parser]
 
 
 @pytest.mark.parametrize("part", DOCUMENTS)

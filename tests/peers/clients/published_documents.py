@@ -179,7 +179,8 @@ RESPONSES: tuple[dict[str, Any], ...] = (
     {"reasoning": {"effort": "low"}, "max_output_tokens": 60}, {"truncation": "disabled"},
 )  # fmt: skip
 MESSAGES: tuple[dict[str, Any], ...] = (
-    {}, {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1100}, {"system": "Be brief."}, {"stop_sequences": ["e"]}, {"max_tokens": 60},
+    {}, {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1100}, {"system": "Be brief."},
+    {"stop_sequences": ["e"]}, {"max_tokens": 60},
     {"tools": [{"name": "look", "description": "Looks.", "input_schema": PARAMETERS}], "tool_choice": {"type": "any"},
      "max_tokens": 60},
 )  # fmt: skip
@@ -261,7 +262,8 @@ class OpenAI(Checker):
         for path in "/nothing", "/models/other":
             self._refused("get", path, 404)
         for path, given in (
-            ("/chat/completions", {"messages": QUESTION}), ("/completions", {"prompt": "x"}), ("/responses", {"input": "x"}),
+            ("/chat/completions", {"messages": QUESTION}), ("/completions", {"prompt": "x"}),
+            ("/responses", {"input": "x"}),
         ):  # fmt: skip
             self._refused("post", path, 404, model="other", **given)
             for wrong in {"temperature": -1}, {"temperature": "hot"}, {"stream": 7}, {"top_p": []}:

@@ -30,7 +30,9 @@ _ERROR_TYPES = {
 
 #: What the API says of every message, and of its usage, and this server has nothing of.
 _NONE: Mapping[str, Any] = {"stop_details": None, "container": None}
-_NONE_OF_USAGE: Mapping[str, Any] = dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier"))
+_NONE_OF_USAGE: Mapping[str, Any] = {
+    "cache_creation": None, "inference_geo": None, "server_tool_use": None, "service_tier": None,
+}  # fmt: skip
 
 #: The body of every error, for the API's description.
 ERROR_SCHEMA: Mapping[str, Any] = {
@@ -85,7 +87,8 @@ class MessageJob(TranslatedJob):
             if not begun:
                 begun = True
                 # As in vLLM's API: the whole prompt first, and its parts at the end.
-                begin = dict.fromkeys(self._usage(generation)) | {"input_tokens": generation.prompt_tokens, "output_tokens": 0}
+                known = {"input_tokens": generation.prompt_tokens, "output_tokens": 0}
+                begin = dict.fromkeys(self._usage(generation)) | known
                 message = {**self._message(generation, []), "usage": begin}
                 yield named_event({"type": "message_start", "message": message})
             if events:
@@ -176,11 +179,14 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"], "strict": True}}
 
 
-def _usage(generation: Generation, info: EngineInfo) -> dict[str, int]:
+def _usage(generation: Generation, info: EngineInfo) -> dict[str, int | None]:
     """Tokens of the prompt that were in the cache, and those that this request put there, are counted apart from the
     others. The cache keeps whole blocks."""
     usage = generation.usage()
-    prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    prompt, cached = usage["prompt_tokens"], generation.shown_cached_tokens
+    if cached is None:
+        return {"input_tokens": prompt, "cache_read_input_tokens": None, "cache_creation_input_tokens": None,
+                "output_tokens": usage["completion_tokens"]}  # fmt: skip
     size = setting(info, "infer.block_size", None) if setting(info, "infer.prefix_cache", True) else None
     created = max(prompt - prompt % size - cached, 0) if size else 0
     return {
