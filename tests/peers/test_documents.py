@@ -1,12 +1,13 @@
-"""Every answer conforms to the OpenAPI documents that OpenAI and Anthropic publish.
+"""Every answer conforms to the OpenAPI documents that OpenAI and Anthropic publish, and to its own.
 
-A package has the documents: see clients/published_documents.py. The model has random weights, as the form of an answer
-does not depend on its text.
+A package has the vendors' documents: see clients/published_documents.py. The model has random weights: the form of an
+answer does not depend on its text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,3 +73,26 @@ def test_answers_conform_to_the_documents_that_the_vendors_publish(
     assert found["checked"].keys() >= schemas
     if part == "generation":
         assert len(found["known"]) == found["listed"], f"a known difference was not seen: {found['known']}"
+
+
+#: What holds for every answer to whatever schemathesis makes from the document.
+CHECKS = (
+    "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
+)  # fmt: skip
+
+
+def test_answers_conform_to_the_servers_own_document(
+    places: Places, environ: dict[str, str], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("client", f"schemathesis {version('schemathesis')}")
+    record_property("what", "requests made from /openapi.json, right and wrong: no 5xx; status and type as stated")
+    short = ("request.max_new_tokens=8", "server.tokenizer_info=true")
+    with Served.model(tiny_model(tmp_path / "tiny"), *keys(tmp_path, reasons=False), *short) as server:
+        output = run(
+            places.python.with_name("schemathesis"), "run", f"{server.url}/openapi.json", "--checks", ",".join(CHECKS),
+            "--phases", "fuzzing", "--max-examples", "5", "--max-time", "180", "--seed", "1",
+            "--generation-deterministic", "--no-color", "--no-shrink",
+            environ=environ, folder=tmp_path,
+        )  # fmt: skip
+    tested = re.search(r"Selected: (\d+)/\d+\s+Tested: (\d+)", output)
+    assert tested is not None and tested[1] == tested[2], f"not every operation was tested:\n{output[-3000:]}"
