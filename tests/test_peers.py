@@ -167,10 +167,10 @@ def test_files_that_import_vllm_can_be_imported_and_calls_of_it_in_a_test_are_no
     assert module.real_class is module.real_class and issubclass(module.SomeError, Exception)
     assert not module.anything.is_there and list(module.anything()) == []
     assert importlib.import_module("peervllm").real == 7
-    assert [each for each in module.KINDS] == []
+    assert list(module.KINDS) == []
     package.running = True
     with pytest.raises(OwnCode, match="KINDS"):  # a loop over nothing would check nothing
-        [each for each in module.KINDS]
+        list(module.KINDS)
     package.calls.clear()
     with pytest.raises(OwnCode, match=r"peervllm\.some\.module\.real_class"):
         module.real_class(1)
