@@ -127,7 +127,7 @@ def test_flags_become_keys_and_a_flag_without_a_key_is_a_missing_feature() -> No
     keys = settings("org/model", ["--max_model_len", "512", "--enforce-eager", "--lora-modules", "a=b", "--seed=3"])
     assert keys == {
         "serve.served_model_name": "org/model", "infer.max_seq_len": "512", "infer.use_cuda_graph": "false",
-        "infer.lora_modules": "a=b", "seed": "3",
+        "infer.lora_modules": "a=b", "seed": "3", "server.show_cached_tokens": "false",
     }  # fmt: skip
     assert settings("m", ["--runner", "pooling", "--dtype", "float32"]).items() >= {
         "infer.task": "embed", "dtype": "float32",
@@ -167,7 +167,11 @@ def test_files_that_import_vllm_can_be_imported_and_calls_of_it_in_a_test_are_no
     assert module.real_class is module.real_class and issubclass(module.SomeError, Exception)
     assert not module.anything.is_there and list(module.anything()) == []
     assert importlib.import_module("peervllm").real == 7
+    assert list(module.KINDS) == []
     package.running = True
+    with pytest.raises(OwnCode, match="KINDS"):  # a loop over nothing would check nothing
+        list(module.KINDS)
+    package.calls.clear()
     with pytest.raises(OwnCode, match=r"peervllm\.some\.module\.real_class"):
         module.real_class(1)
     with pytest.raises(OwnCode):

@@ -55,7 +55,8 @@ def test_the_usage_counts_what_a_request_put_into_the_prefix_cache(make_api: Cal
     usage = message(api, max_tokens=3)["usage"]
     length = len(api.engine.sent[-1].prompt)
     expected = {"cache_read_input_tokens": 4, "cache_creation_input_tokens": length // 4 * 4 - 4}
-    assert usage == {**expected, "input_tokens": length % 4, "output_tokens": 3}
+    counts = {**expected, "input_tokens": length % 4, "output_tokens": 3}
+    assert {name: usage[name] for name in counts} == counts
     first, *_, last, _ = events(send(api, max_tokens=3, stream=True))
     assert first["message"]["usage"]["input_tokens"] == length and last["usage"] == usage
     config["infer.prefix_cache"] = {"value": False}
@@ -66,7 +67,7 @@ def test_the_usage_counts_what_a_request_put_into_the_prefix_cache(make_api: Cal
 def test_a_message_is_answered(says: Callable[..., Any]) -> None:
     api = says("Hello.", cached=2)
     body = message(api, system="Be brief.")
-    assert body["content"] == [{"type": "text", "text": "Hello."}] and body["id"].startswith("msg_")
+    assert body["content"] == [{"type": "text", "text": "Hello.", "citations": None}] and body["id"].startswith("msg_")
     assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
     usage = body["usage"]
     assert usage["output_tokens"] == 7 and usage["cache_read_input_tokens"] == 2
@@ -77,8 +78,9 @@ def test_a_message_is_answered(says: Callable[..., Any]) -> None:
 def test_thinking_text_and_calls_are_blocks(says: Callable[..., Any]) -> None:
     body = message(says(ALL), tools=[WEATHER], **THINKING)
     thinking, text, *calls = body["content"]
+    assert body["usage"]["output_tokens_details"] == {"thinking_tokens": len("I look.")}
     assert thinking == {"type": "thinking", "thinking": "I look.", "signature": ""}
-    assert text == {"type": "text", "text": "Let me see."} and body["stop_reason"] == "tool_use"
+    assert text == {"type": "text", "text": "Let me see.", "citations": None} and body["stop_reason"] == "tool_use"
     assert [(call["type"], call["name"], call["input"]) for call in calls] == [
         ("tool_use", "get_weather", {"city": "Paris"})
     ] * 2
@@ -88,7 +90,7 @@ def test_thinking_text_and_calls_are_blocks(says: Callable[..., Any]) -> None:
 def test_thinking_is_given_out_only_if_it_was_asked_for(says: Callable[..., Any]) -> None:
     api = says("<think>\nhm</think>\n\nYes.")
     for fields in ({}, {"thinking": {"type": "disabled"}}):
-        assert message(api, **fields)["content"] == [{"type": "text", "text": "Yes."}]
+        assert message(api, **fields)["content"] == [{"type": "text", "text": "Yes.", "citations": None}]
     assert [block["type"] for block in message(api, thinking={"type": "adaptive"})["content"]] == ["thinking", "text"]
 
 
@@ -153,7 +155,7 @@ def test_why_a_message_ended(says: Callable[..., Any]) -> None:
     assert message(api, max_tokens=3)["stop_reason"] == "max_tokens"
     body = message(api, stop_sequences=["x", ", th"])
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", ", th")
-    assert body["content"] == [{"type": "text", "text": "One, two"}]
+    assert body["content"] == [{"type": "text", "text": "One, two", "citations": None}]
 
 
 def test_a_call_that_was_cut_off_keeps_its_text(says: Callable[..., Any]) -> None:
@@ -245,6 +247,7 @@ def test_errors_have_anthropics_form(says: Callable[..., Any], fields: dict[str,
 def test_another_model_is_not_found(says: Callable[..., Any]) -> None:
     response = send(says("Hi."), model="other")
     assert response.status_code == 404 and response.json()["error"]["type"] == "not_found_error"
+    assert response.json()["request_id"] == response.headers["x-request-id"]
 
 
 def test_a_stream_that_fails_ends_with_an_error_event(make_server: Any, http: httpx.Client) -> None:

@@ -107,6 +107,9 @@ def test_the_events_of_a_stream_add_up_to_the_whole(says: Callable[..., Any]) ->
     whole = answer(api, tools=[WEATHER])
     assert [item["type"] for item in whole["output"]] == [item["type"] for item in last["output"]]
     assert last["usage"] == whole["usage"]
+    # OpenAI's document has no null for them.
+    assert not {"usage", "user"} & found[0]["response"].keys() and "user" not in whole
+    assert answer(api, user="me")["user"] == "me"
 
 
 def test_items_of_every_kind_reach_the_template(says: Callable[..., Any]) -> None:

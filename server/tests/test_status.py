@@ -212,3 +212,15 @@ def test_stats_say_how_busy_the_engine_is(make_api: Any, error: Any) -> None:
     api.engine.die("the worker was killed")
     response = api.get("/stats")
     assert response.status_code == 503 and "the worker was killed" in error(response)["message"]
+
+
+def test_the_description_states_the_types_of_answers(api: Any) -> None:
+    paths = api.get("/openapi.json").json()["paths"]
+
+    def kinds(path: str, method: str = "post") -> set[str]:
+        return set(paths[path][method]["responses"]["200"]["content"])
+
+    for path in ("chat/completions", "completions", "responses", "messages"):
+        assert kinds(f"/v1/{path}") == {"application/json", "text/event-stream"}
+    assert kinds("/metrics", "get") == {"text/plain"}
+    assert "503" in paths["/ready"]["get"]["responses"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from evener.errors import ConfigError
+from evener_conformance.fake_engine import FakeEngine
 from evener_server.options import ServerOptions
 
 
@@ -160,3 +161,21 @@ def test_answers_have_the_times_of_their_request(make_api: Any, sse: Any) -> Non
 
 def test_answers_have_no_times_by_default(api: Any) -> None:
     assert "metrics" not in api.chat().json() and "metrics" not in api.complete().json()
+
+
+def test_cached_tokens_are_not_shown_where_the_operator_says_so(make_api: Callable[..., Any], sse: Any) -> None:
+    shown, hidden = (
+        make_api(FakeEngine(cached=2), options=ServerOptions(show_cached_tokens=show)) for show in (True, False)
+    )
+    assert shown.chat().json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    counts = {"prompt_tokens", "completion_tokens", "total_tokens"}
+    assert hidden.chat().json()["usage"].keys() == counts
+    assert hidden.complete().json()["usage"].keys() == counts
+    *_, last, _ = sse(hidden.chat(stream=True, stream_options={"include_usage": True}))
+    assert last["usage"].keys() == counts
+    body = {"input": "hello", "max_output_tokens": 4}
+    for api, cached in (shown, 2), (hidden, 0):
+        assert api.post("/v1/responses", body).json()["usage"]["input_tokens_details"]["cached_tokens"] == cached
+    message = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    usage = hidden.post("/v1/messages", message).json()["usage"]
+    assert usage["cache_read_input_tokens"] is None and usage["input_tokens"] == len(hidden.engine.sent[-1].prompt)

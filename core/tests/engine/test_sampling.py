@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import DRAWS, FILTERS, LOGITS, VOCABULARY, exact, fits
 from test_memory_measured import Meter
 
 from evener.contracts.ops import OpFunction
 from evener.engine.sampling.sampler import Sampler
 from evener.ops.reference import sampling
-
-DRAWS, VOCABULARY = 100_000, 12
-LOGITS = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(11)) * 1.5
 
 
 def op(name: str, vocabulary: int = VOCABULARY) -> OpFunction:
@@ -47,60 +45,8 @@ def draw(
     )
 
 
-def exact(
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, logits: list[float] | None = None
-) -> list[float]:
-    """The distribution by hand, one token after another."""
-    weights = [math.exp(v / temperature) for v in logits or LOGITS.tolist()]
-    order = sorted(range(VOCABULARY), key=lambda i: -weights[i])
-    kept = order[:top_k] if top_k else order
-    total = sum(weights[i] for i in kept)
-    nucleus, mass = [], 0.0
-    for i in kept:
-        if mass < top_p:
-            nucleus.append(i)
-        mass += weights[i] / total
-    final = [i for i in nucleus if weights[i] >= min_p * weights[order[0]]]
-    mass = sum(weights[i] for i in final)
-    return [weights[i] / mass if i in final else 0.0 for i in range(VOCABULARY)]
-
-
-def fits(counts: list[int], expected: list[float]) -> bool:
-    """Chi-square with p > 1e-4; bins that expect fewer than 5 are one."""
-    total = sum(counts)
-    assert all(count == 0 for count, p in zip(counts, expected, strict=True) if p == 0), "a removed token was drawn"
-    bins = [(c, total * p) for c, p in zip(counts, expected, strict=True) if p > 0]
-    small = [(c, e) for c, e in bins if e < 5]
-    bins = [(c, e) for c, e in bins if e >= 5]
-    rest = float(sum(c for c, _ in small)), sum(e for _, e in small)
-    if rest[1] >= 5:
-        bins.append(rest)  # type: ignore[arg-type]
-    elif rest[1] and rest[0] > 25:
-        return False
-    if len(bins) < 2:
-        return sum(c for c, _ in bins) + rest[0] == total
-    statistic = sum((c - e) ** 2 / e for c, e in bins)
-    halves = torch.tensor([(len(bins) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return torch.special.gammaincc(halves[0], halves[1]).item() > 1e-4
-
-
 @pytest.mark.parametrize("by", ["position", "seed"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 2.0},
-        {"top_k": 1},
-        {"top_k": 4},
-        {"top_k": 99},
-        {"top_p": 0.7},
-        {"top_p": 0.01},
-        {"min_p": 0.15},
-        {"temperature": 1.4, "top_k": 8, "top_p": 0.85, "min_p": 0.1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
 def test_draws_have_the_exact_distribution(settings: dict[str, Any], by: str) -> None:
     counter = torch.arange(DRAWS, dtype=torch.int32)
     fixed = torch.full_like(counter, 12345)
@@ -160,6 +106,30 @@ def test_draws_under_penalties_and_biases_have_the_exact_distribution(settings: 
     assert fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), expected)
     if settings != {"bias": {4: -100.0}}:
         assert not fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), [p or 1e-9 for p in exact()])
+
+
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
+def test_draws_of_allowed_tokens_have_the_exact_distribution(settings: dict[str, Any]) -> None:
+    allowed = [0, 2, 3, 5, 8, 9, 11]
+    mask = torch.full((DRAWS, 1), sum(1 << i for i in allowed), dtype=torch.int32)
+    logits = op("apply_mask")(LOGITS.expand(DRAWS, -1), mask)
+    ids = draw(logits, seeds=torch.arange(DRAWS, dtype=torch.int32), **settings)
+    left = [x if i in allowed else -math.inf for i, x in enumerate(LOGITS.tolist())]
+    counts = torch.bincount(ids.long(), minlength=VOCABULARY).tolist()
+    assert fits(counts, exact(**settings, logits=left))
+
+
+@pytest.mark.parametrize("tokens", [5, 6], ids=["below", "at"])
+def test_draws_below_the_least_number_of_tokens_have_no_end_and_the_exact_distribution(tokens: int) -> None:
+    ends, until = [2, 7], 6
+    counter = torch.arange(DRAWS, dtype=torch.int32)
+    entries = torch.tensor([ends], dtype=torch.int32).expand(DRAWS, -1)
+    barred, at = torch.full_like(entries, -math.inf, dtype=torch.float32), torch.full_like(counter, tokens)
+    logits = LOGITS.expand(DRAWS, -1).contiguous()
+    logits = op("add_bias")(logits, entries, barred, torch.full_like(entries, until), at)
+    ids = draw(logits, 0.8, seeds=counter, positions=at)
+    left = [-math.inf if i in ends and tokens < until else x for i, x in enumerate(LOGITS.tolist())]
+    assert fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), exact(0.8, logits=left))
 
 
 def test_the_check_itself_notices_a_wrong_distribution() -> None:

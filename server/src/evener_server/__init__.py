@@ -137,6 +137,12 @@ descriptor = Descriptor(
         "root_path": Option(
             type=str, default="", help="Path that a proxy puts before every route, such as /llm; both are answered."
         ),
+        "show_cached_tokens": Option(
+            type=bool,
+            default=True,
+            help="The usage says how many tokens of the prompt were in the prefix cache; false: clients do not learn "
+            "from it what others have sent.",
+        ),
         "thinking_budget": Option(
             type=int, default=None, help="Tokens that reasoning may have, for requests that do not say."
         ),

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse
 
 from evener.async_llm import AsyncLLM
 from evener.errors import EvenerError, OverloadedError
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 B = TypeVar("B", bound=PromptBody)
 
+_STREAM = "text/event-stream"
 #: Fields of pairs of texts.
 _PAIRS = frozenset({"text_1", "queries", "data_1"})
 _ERROR_TEXTS = {
@@ -71,10 +73,15 @@ _ERROR_TEXTS = {
 }
 
 
-def _errors(texts: Mapping[int, str] = _ERROR_TEXTS, schema: str = "Error") -> dict[int | str, dict[str, Any]]:
-    """What an endpoint answers when it does not answer."""
+def _errors(
+    texts: Mapping[int, str] = _ERROR_TEXTS, schema: str = "Error", also: str | None = None
+) -> dict[int | str, dict[str, Any]]:
+    """What an endpoint answers when it does not answer. ``also``: what an answer may be besides JSON."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
-    return {status: {"description": text, "content": content} for status, text in texts.items()}
+    found: dict[int | str, dict[str, Any]] = {
+        status: {"description": text, "content": content} for status, text in texts.items()
+    }
+    return found if also is None else {200: {"content": {also: {"schema": {"type": "string"}}}}, **found}
 
 
 def create_app(
@@ -158,7 +165,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
         return _json({"status": "alive"})
 
     @app.head("/ready", include_in_schema=False)
-    @app.get("/ready")
+    @app.get("/ready", responses=_errors({503: _ERROR_TEXTS[503]}))
     async def ready() -> Response:
         status.check_ready(service.llm)
         return _json({"status": "ready"})
@@ -171,7 +178,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
     async def load() -> Response:
         return _json({"server_load": len(service.running)})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(await status.metrics(service), media_type=CONTENT_TYPE)
 
@@ -194,7 +201,7 @@ def _accept(request: Request, service: Service, kind: type[B], value: dict[str, 
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody), responses=_errors())
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody), responses=_errors(also=_STREAM))
     async def chat_completions(request: Request) -> Response:
         return GenerationResponse(ChatJob(service, await _read(request, service, ChatBody)))
 
@@ -206,7 +213,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def decisions(request: Request) -> Response:
         return GenerationResponse(DecisionJob(service, await _read(request, service, DecisionBody)))
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody), responses=_errors())
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody), responses=_errors(also=_STREAM))
     async def completions(request: Request) -> Response:
         return GenerationResponse(CompletionJob(service, await _read(request, service, CompletionBody)))
 
@@ -234,7 +241,7 @@ def _add_pooled(app: FastAPI, service: Service) -> None:
 def _add_invocations(app: FastAPI, service: Service) -> None:
     kinds = (ChatBody, CompletionBody, EmbeddingBody, EmbeddingChat, RerankBody, ScoreBody)
 
-    @app.post("/invocations", openapi_extra=_schema(*kinds), responses=_errors())
+    @app.post("/invocations", openapi_extra=_schema(*kinds), responses=_errors(also=_STREAM))
     async def invocations(request: Request) -> Response:
         """SageMaker's name for all: a conversation, a prompt, texts to embed, or to compare."""
         value = await read_object(request, service.limits)
@@ -283,13 +290,15 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 def _add_adapters(app: FastAPI, service: Service, folder: str) -> None:
     loading = asyncio.Lock()  # those that wait take no thread from other requests
 
-    @app.post("/v1/load_lora_adapter", openapi_extra=_schema(LoadAdapterBody), responses=_errors())
+    text: dict[str, Any] = {"response_class": PlainTextResponse, "responses": _errors()}
+
+    @app.post("/v1/load_lora_adapter", openapi_extra=_schema(LoadAdapterBody), **text)
     async def load_lora_adapter(request: Request) -> Response:
         body = await _read(request, service, LoadAdapterBody)
         async with loading:
             return Response(await load_adapter(service, folder, body), media_type="text/plain")
 
-    @app.post("/v1/unload_lora_adapter", openapi_extra=_schema(UnloadAdapterBody), responses=_errors())
+    @app.post("/v1/unload_lora_adapter", openapi_extra=_schema(UnloadAdapterBody), **text)
     async def unload_lora_adapter(request: Request) -> Response:
         body = await _read(request, service, UnloadAdapterBody)
         return Response(await unload_adapter(service, body), media_type="text/plain")
@@ -299,7 +308,7 @@ def _add_translated(app: FastAPI, service: Service) -> None:
     responses = ResponseStore()
     background = BackgroundResponses(responses)
 
-    @app.post("/v1/responses", openapi_extra=_schema(ResponsesBody), responses=_errors())
+    @app.post("/v1/responses", openapi_extra=_schema(ResponsesBody), responses=_errors(also=_STREAM))
     async def create_response(request: Request) -> Response:
         body = await _read(request, service, ResponsesBody)
         job = ResponseJob(service, responses, body)
@@ -322,7 +331,11 @@ def _add_translated(app: FastAPI, service: Service) -> None:
 
     counter = TokenCounter(service)
 
-    @app.post("/v1/messages", openapi_extra=_schema(MessagesBody), responses=_errors(schema="AnthropicError"))
+    messages: dict[str, Any] = {
+        "openapi_extra": _schema(MessagesBody), "responses": _errors(schema="AnthropicError", also=_STREAM),
+    }  # fmt: skip
+
+    @app.post("/v1/messages", **messages)
     async def create_message(request: Request) -> Response:
         request.state.error_format = error_body
         return GenerationResponse(MessageJob(service, await _read(request, service, MessagesBody)))
@@ -346,7 +359,9 @@ def _add_ksanallm(app: FastAPI, service: Service) -> None:
 
     errors = _errors(schema="KsanaLLMError")
 
-    @app.post("/generate", openapi_extra=_schema(GenerateBody), responses=errors)
+    streamed = _errors(schema="KsanaLLMError", also=_STREAM)
+
+    @app.post("/generate", openapi_extra=_schema(GenerateBody), responses=streamed)
     async def generate(request: Request) -> Response:
         encoding = Encoding.of(request)
         return GenerationResponse(GenerateJob(service, await read(request, encoding, GenerateBody), encoding))

@@ -180,7 +180,7 @@ class DecisionJob(Job):
             for place, question in enumerate(self._body.questions)
         ]
         usage = generation.usage()
-        prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        prompt, cached = usage["prompt_tokens"], generation.shown_cached_tokens or 0
         shown = {
             "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": len(answers), "output_tokens_details": {"reasoning_tokens": 0},

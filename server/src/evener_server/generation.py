@@ -23,10 +23,15 @@ Submit = Callable[[], Awaitable[Stream]]
 
 
 class RunningGenerations:
-    """The running generations of one application, so that a shutdown can end them."""
+    """The running generations of one application, so that a shutdown can end them.
 
-    def __init__(self, llm: AsyncLLM, metrics: Metrics) -> None:
+    Attributes:
+        shows_cached: the usage says how many tokens of the prompt were in the prefix cache.
+    """
+
+    def __init__(self, llm: AsyncLLM, metrics: Metrics, shows_cached: bool = True) -> None:
         self.stop_reason: str | None = None
+        self.shows_cached = shows_cached
         self._llm, self._metrics = llm, metrics
         self._open: set[Generation] = set()
 
@@ -105,17 +110,26 @@ class Generation:
         """Tokens of all prompts, each counted once."""
         return sum(len(stream.prompt_token_ids) for stream in self.streams)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were in the prefix cache. Of a prompt: the smallest number over its samples, as
+        later samples always find the prompt of the first one cached."""
+        places = (range(i * self.n, (i + 1) * self.n) for i in range(len(self.streams)))
+        return sum(min(self._cached.get(place, 0) for place in each) for each in places)
+
+    @property
+    def shown_cached_tokens(self) -> int | None:
+        """The same for clients; None: the operator does not want it shown."""
+        return self.cached_tokens if self._running.shows_cached else None
+
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage. Cached tokens of a prompt: the smallest number over its samples, as later samples always find
-        the prompt of the first one cached."""
-        cached = 0
-        for i in range(len(self.streams)):
-            cached += min(self._cached.get(i * self.n + k, 0) for k in range(self.n))
+        """OpenAI's usage."""
+        cached = self.shown_cached_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            **({} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}),
         }
 
     def times(self) -> dict[str, float]:

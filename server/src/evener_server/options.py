@@ -40,6 +40,7 @@ class ServerOptions:
         page: serve the page for people at /.
         request_metrics: answers have the times of their request.
         root_path: a path before every route.
+        show_cached_tokens: the usage says how many tokens of the prompt were in the prefix cache.
         thinking_budget: tokens that reasoning may have by default.
         tokenizer_info: show the tokenizer's settings.
         trust_request_chat_template: requests may bring their chat template.
@@ -69,6 +70,7 @@ class ServerOptions:
     page: bool = True
     request_metrics: bool = False
     root_path: str = ""
+    show_cached_tokens: bool = True
     thinking_budget: int | None = None
     tokenizer_info: bool = False
     trust_request_chat_template: bool = False

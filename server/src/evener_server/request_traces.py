@@ -213,7 +213,7 @@ def _attributes(generation: Generation) -> Attributes:
         "gen_ai.provider.name": "evener", "gen_ai.response.id": generation.streams[0].request_id,
         "gen_ai.request.choice.count": generation.n,
         "gen_ai.usage.input_tokens": usage["prompt_tokens"], "gen_ai.usage.output_tokens": usage["completion_tokens"],
-        "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
         "gen_ai.response.finish_reasons": [reason for _, reason in sorted(generation.finish_reasons.items())],
         "gen_ai.latency.time_in_queue": times["queue_time_ms"] / 1000,
     }  # fmt: skip

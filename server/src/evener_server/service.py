@@ -63,7 +63,7 @@ class Service:
             llm, self.options.trust_request_chat_template, not self.options.exclude_tools_when_tool_choice_none
         )
         self.metrics = Metrics()
-        self.running = RunningGenerations(llm, self.metrics)
+        self.running = RunningGenerations(llm, self.metrics, self.options.show_cached_tokens)
         self.version = version("evener-server")
         self.key_uses: Mapping[str, KeyUse] = {}
         self.created = int(time.time())

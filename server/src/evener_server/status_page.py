@@ -34,7 +34,7 @@ def add_status_page(app: FastAPI, service: Service) -> None:
     """Add the route."""
 
     @app.head(PATH, include_in_schema=False)
-    @app.get(PATH)
+    @app.get(PATH, responses={200: {"content": {"text/html": {"schema": {"type": "string"}}}}})
     async def status(request: Request) -> Response:
         if service.options.page and _wants_page(request.scope):
             response = file_response(request, page_files()[_FILE])

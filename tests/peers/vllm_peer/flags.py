@@ -71,7 +71,7 @@ FLAGS: Mapping[str, Meaning] = {
     "--enable-chunked-prefill": Unneeded("prompts are always computed in chunks"),
     "--enable-lora": Unneeded("a server with adapters needs no switch for them"),
     "--enable-per-request-metrics": Key("server.request_metrics", "true"),
-    "--enable-prompt-tokens-details": Unneeded("the details are always there"),
+    "--enable-prompt-tokens-details": Key("server.show_cached_tokens", "true"),
     "--gpu-memory-utilization": Unneeded("the device is the CPU", words=1),
     "--lora-module": Key("infer.lora_modules"),
     "--limit-mm-per-prompt": Unneeded("the limit is fixed", words=1),
@@ -111,7 +111,8 @@ def settings(model: str, flags: Sequence[str]) -> dict[str, str]:
         MissingFeature: a flag asks for a feature that evener does not have, or is unknown here.
         NotHere: a flag asks for what cannot be had here.
     """
-    keys = {"serve.served_model_name": model}
+    # vLLM shows the prompt's cached tokens only where a flag says so.
+    keys = {"serve.served_model_name": model, "server.show_cached_tokens": "false"}
     words = [word for flag in flags for word in _split(flag)]
     while words:
         flag = words.pop(0)

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from evener import logs
 from evener.engine.wire.engine_info import EngineInfo
 from evener.errors import RequestError
 from evener_server.anthropic.blocks import Conversation
@@ -27,11 +28,17 @@ _ERROR_TYPES = {
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 
+#: What the API says of every message, and of its usage, and this server has nothing of.
+_NONE: Mapping[str, Any] = {"stop_details": None, "container": None}
+_NONE_OF_USAGE: Mapping[str, Any] = {
+    "cache_creation": None, "inference_geo": None, "server_tool_use": None, "service_tier": None,
+}  # fmt: skip
+
 #: The body of every error, for the API's description.
 ERROR_SCHEMA: Mapping[str, Any] = {
-    "type": "object", "required": ["type", "error"],
+    "type": "object", "required": ["type", "error", "request_id"],
     "properties": {
-        "type": {"enum": ["error"]},
+        "type": {"enum": ["error"]}, "request_id": {"type": ["string", "null"]},
         "error": {
             "type": "object", "required": ["type", "message"],
             "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
@@ -44,7 +51,8 @@ def error_body(error: ApiError) -> bytes:
     """An error in Anthropic's format; ASCII, so that it can quote whatever a client sent."""
     default = "api_error" if error.status >= 500 else "invalid_request_error"
     found = {"type": _ERROR_TYPES.get(error.status, default), "message": error.message}
-    return json.dumps({"type": "error", "error": found}, separators=(",", ":")).encode("ascii")
+    body = {"type": "error", "error": found, "request_id": logs.request_id.get()}
+    return json.dumps(body, separators=(",", ":")).encode("ascii")
 
 
 class MessageJob(TranslatedJob):
@@ -64,6 +72,7 @@ class MessageJob(TranslatedJob):
         self._model, self._output = service.adapter(body.model) or service.model_name, MessageOutput()
         self._stop_reason, self._info = "", service.info
         self._stop_sequence: str | None = None
+        self._service, self._thought = service, 0
 
     async def full_response(self, generation: Generation) -> bytes:
         async for _ in self._events(generation):
@@ -78,13 +87,13 @@ class MessageJob(TranslatedJob):
             if not begun:
                 begun = True
                 # As in vLLM's API: the whole prompt first, and its parts at the end.
-                unknown = {"cache_read_input_tokens": None, "cache_creation_input_tokens": None}
-                begin = {"input_tokens": generation.prompt_tokens, **unknown, "output_tokens": 0}
+                known = {"input_tokens": generation.prompt_tokens, "output_tokens": 0}
+                begin = dict.fromkeys(self._usage(generation)) | known
                 message = {**self._message(generation, []), "usage": begin}
                 yield named_event({"type": "message_start", "message": message})
             if events:
                 yield b"".join(map(named_event, events))
-        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        delta = {**_NONE, "stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         yield named_event({"type": "message_delta", "delta": delta, "usage": self._usage(generation)})
         yield named_event({"type": "message_stop"})
 
@@ -103,16 +112,18 @@ class MessageJob(TranslatedJob):
                 self._stop_reason = _STOP_REASONS.get(reason, "end_turn")
                 if reason == "stop" and isinstance(delta.stop_reason, str):
                     self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_reason
+                self._thought = await self._service.count_tokens(message.reasoned or "")
             yield events
 
     def _message(self, generation: Generation, blocks: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": blocks,
-            "stop_reason": None, "stop_sequence": None, "usage": self._usage(generation),
+            "stop_reason": None, "stop_sequence": None, **_NONE, "usage": self._usage(generation),
         }  # fmt: skip
 
-    def _usage(self, generation: Generation) -> dict[str, int]:
-        return _usage(generation, self._info)
+    def _usage(self, generation: Generation) -> dict[str, Any]:
+        thought = {"output_tokens_details": {"thinking_tokens": self._thought}}
+        return {**_NONE_OF_USAGE, **_usage(generation, self._info), **thought}
 
 
 class TokenCounter:
@@ -168,11 +179,14 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"], "strict": True}}
 
 
-def _usage(generation: Generation, info: EngineInfo) -> dict[str, int]:
+def _usage(generation: Generation, info: EngineInfo) -> dict[str, int | None]:
     """Tokens of the prompt that were in the cache, and those that this request put there, are counted apart from the
     others. The cache keeps whole blocks."""
     usage = generation.usage()
-    prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    prompt, cached = usage["prompt_tokens"], generation.shown_cached_tokens
+    if cached is None:
+        return {"input_tokens": prompt, "cache_read_input_tokens": None, "cache_creation_input_tokens": None,
+                "output_tokens": usage["completion_tokens"]}  # fmt: skip
     size = setting(info, "infer.block_size", None) if setting(info, "infer.prefix_cache", True) else None
     created = max(prompt - prompt % size - cached, 0) if size else 0
     return {

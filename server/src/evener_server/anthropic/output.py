@@ -28,11 +28,12 @@ class MessageOutput:
         if delta.get("reasoning"):
             yield from self._text({"type": "thinking", "thinking": "", "signature": ""}, delta["reasoning"])
         elif delta.get("content"):
-            yield from self._text({"type": "text", "text": ""}, delta["content"])
+            yield from self._text({"type": "text", "text": "", "citations": None}, delta["content"])
         for call in delta.get("tool_calls", ()):
             if "id" in call:
+                name = call["function"]["name"]
                 yield from self._begin(
-                    {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+                    {"type": "tool_use", "id": call["id"], "name": name, "input": {}, "caller": {"type": "direct"}}
                 )
             elif text := call["function"]["arguments"]:
                 self._input += text

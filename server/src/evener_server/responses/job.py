@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from evener.contracts.outputs import Delta
@@ -153,9 +153,11 @@ class ResponseJob(TranslatedJob):
             "text": {"format": _text_format(body)}, "tool_choice": body.tool_choice or "auto",
             "tools": [{"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
                       for i, tool in enumerate(body.tools or ()) if f"tools[{i}]" not in body.without_effect()],
-            "top_logprobs": body.top_logprobs or 0, "truncation": "disabled", "user": body.user,
+            "top_logprobs": body.top_logprobs or 0, "truncation": "disabled",
             "metadata": body.metadata or {},
-            "usage": None if generation is None else _usage(generation.usage(), self._reasoning_tokens),
+            # OpenAI's document has no null for these.
+            **({} if body.user is None else {"user": body.user}),
+            **({} if generation is None else {"usage": _usage(generation, self._reasoning_tokens)}),
         }  # fmt: skip
 
 
@@ -178,11 +180,12 @@ def _text_format(body: ResponsesBody) -> dict[str, Any]:
     return body.text.format.model_dump(by_alias=True, exclude_none=True)
 
 
-def _usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:
+def _usage(generation: Generation, reasoning_tokens: int) -> dict[str, Any]:
+    usage = generation.usage()
     return {
         "input_tokens": usage["prompt_tokens"],
         # Nothing is charged for writing to the cache.
-        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": generation.shown_cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage["total_tokens"],
