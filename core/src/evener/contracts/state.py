@@ -143,9 +143,13 @@ class StateKind(ABC):
     """Which blocks of a kind of state are still needed. Prefix reuse and the freeing of blocks follow from it.
 
     Kinds are hashed: one that is a dataclass must be frozen.
+
+    Attributes:
+        undivided: (optional) a token reads tokens behind it, so that one step computes all tokens of a request.
     """
 
     name: str
+    undivided: bool = False
 
     @abstractmethod
     def first_live_block(self, spec: StateSpec, computed: int, block_size: int) -> int:

@@ -188,6 +188,8 @@ class Scheduler:
             )
         if problem := self.media.rejection_reason(message):
             return problem
+        if self.state.undivided and len(message.prompt) > self.step_tokens:
+            return f"the model computes a text in one step, which has {self.step_tokens} tokens: raise infer.step_tokens"
         if not self.adapters.open(message.adapter):
             return "the adapter of this request was unloaded before it arrived; load it again, or name another"
         return None
@@ -216,6 +218,11 @@ class Scheduler:
                 return self._build_plan(new)
         return None
 
+    def _allowed_tokens(self, request: Request, budget: int) -> int:
+        """How many of its tokens a step with this much budget left can compute."""
+        count = self.media.allowed_tokens(request, min(request.tokens_to_compute, budget))
+        return 0 if self.state.undivided and count < request.tokens_to_compute else count
+
     def _fits(self, new: _NewPlan, request: Request, decodes: bool, early: bool = True) -> bool:
         """Whether the plan's quota has room for this request, which then takes its place. ``early``: also a request
         whose last token may still be in a pipeline stage."""
@@ -240,7 +247,7 @@ class Scheduler:
                 continue
             if new.budget == 0:
                 return False
-            count = self.media.allowed_tokens(request, min(request.tokens_to_compute, new.budget))
+            count = self._allowed_tokens(request, new.budget)
             if not count or not self._fits(new, request, request.tokens_to_compute == 1, early):
                 continue
             drafted = self.drafts.propose(request, new.budget - count)
@@ -269,18 +276,17 @@ class Scheduler:
             request = self.adapters.startable(filter(self._is_ready, self.waiting))
             if request is None or not self._fits(new, request, decodes=False):
                 return
-            if request.exclusive and self._busy:
+            # Otherwise it may not have fit the last time, and no block became free.
+            if self._busy and (request.exclusive or self._last_blocked == (request.id, self.state.pool.free)):
                 return
-            if self._busy and self._last_blocked == (request.id, self.state.pool.free):
-                return  # it did not fit the last time, and no block became free
             copies = open_state(self.state, request)
             self.connector.started(request)
             request.slot, request.adapter = self._slots.pop(), self.adapters.start(request.message.adapter)
-            count = self.media.allowed_tokens(request, min(request.tokens_to_compute, new.budget))
+            count = self._allowed_tokens(request, new.budget)
             if not count or not self._plan_row(new, request, count, admit=True):
                 self._release(request)
                 if not count:
-                    return  # this step has no more room for its media
+                    return  # this step has no more room for its media, or for a text that is not divided
                 if not (self._busy or request.exclusive):
                     request.exclusive = not self.connector.give_back()
                     continue

@@ -87,6 +87,8 @@ class StateManager:
         slab = math.lcm(*self.cuts)  # pages: the largest unit that divides every group's blocks
         self.spans = tuple(slab // cut for cut in self.cuts)
         self.blocks, self.pool = blocks, BlockPool(blocks * slab, slab)
+        #: Whether one step computes all tokens of a request.
+        self.undivided = any(kind.undivided for kind in self._kinds)
         self.prefix_cache = prefix_cache
 
     def blocks_for(self, tokens: int, step_tokens: int) -> int:
