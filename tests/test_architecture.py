@@ -184,18 +184,19 @@ def test_only_the_worker_s_part_of_the_adapters_imports_torch() -> None:
 def test_vectors_of_texts_import_only_what_callers_know_and_pooling_only_the_core_below_its_controller() -> None:
     pooled = inside("evener_pooling", GENERATION)
     pooler = {name: pooled.pop(name) for name in ["evener_pooling.pooler"]}
-    own = ("evener_pooling", "evener.plugins.discover", "evener.sampling_params", "evener.contracts", "evener.errors")
+    own = ("evener_pooling", "evener.plugins.discover", "evener.sampling_params", "evener.config.schema",
+           "evener.contracts", "evener.errors")  # fmt: skip
     worker = ("evener.engine.worker.runner", "evener.engine.sampling", "evener.engine.wire")
     assert pooled and violations(pooled, allow_of_evener(*own), typing=True) == []
     assert violations(pooler, allow_of_evener(*own, *worker), typing=True) == []
 
 
 def test_models_import_only_layers_contracts_errors_and_readers_of_tokenizer_files() -> None:
-    own = ("evener_models", "evener_formats.tokenizers")
+    own = ("evener_models", "evener_encoders", "evener_formats.tokenizers")
     allowed = allow_of_evener(*own, "evener.layers", "evener.contracts", "evener.errors")
     foreign = {target.split(".")[0] for module in MODELS.values() for target in targets(module)}
     # huggingface_hub fetches, numpy and PIL resize images.
-    ours = {"evener", "evener_models", "evener_formats"}
+    ours = {"evener", "evener_models", "evener_encoders", "evener_formats"}
     foreign -= sys.stdlib_module_names | ours | {"torch", "numpy", "huggingface_hub", "PIL"}
     assert violations(MODELS, allowed, typing=True) == []
     assert not foreign, "an architecture is torch over shared layers"

@@ -22,18 +22,19 @@ def whole_texts(config: Config, longest: int) -> tuple[Config, Mapping[str, str]
     infer, reasons = config.infer, {}
     length, step = infer.max_seq_len, infer.step_tokens
     if length == "auto":
-        length = longest if step == "auto" else min(longest, step)
-        reasons["infer.max_seq_len"] = "the longest text of this encoder" if length == longest else (
-            f"infer.step_tokens, as a text is computed in one step; the model allows {longest}"
-        )  # fmt: skip
+        length, why = longest, "the longest text of this encoder"
+        if step != "auto" and step < longest:
+            length, why = step, f"infer.step_tokens, as a text is computed in one step; the model allows {longest}"
+        reasons["infer.max_seq_len"] = why
     elif length > longest:
         raise ConfigError(
             f"infer.max_seq_len={length} is more than the {longest} tokens that this encoder has positions for; set at "
             f"most {longest}"
         )
-    if step == "auto" and length > _LEAST_STEP:
-        step, reasons["infer.step_tokens"] = length, "an encoder computes a text in one step"
-    elif step != "auto" and step < length:
+    if step == "auto":
+        if length > _LEAST_STEP:
+            step, reasons["infer.step_tokens"] = length, "an encoder computes a text in one step"
+    elif step < length:
         raise ConfigError(
             f"infer.step_tokens={step} is less than infer.max_seq_len={length}, but an encoder computes a text in one "
             f"step: set infer.step_tokens to at least {length}, or leave one of them out"

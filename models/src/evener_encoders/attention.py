@@ -50,7 +50,7 @@ class WholeTextAttention(WholeTextProvider):
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> _Meta:
         if list(step.host_query_lens) != list(step.host_kv_lens):
-            raise ArchitectureError("a step has a part of a text, but an encoder computes texts whole; tell its authors")
+            raise ArchitectureError("a step has a part of a text, but an encoder computes it whole; tell its authors")
         return _Meta(step.host_query_lens, attention.scale, spec.window)
 
     def attend(self, meta: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

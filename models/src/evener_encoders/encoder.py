@@ -102,7 +102,7 @@ class TextEncoder(Architecture):
     def logits(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         """The rows of ``forward`` as they are, float32 [R, hidden], or their logits of the label, [R, 1]."""
         if self._label is not None:
-            return self._label(hidden)
+            return self._label(hidden)  # type: ignore[no-any-return]
         if self._head is None:
             raise ArchitectureError(f"{type(self).__name__} generates no text: embed with it, or score")
         return hidden

@@ -1,4 +1,4 @@
-"""A layer of an encoder of texts, and the head for a label. Ranks share heads and inner features (Shoeybi et al. 2019)."""
+"""A layer of an encoder of texts, and the head for a label. Ranks share heads and inner features."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class EncoderLayer:
         return self._o(provider.attend(step.metas[self.slot.group], q, k, v).flatten(1))
 
     def _mlp(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        return self._down(self._activate.table[step.bucket](self._up(x)))  # type: ignore[no-any-return]
+        return self._down(self._activate.table[step.bucket](self._up(x)))
 
 
 class LabelHead:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.layers import Builder, RotaryConfig
-from evener.layers.config_json import activation, layer_count, read_float, read_flag, read_int, unsupported
+from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int, unsupported
 from evener_encoders.encoder import TextEncoder
 from evener_encoders.layers import EncoderLayerConfig, LabelHead, Norm
 

@@ -12,8 +12,8 @@ The readers are asked, and rows are pooled, by a package that is pinned to its c
 
 - ``choose``: takes a ``PoolingRequest`` and the model's class, and returns a ``PoolingAnswer``, or None for a model
   that generates text.
-- ``limits``: takes the configuration and ``Architecture.longest_text`` of an encoder, and returns the configuration with
-  room for a whole text in a step, and the reasons for the keys that it has changed.
+- ``limits``: takes the configuration and ``Architecture.longest_text`` of an encoder, and returns the configuration
+  with room for a whole text in a step, and the reasons for the keys that it has changed.
 - ``pooler``: constructed with the model's settings, the number of requests that run at a time, and the worker's
   ``Runner``; it takes the place of sampling (``Runner.instead``).
 - ``vectors``: constructed with the model's settings, the width of its rows, and the numbers that a vector is to have.
@@ -58,11 +58,6 @@ class PoolingSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int] = []
     sigmoid: bool = True
     pairs: bool = False
-
-    @property
-    def whole_prompt(self) -> bool:
-        """Whether it takes more than the last token, so that a prompt is computed even if its state is cached."""
-        return self.pooling != "last"
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -220,12 +220,11 @@ class StateStep:
         """The part of the step with requests ``first`` to ``stop`` only."""
         queries, lengths = self.host_query_lens[first:stop], self.host_kv_lens[first:stop]
         start, end = (sum(self.host_query_lens[:row]) for row in (first, stop))
-        return StateStep(
-            tokens=end - start, requests=stop - first, max_query=max(queries), max_kv=min(self.max_kv, max(lengths)),
-            query_start=self.query_start[first : stop + 1] - start, kv_lens=self.kv_lens[first:stop],
-            positions=self.positions[start:end], slot_mapping=self.slot_mapping[start:end],
-            block_table=self.block_table[first:stop], host_query_lens=queries, host_kv_lens=lengths,
-            captured=self.captured,
+        return replace(
+            self, tokens=end - start, requests=stop - first, max_query=max(queries), positions=self.positions[start:end],
+            max_kv=min(self.max_kv, max(lengths)), query_start=self.query_start[first : stop + 1] - start,
+            kv_lens=self.kv_lens[first:stop], slot_mapping=self.slot_mapping[start:end], host_query_lens=queries,
+            block_table=self.block_table[first:stop], host_kv_lens=lengths,
         )  # fmt: skip
 
 
@@ -417,8 +416,8 @@ class RecurrentProvider(StateProvider):
 
 #: The interface of each built-in kind of state.
 INTERFACES: Mapping[str, type[Any]] = MappingProxyType(
-    {"full": AttentionProvider, "window": AttentionProvider, "chunk": AttentionProvider, "latent": LatentProvider,
-     "index": IndexProvider, "recurrent": RecurrentProvider}
+    {**dict.fromkeys(("full", "window", "chunk"), AttentionProvider), "latent": LatentProvider, "index": IndexProvider,
+     "recurrent": RecurrentProvider}
 )  # fmt: skip
 
 

@@ -32,8 +32,8 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def encode(self, text: str | tuple[str, str], add_special_tokens: bool) -> list[int]:
-        """Ids of ``text``; with ``add_special_tokens`` also BOS and similar tokens, if the model has them. Two texts are
-        a pair, joined as the model was trained with pairs."""
+        """Ids of ``text``; with ``add_special_tokens`` also BOS and similar tokens, if the model has them. Two texts
+        are a pair, joined as the model was trained with pairs."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:

@@ -164,8 +164,7 @@ class Scheduler:
 
     def add(self, message: NewRequest) -> list[FromController]:
         """Accept a request; one that can never run ends at once with reason ``error``."""
-        problem = self._rejection_reason(message)
-        if problem is not None:
+        if (problem := self._rejection_reason(message)) is not None:
             return [Finished(id=message.id, reason="error", error=problem, status=400)]
         request = Request(message, self._arrivals)
         self._arrivals += 1
@@ -189,7 +188,7 @@ class Scheduler:
         if problem := self.media.rejection_reason(message):
             return problem
         if self.state.undivided and len(message.prompt) > self.step_tokens:
-            return f"the model computes a text in one step, which has {self.step_tokens} tokens: raise infer.step_tokens"
+            return f"the model computes a text in one step of {self.step_tokens} tokens at most: raise infer.step_tokens"
         if not self.adapters.open(message.adapter):
             return "the adapter of this request was unloaded before it arrived; load it again, or name another"
         return None
@@ -327,8 +326,7 @@ class Scheduler:
         drafted = drafted or []
         samples = 1 + len(drafted) if request.planned + count == request.length else 0
         count += len(drafted)
-        growth = self.state.grow(request.table, request.planned + count)
-        if growth is None:
+        if (growth := self.state.grow(request.table, request.planned + count)) is None:
             return False
         if admit:
             known, sampling = list(request.tokens), request.message.sampling

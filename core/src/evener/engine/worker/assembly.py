@@ -266,8 +266,7 @@ def find_architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Ar
         ArchitectureError: no package does.
     """
     name = registered_name(checkpoint.architecture, loaded.architectures)
-    target = loaded.architectures.get(name)
-    if target is None:
+    if (target := loaded.architectures.get(name)) is None:
         raise ArchitectureError(
             f"{checkpoint.path} asks for architecture {name!r}, which no installed package registers"
             f"{did_you_mean(name, loaded.architectures)} Type `evener models` for what is installed, and "
