@@ -20,7 +20,7 @@ def write_wordpiece(folder: Path, marks: tuple[str, str] = ("[CLS]", "[SEP]"), t
         marks: written before a text and behind it.
         twice: whether two of the latter are between the texts of a pair, all of one type, as RoBERTa has it.
     """
-    from transformers import PreTrainedTokenizerFast
+    import transformers
 
     first, last = marks
     letters = [*string.ascii_lowercase, *(f"##{letter}" for letter in string.ascii_lowercase)]
@@ -38,4 +38,5 @@ def write_wordpiece(folder: Path, marks: tuple[str, str] = ("[CLS]", "[SEP]"), t
     library.save(str(folder / "tokenizer.json"))
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "cls_token": first, "sep_token": last, "pad_token": "[PAD]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(said), "utf-8")
-    return PreTrainedTokenizerFast(tokenizer_object=library, pad_token="[PAD]", cls_token=first, sep_token=last)
+    make: Any = transformers.PreTrainedTokenizerFast
+    return make(tokenizer_object=library, pad_token="[PAD]", cls_token=first, sep_token=last)

@@ -221,10 +221,10 @@ class StateStep:
         queries, lengths = self.host_query_lens[first:stop], self.host_kv_lens[first:stop]
         start, end = (sum(self.host_query_lens[:row]) for row in (first, stop))
         return replace(
-            self, tokens=end - start, requests=stop - first, max_query=max(queries), positions=self.positions[start:end],
+            self, tokens=end - start, requests=stop - first, max_query=max(queries), host_kv_lens=lengths,
             max_kv=min(self.max_kv, max(lengths)), query_start=self.query_start[first : stop + 1] - start,
             kv_lens=self.kv_lens[first:stop], slot_mapping=self.slot_mapping[start:end], host_query_lens=queries,
-            block_table=self.block_table[first:stop], host_kv_lens=lengths,
+            block_table=self.block_table[first:stop], positions=self.positions[start:end],
         )  # fmt: skip
 
 
@@ -415,10 +415,9 @@ class RecurrentProvider(StateProvider):
 
 
 #: The interface of each built-in kind of state.
-INTERFACES: Mapping[str, type[Any]] = MappingProxyType(
-    {**dict.fromkeys(("full", "window", "chunk"), AttentionProvider), "latent": LatentProvider, "index": IndexProvider,
-     "recurrent": RecurrentProvider}
-)  # fmt: skip
+INTERFACES: Mapping[str, type[Any]] = MappingProxyType({
+    **dict.fromkeys(("full", "window", "chunk"), AttentionProvider), "latent": LatentProvider, "index": IndexProvider,
+    "recurrent": RecurrentProvider})  # fmt: skip
 
 
 def required_interface(spec: StateSpec, attention: AttentionSpec) -> type[Any]:

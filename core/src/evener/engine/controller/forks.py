@@ -38,7 +38,8 @@ def open_state(state: StateManager, request: Request) -> list[BlockCopy] | None:
     """
     parent = request.parent
     if parent is not None and parent.table is not None and parent.planned == request.shared and not request.exclusive:
-        if (made := state.fork(parent.table, request.shared) if parent.finish is None else None) is not None:
+        made = state.fork(parent.table, request.shared) if parent.finish is None else None
+        if made is not None:
             request.table, copies = made
             request.table.media = request.message.media
             request.planned = request.shared

@@ -188,7 +188,7 @@ class Scheduler:
         if problem := self.media.rejection_reason(message):
             return problem
         if self.state.undivided and len(message.prompt) > self.step_tokens:
-            return f"the model computes a text in one step of {self.step_tokens} tokens at most: raise infer.step_tokens"
+            return f"the model computes a text in one step, of {self.step_tokens} tokens: raise infer.step_tokens"
         if not self.adapters.open(message.adapter):
             return "the adapter of this request was unloaded before it arrived; load it again, or name another"
         return None

@@ -177,8 +177,7 @@ class StateManager:
         Returns the table and the copies for the next plan; None when the pool has too few free blocks.
         """
         full, rest = divmod(computed, self.block_size)
-        fresh = self.pool.allocate_all([(1 if rest else 0, span) for span in self.spans])
-        if fresh is None:
+        if (fresh := self.pool.allocate_all([(1 if rest else 0, span) for span in self.spans])) is None:
             return None
         copy = BlockTable(
             table.salt, [], list(table.first_live), table.digests[:full], min(table.cached_blocks, full),
