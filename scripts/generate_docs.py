@@ -104,7 +104,8 @@ def supported_models() -> str:
             "[support.md](support.md#models).", "", tables[0], "",
             "## Encoders of texts", "",
             "They make [vectors and scores](serving.md#embeddings-and-scores) and generate nothing. Vectors of texts",
-            "and scores of pairs are compared with transformers' in float32 (`tests/test_encoders.py`).", "", tables[1], "",
+            "and scores of pairs are compared with transformers' in float32 (`tests/test_encoders.py`).", "",
+            tables[1], "",
         )
     )  # fmt: skip
 
