@@ -24,6 +24,7 @@ from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import Finished, NewRequest, Sampling, Tokens
 from evener.errors import ArchitectureError, CheckpointError, ConfigError, ContextLengthError, RequestError
 from evener.loading.checkpoint import open_checkpoint
+from evener_conformance.kit.subject import open_subject
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_inspection.explanation import explain
 from evener_models.pooling.pairs import pair_separator
@@ -306,3 +307,7 @@ def test_a_pair_of_a_cross_encoder_takes_no_instruction_and_has_to_fit(tmp_path:
 def test_an_encoder_s_rows_are_not_read_as_logits(tmp_path: Path) -> None:
     with pytest.raises(ArchitectureError, match="generates no text: embed with it, or score"):
         NaiveModel(json.loads((config_of(tmp_path) / "config.json").read_text())).logits([1, 2])
+
+
+def test_the_kit_leaves_a_package_s_own_kind_of_state_to_the_package_s_tests() -> None:
+    assert {provided.value.name for provided in open_subject("cpu").states} == {"cpu.paged"}
