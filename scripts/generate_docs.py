@@ -22,6 +22,7 @@ from unittest import mock
 from docs_from_source import class_text, inline, module_text
 from evener_calibrate import descriptor as calibration
 from evener_convert import descriptor as converter
+from evener_encoders import descriptor as encoders
 from evener_quantize import descriptor as quantizer
 from performance_page import generated as performance
 from support_page import generated as support
@@ -91,14 +92,7 @@ def generated() -> dict[Path, str]:
 
 def supported_models() -> str:
     """Every architecture of ``evener-models``, with the state that its tiny model declares."""
-    rows = []
-    for name, target in sorted(descriptor.architectures.items()):
-        module, _, attribute = target.partition(":")
-        family = getattr(importlib.import_module(module), attribute)
-        said = facts(family)
-        about = module_text(ROOT / "models/src" / f"{module.replace('.', '/')}.py").splitlines()[0]
-        where = f"`models/src/{module.replace('.', '/')}.py`"
-        rows.append((f"`{said['family']}`", f"`{name}`", about, said["state"], said["oracle"], where))
+    tables = [_architectures(each.architectures) for each in (descriptor, encoders)]
     return "\n".join(
         (
             "# Supported models", "", MADE, "",
@@ -109,10 +103,26 @@ def supported_models() -> str:
             "this model is compared with in float32: logits (whole prompt, in chunks, after a prefix hit) and 64",
             "greedy tokens. It is transformers, or, where transformers lacks the family, our *own* in plain torch,",
             "written from published facts alone (`tests/test_families.py`). Which real checkpoints were run:",
-            "[support.md](support.md#models).", "",
-            _table(("family", "architecture", "what it is", "state", "oracle", "where"), rows), "",
+            "[support.md](support.md#models).", "", tables[0], "",
+            "## Encoders of texts", "",
+            "They make [vectors and scores](serving.md#embeddings-and-scores) and generate nothing. Vectors of texts",
+            "and scores of pairs are compared with transformers' in float32 (`tests/test_encoders.py`).", "",
+            tables[1], "",
         )
     )  # fmt: skip
+
+
+def _architectures(registered: Mapping[str, str]) -> str:
+    """The table of some architectures."""
+    rows = []
+    for name, target in sorted(registered.items()):
+        module, _, attribute = target.partition(":")
+        family = getattr(importlib.import_module(module), attribute)
+        said = facts(family)
+        about = module_text(ROOT / "models/src" / f"{module.replace('.', '/')}.py").splitlines()[0]
+        where = f"`models/src/{module.replace('.', '/')}.py`"
+        rows.append((f"`{said['family']}`", f"`{name}`", about, said["state"], said["oracle"], where))
+    return _table(("family", "architecture", "what it is", "state", "oracle", "where"), rows)
 
 
 def contracts() -> str:

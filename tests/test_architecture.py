@@ -184,18 +184,19 @@ def test_only_the_worker_s_part_of_the_adapters_imports_torch() -> None:
 def test_vectors_of_texts_import_only_what_callers_know_and_pooling_only_the_core_below_its_controller() -> None:
     pooled = inside("evener_pooling", GENERATION)
     pooler = {name: pooled.pop(name) for name in ["evener_pooling.pooler"]}
-    own = ("evener_pooling", "evener.plugins.discover", "evener.sampling_params", "evener.contracts", "evener.errors")
+    own = ("evener_pooling", "evener.plugins.discover", "evener.sampling_params", "evener.config.schema",
+           "evener.contracts", "evener.errors")  # fmt: skip
     worker = ("evener.engine.worker.runner", "evener.engine.sampling", "evener.engine.wire")
     assert pooled and violations(pooled, allow_of_evener(*own), typing=True) == []
     assert violations(pooler, allow_of_evener(*own, *worker), typing=True) == []
 
 
 def test_models_import_only_layers_contracts_errors_and_readers_of_tokenizer_files() -> None:
-    own = ("evener_models", "evener_formats.tokenizers")
+    own = ("evener_models", "evener_encoders", "evener_formats.tokenizers")
     allowed = allow_of_evener(*own, "evener.layers", "evener.contracts", "evener.errors")
     foreign = {target.split(".")[0] for module in MODELS.values() for target in targets(module)}
     # huggingface_hub fetches, numpy and PIL resize images.
-    ours = {"evener", "evener_models", "evener_formats"}
+    ours = {"evener", "evener_models", "evener_encoders", "evener_formats"}
     foreign -= sys.stdlib_module_names | ours | {"torch", "numpy", "huggingface_hub", "PIL"}
     assert violations(MODELS, allowed, typing=True) == []
     assert not foreign, "an architecture is torch over shared layers"
@@ -311,12 +312,12 @@ CAPS: Mapping[str, int] = {
     "evener.engine.wire": 370, "evener.engine.batching": 82, "evener.engine.controller": 1_033,
     "evener.engine.worker": 1_348, "evener.engine.processes": 812, "evener.ops": 1_391, "evener.plugins": 1_490,
     "evener.frontend": 755, "evener.layers": 1_130, "evener.config": 821, "evener.cli": 293,
-    "evener.contracts": 1_339, "evener.loading": 634, "evener.resolution": 677, "evener.distributed": 166,
+    "evener.contracts": 1_340, "evener.loading": 634, "evener.resolution": 677, "evener.distributed": 166,
     "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 130,
     "evener.contracts.grammar": 28, "evener.engine.sampling": 219,
     "evener.exits": 51, "evener.contracts.conversion": 83, "evener.contracts.quantized": 40,
     "evener.contracts.storage": 61, "evener.contracts.writing": 23, "evener.engine.quantized": 41,
-    "evener.state_pages": 28, "evener.tuning": 318, "evener.contracts.pooling": 44,
+    "evener.state_pages": 28, "evener.tuning": 318, "evener.contracts.pooling": 43,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 1_012

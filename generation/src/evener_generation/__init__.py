@@ -45,6 +45,7 @@ descriptor = Descriptor(
     adapters={"lora": "evener_adapters.lora:LoraAdapters"},
     pooling_parts={
         "choose": "evener_pooling.settings:choose_pooling",
+        "limits": "evener_pooling.limits:whole_texts",
         "pooler": "evener_pooling.pooler:Pooler",
         "vectors": "evener_pooling.vectors:TextVectors",
     },

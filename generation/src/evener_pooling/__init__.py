@@ -4,6 +4,7 @@
 module        what it holds
 ============  ===================================================================
 ``settings``  asking a package what a model makes of a text
+``limits``    room for whole texts in a step, for encoders
 ``pooler``    the rows of a text's tokens, pooled on the device; needs torch
 ``vectors``   the vector of a text, for the caller
 ============  ===================================================================

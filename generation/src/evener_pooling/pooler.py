@@ -30,6 +30,8 @@ class Pooler:
         width, where = runner.model.hidden_size, runner.device.torch_device
         self._runner, runner.instead = runner, self._step
         self._pooling, self._tokens = settings.pooling, settings.tokens
+        #: A head for a label follows pooling; a norm comes before.
+        self._head_last = settings.task == "score" and self._pooling != "last"
         #: The sum of each request's rows so far, or its first row.
         self._held = torch.zeros(0 if self._pooling == "last" else slots, width, dtype=torch.float32, device=where)
 
@@ -59,14 +61,16 @@ class Pooler:
             rows = head(rows) if len(rows) else rows
             return rows[:, self._tokens] if self._tokens else rows
         slots, first = parts["slots"], parts["query_start"][:-1]
+        each: Head = torch.Tensor.float if self._head_last else head
         begins = parts["positions"].index_select(0, first).eq(0)[:, None]
         held = self._held.index_select(0, slots)
         if self._pooling == "mean":
             # Not index_add: sums have to be the same each time.
-            sums = torch.stack([rows.sum(0) for rows in head(hidden).split(counts)])
+            sums = torch.stack([rows.sum(0) for rows in each(hidden).split(counts)])
             held = torch.where(begins, sums, held + sums)
         else:
-            held = torch.where(begins, head(hidden.index_select(0, first)), held)
+            held = torch.where(begins, each(hidden.index_select(0, first)), held)
         self._held[slots] = held
         pooled = self._held.index_select(0, parts["sample_slots"])
-        return pooled / parts["sample_positions"][:, None] if self._pooling == "mean" else pooled
+        pooled = pooled / parts["sample_positions"][:, None] if self._pooling == "mean" else pooled
+        return head(pooled) if self._head_last and len(pooled) else pooled

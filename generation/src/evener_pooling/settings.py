@@ -19,12 +19,17 @@ def choose_pooling(request: PoolingRequest, family: type[Architecture]) -> Pooli
         family: the model's class.
 
     Raises:
-        ArchitectureError: the class can only generate text.
+        ArchitectureError: the class can only generate text, or only encode it.
         ConfigError: the model needs a package that is not installed, or ``infer.pooling`` is set for one that does not
             embed.
         EvenerError: what the package raises.
     """
     found, path = None, request.checkpoint.path
+    if request.task == "generate" and request.longest is not None:
+        raise ArchitectureError(
+            f"{request.checkpoint.architecture} is an encoder of texts and generates none: leave out "
+            "infer.task=generate, and ask for vectors (/v1/embeddings) or scores (/v1/rerank)"
+        )
     if request.task != "generate":
         catalog = installed_catalog()
         readers = catalog.lazy_imports("pooling reader")

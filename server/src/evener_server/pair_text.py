@@ -1,4 +1,4 @@
-"""The text that a model reads to score a document for a query."""
+"""What a model reads to score a document for a query."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _QWEN3 = (
 _QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-async def pair_text(service: Service, query: str, document: str, instruction: str | None) -> str:
+async def pair_text(
+    service: Service, query: str, document: str, instruction: str | None
+) -> str | tuple[str, str]:  # fmt: skip
     """The text of a pair, by the folder's template if that has the roles ``query`` and ``document``, as
-    sentence-transformers saves it, or by Qwen3-Reranker's.
+    sentence-transformers saves it, or by Qwen3-Reranker's; for a model whose tokenizer joins them, both texts.
 
     Raises:
         RequestError: the model has neither, or an instruction that its template does not read.
@@ -40,6 +42,10 @@ async def pair_text(service: Service, query: str, document: str, instruction: st
         text = await asyncio.to_thread(chat.prompt, messages, template_kwargs=variables)
         assert not isinstance(text, MediaPrompt), "texts have no images"
         return text
+    if service.info.pooling is not None and service.info.pooling.pairs:
+        if instruction is not None:
+            raise RequestError("the model reads the two texts and no instruction: leave it out", "instruction")
+        return query, document
     if service.info.architecture == "Qwen3ForCausalLM":
         return _QWEN3.format(instruction=instruction or _QWEN3_INSTRUCTION, query=query, document=document)
     raise RequestError(

@@ -74,19 +74,24 @@ class PromptTokens:
             chat.templates = {"default": body.chat_template}
         return chat
 
-    async def text(self, text: str, add_special_tokens: bool, param: str, *, any_length: bool = False) -> list[int]:
-        """The token ids of ``text``. ``any_length``: the caller cuts them (the limit of bytes still holds).
+    async def text(
+        self, text: str | tuple[str, str], add_special_tokens: bool, param: str, *, any_length: bool = False
+    ) -> list[int]:
+        """The token ids of ``text``, or of a pair of texts. ``any_length``: the caller cuts them (the limit of bytes
+        still holds).
 
         Raises:
             RequestError: there is no tokenizer, or the text is longer than the context; ``param`` is its field.
         """
         tokenizer, limit = self.tokenizer, self.context
+        texts = [text] if isinstance(text, str) else text
 
         def encode() -> list[int]:
             # Before the whole text is tokenized, which cannot be interrupted.
-            if not any_length and tokenizer.exceeds(text, limit):
+            long = () if any_length else (each for each in texts if tokenizer.exceeds(each, limit))
+            if (found := next(iter(long), None)) is not None:
                 raise ContextLengthError(
-                    f"the text of {len(text)} characters is longer than the context of {limit} tokens: shorten it",
+                    f"the text of {len(found)} characters is longer than the context of {limit} tokens: shorten it",
                     param,
                 )
             return tokenizer.encode(text, add_special_tokens)

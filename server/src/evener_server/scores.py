@@ -48,7 +48,7 @@ class PairBody(PromptBody):
 
     #: What makes a document fit. Default: what the model was trained with.
     instruction: str | None = None
-    #: Default: false, because the template has them.
+    #: Default: false, because the template has them; true for pairs that the tokenizer joins.
     add_special_tokens: bool | None = None
     # It would cut the template, which the model needs.
     truncate_prompt_tokens: Annotated[Any, allowed_values(hint="; shorten the texts")] = None
@@ -113,10 +113,12 @@ class _PairJob(PooledJob):
 
     async def prompt(self, place: int) -> str | list[int]:
         text = await pair_text(self._service, *self._pairs[place], self._body.instruction)
-        prompts = self._service.prompts
-        ids = await prompts.text(text, bool(self._body.add_special_tokens), self._param)
+        prompts, special = self._service.prompts, self._body.add_special_tokens
+        # A template has them; a pair that the tokenizer joins is joined by them.
+        special = not isinstance(text, str) if special is None else special
+        ids = await prompts.text(text, special, self._param)
         if len(ids) > prompts.context:
-            message = f"pair {place} has {len(ids)} tokens with its template, which do not fit the context of"
+            message = f"pair {place} has {len(ids)} tokens with what joins it, which do not fit the context of"
             raise ContextLengthError(f"{message} {prompts.context}: shorten its texts", self._param)
         return ids
 

@@ -15,7 +15,7 @@ from evener.contracts.graph import GraphCapture
 from evener.contracts.ops import Kernel, OpSchema
 from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
 from evener.contracts.quant import QuantScheme
-from evener.contracts.state import StateProvider
+from evener.contracts.state import INTERFACES, StateProvider
 from evener.errors import BackendError, NoBackendError
 from evener.plugins.catalog import Provided
 from evener.plugins.choose import choose
@@ -104,11 +104,14 @@ def open_subject(
     device.select()
     checked_packages = {p.name for p in loaded.selection.all_packages if p.group in _CHECKED_GROUPS}
     schemas = loaded.op_schemas()
+    # Only the package that adds a kind of state knows what its providers compute: its own tests check them.
+    added = {p.value.name for p in loaded.state_kinds()} - INTERFACES.keys()
+    states = [p for p in loaded.state_providers(device) if not p.value.kinds <= added]
     marks = importlib.import_module(loaded.selection.backend.descriptor.probe or "").marks()
     return Subject(
         loaded, device, pretend,
         tuple(p for p in loaded.kernels(device) if p.package in checked_packages),
-        tuple(p for p in loaded.state_providers(device) if p.package not in {each.name for each in BUILTINS}),
+        tuple(p for p in states if p.package not in {each.name for each in BUILTINS}),
         {p.value.name: p.value for p in schemas},
         tuple(p.value.name for p in schemas if p.package in checked_packages),
         loaded.quant_schemes(),

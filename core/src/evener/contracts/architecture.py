@@ -150,6 +150,13 @@ class Architecture(ABC):
         return None
 
     @classmethod
+    def longest_text(cls, config: Mapping[str, Any]) -> int | None:
+        """(optional) For an encoder of texts, which generates none and computes each text in one step: the tokens of
+        the longest text. Default: None, the class generates text."""
+        del config
+        return None
+
+    @classmethod
     def text_files(cls, files: ModelFiles) -> ModelFiles:
         """(optional) Called for a model without ``tokenizer.json``: its text files, with those that the family's
         published code makes from other files of the folder. Default: ``files`` unchanged."""

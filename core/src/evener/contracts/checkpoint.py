@@ -74,8 +74,7 @@ class ModelFiles(ABC):
         Raises:
             CheckpointError: the file is not a JSON object.
         """
-        text = self.text(name)
-        if text is None:
+        if (text := self.text(name)) is None:
             return {}
         try:
             value = json.loads(text)

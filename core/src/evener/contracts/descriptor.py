@@ -102,8 +102,8 @@ class Descriptor:
             value of ``quant=``. See ``evener.contracts.conversion.quantizer``.
         pooling_readers: (optional) functions that say how a model embeds or scores texts,
             ``{"name": "module:function"}``; see ``evener.contracts.pooling``.
-        pooling_parts: (optional, for packages pinned to their core's version) ``{"choose": "module:function", "pooler":
-            "module:Class", "vectors": "module:Class"}``: see ``evener.contracts.pooling``.
+        pooling_parts: (optional, for packages pinned to their core's version) ``{"choose": "module:function", "limits":
+            "module:function", "pooler": "module:Class", "vectors": "module:Class"}``: see ``evener.contracts.pooling``.
         adapter_readers: (optional) functions that read adapters (LoRA) from folders,
             ``{"name": "module:function"}``; see ``evener.contracts.adapters``.
         tokenizer_readers: (optional) functions that read a model's tokenizer, ``{"name": "module:function"}``; see

@@ -33,8 +33,7 @@ class ExpertMap:
     def __call__(self, logical: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
         """Physical slots for logical ids [T, k], -1 for an expert that is not on this rank. ``salt``: int [T], spreads
         tokens over the copies."""
-        counts = self.copies[logical]
-        pick = (salt[:, None] % counts.clamp(min=1)).to(logical.dtype)
+        pick = (salt[:, None] % self.copies[logical].clamp(min=1)).to(logical.dtype)
         return self.slots[logical, pick]
 
 

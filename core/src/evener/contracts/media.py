@@ -53,7 +53,6 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
 def make_item(start: int, array: np.ndarray[Any, Any], rows: int | None = None, encoder: str = "") -> MediaItem:
     """An item from an array: rows [n, hidden] float32, which replace embeddings after the model's scale of embeddings,
     or the input of ``encoder``, with its number of ``rows``."""
-    array = np.ascontiguousarray(array)
     data, shape, dtype = array.tobytes(), list(array.shape), array.dtype.name
     digest = hashlib.sha256(repr((encoder, dtype, shape)).encode() + data).digest()
     return MediaItem(start, len(array) if rows is None else rows, digest, data, shape, dtype, encoder)

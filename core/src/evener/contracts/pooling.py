@@ -12,6 +12,8 @@ The readers are asked, and rows are pooled, by a package that is pinned to its c
 
 - ``choose``: takes a ``PoolingRequest`` and the model's class, and returns a ``PoolingAnswer``, or None for a model
   that generates text.
+- ``limits``: takes the configuration and ``Architecture.longest_text`` of an encoder, and returns the configuration
+  with room for a whole text in a step, and the reasons for the keys that it has changed.
 - ``pooler``: constructed with the model's settings, the number of requests that run at a time, and the worker's
   ``Runner``; it takes the place of sampling (``Runner.instead``).
 - ``vectors``: constructed with the model's settings, the width of its rows, and the numbers that a vector is to have.
@@ -46,6 +48,7 @@ class PoolingSettings(msgspec.Struct, frozen=True, kw_only=True):
         tokens: for a score of logits, the id of the token for yes, and that for no, if there is one. Empty: the score
             is of a head for one label.
         sigmoid: whether a score is the probability, and not the log-odds.
+        pairs: whether the tokenizer joins the two texts of a pair, with the model's own tokens between them.
     """
 
     task: str = "embed"
@@ -54,11 +57,7 @@ class PoolingSettings(msgspec.Struct, frozen=True, kw_only=True):
     sizes: list[int] = []
     tokens: list[int] = []
     sigmoid: bool = True
-
-    @property
-    def whole_prompt(self) -> bool:
-        """Whether it takes more than the last token, so that a prompt is computed even if its state is cached."""
-        return self.pooling != "last"
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,14 @@ class PoolingRequest:
             ("auto" or a way to pool).
         generates: whether the class that the checkpoint names is registered, as one that generates text. One that is
             not, as ``XModel``, has no head for that.
+        longest: ``Architecture.longest_text``; None: the model is no encoder of texts.
     """
 
     checkpoint: Checkpoint
     task: str
     pooling: str
     generates: bool
+    longest: int | None = None
 
     @property
     def wanted(self) -> bool:

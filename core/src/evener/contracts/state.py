@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -143,9 +143,13 @@ class StateKind(ABC):
     """Which blocks of a kind of state are still needed. Prefix reuse and the freeing of blocks follow from it.
 
     Kinds are hashed: one that is a dataclass must be frozen.
+
+    Attributes:
+        undivided: (optional) a token reads tokens behind it, so that one step computes all tokens of a request.
     """
 
     name: str
+    undivided: bool = False
 
     @abstractmethod
     def first_live_block(self, spec: StateSpec, computed: int, block_size: int) -> int:
@@ -220,12 +224,12 @@ class StateStep:
         """The part of the step with requests ``first`` to ``stop`` only."""
         queries, lengths = self.host_query_lens[first:stop], self.host_kv_lens[first:stop]
         start, end = (sum(self.host_query_lens[:row]) for row in (first, stop))
-        return StateStep(
-            tokens=end - start, requests=stop - first, max_query=max(queries), max_kv=min(self.max_kv, max(lengths)),
-            query_start=self.query_start[first : stop + 1] - start, kv_lens=self.kv_lens[first:stop],
-            positions=self.positions[start:end], slot_mapping=self.slot_mapping[start:end],
-            block_table=self.block_table[first:stop], host_query_lens=queries, host_kv_lens=lengths,
-            captured=self.captured, kept_lens=None if self.kept_lens is None else self.kept_lens[first:stop],
+        return replace(
+            self, tokens=end - start, requests=stop - first, max_query=max(queries), host_kv_lens=lengths,
+            max_kv=min(self.max_kv, max(lengths)), query_start=self.query_start[first : stop + 1] - start,
+            kv_lens=self.kv_lens[first:stop], slot_mapping=self.slot_mapping[start:end], host_query_lens=queries,
+            block_table=self.block_table[first:stop], positions=self.positions[start:end],
+            kept_lens=None if self.kept_lens is None else self.kept_lens[first:stop],
             host_kept_lens=None if self.host_kept_lens is None else self.host_kept_lens[first:stop],
         )  # fmt: skip
 
@@ -421,10 +425,9 @@ class RecurrentProvider(StateProvider):
 
 
 #: The interface of each built-in kind of state.
-INTERFACES: Mapping[str, type[Any]] = MappingProxyType(
-    {"full": AttentionProvider, "window": AttentionProvider, "chunk": AttentionProvider, "latent": LatentProvider,
-     "index": IndexProvider, "recurrent": RecurrentProvider}
-)  # fmt: skip
+INTERFACES: Mapping[str, type[Any]] = MappingProxyType({
+    **dict.fromkeys(("full", "window", "chunk"), AttentionProvider), "latent": LatentProvider, "index": IndexProvider,
+    "recurrent": RecurrentProvider})  # fmt: skip
 
 
 def required_interface(spec: StateSpec, attention: AttentionSpec) -> type[Any]:

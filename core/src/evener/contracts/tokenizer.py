@@ -31,8 +31,9 @@ class Vocabulary(ABC):
     """The tokens of a model, and a library that encodes with them. Safe to use from several threads."""
 
     @abstractmethod
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of ``text``; with ``add_special_tokens`` also BOS and similar tokens, if the model has them."""
+    def encode(self, text: str | tuple[str, str], add_special_tokens: bool) -> list[int]:
+        """Ids of ``text``; with ``add_special_tokens`` also BOS and similar tokens, if the model has them. Two texts
+        are a pair, joined as the model was trained with pairs."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:

@@ -195,7 +195,8 @@ class Frontend:
                     stop_token_ids=sorted(eos_ids | asked), max_time=params.max_time,
                     fork_of=names[0] if index else "", media=prepared.media, adapter=adapter, cache_salt=adapter,
                     priority=params.priority, transfer=params.transfer,
-                    whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
+                    # Other tokens' rows than the last one's are not in the prefix cache.
+                    whole_prompt=self.pooling is not None and self.pooling.pooling != "last",
                 )
             )  # fmt: skip
         self._requests[request_id], self._held[request_id] = set(names), held

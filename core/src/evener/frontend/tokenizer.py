@@ -59,9 +59,9 @@ class Tokenizer:
         token = self.special_tokens.get("eos_token")
         return self._vocabulary.id(token) if isinstance(token, str) else None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of ``text``; ``add_special_tokens`` adds BOS and similar tokens as ``tokenizer.json`` says. Special
-        tokens written in ``text`` always become their ids."""
+    def encode(self, text: str | tuple[str, str], add_special_tokens: bool = True) -> list[int]:
+        """Ids of ``text``, or of a pair of texts; ``add_special_tokens`` adds BOS and similar tokens as
+        ``tokenizer.json`` says. Special tokens written in ``text`` always become their ids."""
         return self._vocabulary.encode(text, add_special_tokens)
 
     @functools.cached_property

@@ -42,7 +42,7 @@ class FastVocabulary(Vocabulary):
         library.no_padding()
         self._library = library
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str | tuple[str, str], add_special_tokens: bool) -> list[int]:
         # Not ``encode``, which holds the GIL for as long as it takes.
         with _no_panic():
             return list(self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
@@ -78,8 +78,9 @@ class SlowVocabulary(Vocabulary):
     def __init__(self, library: Any) -> None:
         self._library = library
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self._library.encode(text, add_special_tokens=add_special_tokens))
+    def encode(self, text: str | tuple[str, str], add_special_tokens: bool) -> list[int]:
+        texts = (text,) if isinstance(text, str) else text
+        return list(self._library.encode(*texts, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Step
 from evener.contracts.statics import NormStatic
@@ -41,6 +42,24 @@ class FinalNorm(LMHead):
             return function(hidden, weight)  # type: ignore[no-any-return]
         gain, bias = (None, None) if weight is None else (*weight.split(self._width), None)[:2]
         return function(hidden, gain if gain is None else gain + self._offset, bias)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class EncoderHead:
+    """What an encoder of texts is asked to make of its last rows; the encoder declares it.
+
+    Attributes:
+        label: whether it is the logit of one label; else the rows are taken as they are.
+        separator: the token behind the first text of a pair; None: the tokenizer puts none there, or all tokens are of
+            one type.
+    """
+
+    label: bool = False
+    separator: int | None = None
+
+    def __call__(self, build: Builder, declare: Callable[[Builder], Any]) -> Any:
+        """What ``declare`` makes, whole on every rank, if a label is wanted; else None."""
+        return declare(build.replicated()) if self.label else None
 
 
 def label_head(build: Builder, names: Sequence[str], common: NormStatic) -> LMHead:

@@ -9,8 +9,9 @@ from typing import Any
 from evener.contracts.checkpoint import Checkpoint, ModelFiles
 from evener.contracts.pooling import Pooling, PoolingAnswer, PoolingRequest, PoolingSettings
 from evener.errors import ArchitectureError, CheckpointError
-from evener_models.pooling.heads import FinalNorm, label_head
+from evener_models.pooling.heads import EncoderHead, FinalNorm, label_head
 from evener_models.pooling.modules import module_file, read_modules
+from evener_models.pooling.pairs import pair_separator
 
 #: sentence-transformers' names of ways to pool that we have: in a list of flags, and by itself.
 _MODES: Mapping[str, Pooling] = {
@@ -36,7 +37,8 @@ def read(request: PoolingRequest) -> PoolingAnswer | None:
         return None
     elif task == "auto":
         task = "embed"
-    if files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"):
+    encoder = request.longest is not None
+    if not encoder and (files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention")):
         raise ArchitectureError(
             f"{files.where('config.json')} wants attention to later tokens too (is_causal, "
             "use_bidirectional_attention), which is not supported; give a model whose attention is causal"
@@ -47,17 +49,19 @@ def read(request: PoolingRequest) -> PoolingAnswer | None:
             f"{', '.join(sorted(_MODULES[task]))} are supported"
         )
     if task == "score":
-        settings = _score(files, modules)
+        settings = _score(files, modules, encoder)
+        if encoder:
+            return PoolingAnswer(settings, EncoderHead(label=True, separator=pair_separator(files)))
         return PoolingAnswer(settings, None if settings.tokens else label_head)
     pooling, sizes = request.pooling, files.config.get("matryoshka_dimensions")
     if pooling == "auto":
-        pooling = _mode(files, modules["Pooling"]) if "Pooling" in modules else "last"
+        pooling = _mode(files, modules["Pooling"]) if "Pooling" in modules else "mean" if encoder else "last"
     settings = PoolingSettings(
         pooling=pooling,  # type: ignore[arg-type]  # one of the key's choices
         normalize=not modules or "Normalize" in modules,
         sizes=[n for n in sizes[:1024] if isinstance(n, int)] if isinstance(sizes, list) else [],
     )  # fmt: skip
-    return PoolingAnswer(settings, FinalNorm)
+    return PoolingAnswer(settings, EncoderHead() if encoder else FinalNorm)
 
 
 def _mode(files: ModelFiles, folder: object) -> Pooling:
@@ -72,10 +76,11 @@ def _mode(files: ModelFiles, folder: object) -> Pooling:
     return _MODES[modes[0]]
 
 
-def _score(files: Checkpoint, modules: Mapping[str, object]) -> PoolingSettings:
+def _score(files: Checkpoint, modules: Mapping[str, object], encoder: bool) -> PoolingSettings:
     saved = files.config.get("sentence_transformers")
     given = saved if isinstance(saved, dict) else files.json("config_sentence_transformers.json")
-    name = str(given.get("activation_fn") or "Sigmoid").rpartition(".")[2]
+    old = files.config.get("sbert_ce_default_activation_function")
+    name = str(given.get("activation_fn") or old or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
         raise CheckpointError(f"{files.path} applies {name[:80]!r} to scores; only Sigmoid and Identity are supported")
     if files.architecture.endswith(_CLASSIFIER):
@@ -84,7 +89,15 @@ def _score(files: Checkpoint, modules: Mapping[str, object]) -> PoolingSettings:
         if labels != 1:
             where = files.where("config.json")
             raise CheckpointError(f"{where} has {str(labels)[:20]} labels; scores need a model with one")
+        if encoder:
+            pooling = files.config.get("classifier_pooling", "cls")
+            if pooling not in ("cls", "mean"):
+                where = files.where("config.json")
+                raise CheckpointError(f"{where} has classifier_pooling {str(pooling)[:80]!r}, which is not cls or mean")
+            return PoolingSettings(task="score", pooling=pooling, sigmoid=name == "Sigmoid", pairs=True)
         return PoolingSettings(task="score", sigmoid=name == "Sigmoid")
+    if encoder:
+        raise CheckpointError(f"{files.path} has no head for a label; scores need a model …ForSequenceClassification")
     return PoolingSettings(task="score", sigmoid=name == "Sigmoid", tokens=_yes_and_no(files, modules))
 
 

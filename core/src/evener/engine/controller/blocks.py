@@ -115,8 +115,7 @@ class BlockPool:
             self._append_free(block, span)
 
     def _drop_key(self, block: int) -> None:
-        key = self._keys[block]
-        if key is not None:
+        if (key := self._keys[block]) is not None:
             del self._by_key[key]
             self._keys[block] = None
             for listener in self.listeners:

@@ -164,8 +164,7 @@ class Scheduler:
 
     def add(self, message: NewRequest) -> list[FromController]:
         """Accept a request; one that can never run ends at once with reason ``error``."""
-        problem = self._rejection_reason(message)
-        if problem is not None:
+        if (problem := self._rejection_reason(message)) is not None:
             return [Finished(id=message.id, reason="error", error=problem, status=400)]
         request = Request(message, self._arrivals)
         self._arrivals += 1
@@ -188,6 +187,8 @@ class Scheduler:
             )
         if problem := self.media.rejection_reason(message):
             return problem
+        if self.state.undivided and len(message.prompt) > self.step_tokens:
+            return f"the model computes a text in one step, of {self.step_tokens} tokens: raise infer.step_tokens"
         if not self.adapters.open(message.adapter):
             return "the adapter of this request was unloaded before it arrived; load it again, or name another"
         return None
@@ -216,6 +217,11 @@ class Scheduler:
                 return self._build_plan(new)
         return None
 
+    def _allowed_tokens(self, request: Request, budget: int) -> int:
+        """How many of its tokens a step with this much budget left can compute."""
+        count = self.media.allowed_tokens(request, min(request.tokens_to_compute, budget))
+        return 0 if self.state.undivided and count < request.tokens_to_compute else count
+
     def _fits(self, new: _NewPlan, request: Request, decodes: bool, early: bool = True) -> bool:
         """Whether the plan's quota has room for this request, which then takes its place. ``early``: also a request
         whose last token may still be in a pipeline stage."""
@@ -240,7 +246,7 @@ class Scheduler:
                 continue
             if new.budget == 0:
                 return False
-            count = self.media.allowed_tokens(request, min(request.tokens_to_compute, new.budget))
+            count = self._allowed_tokens(request, new.budget)
             if not count or not self._fits(new, request, request.tokens_to_compute == 1, early):
                 continue
             # What a request in need of the whole pool holds at most is known for its steps without drafts.
@@ -271,18 +277,17 @@ class Scheduler:
             request = self.adapters.startable(filter(self._is_ready, self.waiting))
             if request is None or not self._fits(new, request, decodes=False):
                 return
-            if request.exclusive and self._busy:
+            # Otherwise it may not have fit the last time, and no block became free.
+            if self._busy and (request.exclusive or self._last_blocked == (request.id, self.state.pool.free)):
                 return
-            if self._busy and self._last_blocked == (request.id, self.state.pool.free):
-                return  # it did not fit the last time, and no block became free
             copies = open_state(self.state, request)
             self.connector.started(request)
             request.slot, request.adapter = self._slots.pop(), self.adapters.start(request.message.adapter)
-            count = self.media.allowed_tokens(request, min(request.tokens_to_compute, new.budget))
+            count = self._allowed_tokens(request, new.budget)
             if not count or not self._plan_row(new, request, count, admit=True):
                 self._release(request)
                 if not count:
-                    return  # this step has no more room for its media
+                    return  # this step has no more room for its media, or for a text that is not divided
                 if not (self._busy or request.exclusive):
                     request.exclusive = not self.connector.give_back()
                     continue
@@ -323,8 +328,7 @@ class Scheduler:
         drafted = drafted or []
         samples = 1 + len(drafted) if request.planned + count == request.length else 0
         again, count = max(0, request.checked - request.planned), count + len(drafted)
-        growth = self.state.grow(request.table, request.planned + count, len(drafted))
-        if growth is None:
+        if (growth := self.state.grow(request.table, request.planned + count, len(drafted))) is None:
             return False
         if admit:
             known, sampling = list(request.tokens), request.message.sampling

@@ -87,6 +87,8 @@ class StateManager:
         slab = math.lcm(*self.cuts)  # pages: the largest unit that divides every group's blocks
         self.spans = tuple(slab // cut for cut in self.cuts)
         self.blocks, self.pool = blocks, BlockPool(blocks * slab, slab)
+        #: Whether one step computes all tokens of a request.
+        self.undivided = any(kind.undivided for kind in self._kinds)
         self.prefix_cache = prefix_cache
 
     def blocks_for(self, tokens: int, step_tokens: int) -> int:
@@ -182,8 +184,7 @@ class StateManager:
         Returns the table and the copies for the next plan; None when the pool has too few free blocks.
         """
         full, rest = divmod(computed, self.block_size)
-        fresh = self.pool.allocate_all([(1 if rest else 0, span) for span in self.spans])
-        if fresh is None:
+        if (fresh := self.pool.allocate_all([(1 if rest else 0, span) for span in self.spans])) is None:
             return None
         copy = BlockTable(
             table.salt, [], list(table.first_live), table.digests[:full], min(table.cached_blocks, full),

@@ -91,7 +91,8 @@ def _several_ranks_inline(config: Config, search: BackendSearch) -> tuple[Execut
 def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, streaming: bool = False) -> Controller:
     """A controller over workers that are ready, whose ``facts`` these are; ``streaming`` as in ``build_controller``."""
     infer, kinds = config.infer, _kinds(facts, config)
-    limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming)
+    # Nobody reads vectors and scores while they are made.
+    limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming and facts.info.pooling is None)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
     media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
     found, lora = find_connector(config), find_adapters(infer.adapter_slots)

@@ -29,7 +29,7 @@ from evener.distributed.world import RankGroups, RankPlacement
 from evener.engine.quantized.state import choose_state
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.installed import find_adapters
-from evener.engine.wire.pooling import choose_pooling
+from evener.engine.wire.pooling import choose_pooling, pooling_part
 from evener.engine.worker.geometry import Geometry, plan_geometry
 from evener.engine.worker.placement import host_placement
 from evener.errors import ArchitectureError, ConfigError, did_you_mean
@@ -108,8 +108,11 @@ def assemble(
     loaded = search.load(config.options)
     device = loaded.open_device(place.device)
     family = find_architecture(loaded, checkpoint)
-    generates = checkpoint.architecture in loaded.architectures
-    pooling = choose_pooling(PoolingRequest(checkpoint, config.infer.task, config.infer.pooling, generates), family)
+    longest = family.longest_text(checkpoint.config)
+    generates, infer = longest is None and checkpoint.architecture in loaded.architectures, config.infer
+    pooling = choose_pooling(PoolingRequest(checkpoint, infer.task, infer.pooling, generates, longest), family)
+    if longest is not None:
+        config, divided = pooling_part("limits")(config, longest)
     facts = facts_of(config.model, checkpoint.config, family.max_positions)
     of_device = DeviceFacts.of(device, loaded.backend.name, place.local_size)
     resolved = resolve_config(config, facts, of_device, serving=serving)
@@ -268,8 +271,7 @@ def find_architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Ar
         ArchitectureError: no package does.
     """
     name = registered_name(checkpoint.architecture, loaded.architectures)
-    target = loaded.architectures.get(name)
-    if target is None:
+    if (target := loaded.architectures.get(name)) is None:
         raise ArchitectureError(
             f"{checkpoint.path} asks for architecture {name!r}, which no installed package registers"
             f"{did_you_mean(name, loaded.architectures)} Type `evener models` for what is installed, and "

@@ -117,8 +117,7 @@ def plan_geometry(
             groups.append(Group(spec, attention, provider, part))
             sizes[id(groups[-1])] = min(layer_slots, count - start)
     size = _block_size(groups, block_size, agreement)
-    odd = [g.spec.every for g in groups if (g.spec.every or size) % size]
-    if odd:
+    if odd := [g.spec.every for g in groups if (g.spec.every or size) % size]:
         raise ConfigError(f"infer.snapshot_every={odd[0]} must be a multiple of the block size, {size} tokens")
     pooled = [g for g in groups if not g.provider.owns_memory]
     needs = [0 if g.provider.owns_memory else g.provider.bytes_per_block(g.spec, size) for g in groups]

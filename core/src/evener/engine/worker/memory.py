@@ -222,7 +222,7 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
         estimate = partial(estimate_weights, headers=draft.headers or None, scheme=draft.scheme, copied=copied)
         weights += estimate(draft.build.weights, packings, mappable=a.device.capabilities.host_memory)
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
-    pooled = a.model.hidden_size if a.pooling is not None and a.pooling.whole_prompt else 0
+    pooled = a.model.hidden_size if a.pooling is not None and a.pooling.pooling != "last" else 0
     rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 40 + 4 * columns * len(groups) + 4 * pooled) + media
     return MemoryDemand(
         weights=weights, rows=rows, workspace=scratch + a.resolver.footprint.activations,

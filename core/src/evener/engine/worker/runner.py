@@ -122,8 +122,7 @@ class Runner:
             self.tables.write_drafts(plan)
         for index, group in enumerate(self.geometry.groups):
             span = self.geometry.spans[index]
-            pairs = [(copy.source // span, copy.target // span) for copy in plan.copies if copy.group == index]
-            if pairs:
+            if pairs := [(copy.source // span, copy.target // span) for copy in plan.copies if copy.group == index]:
                 source, target = (self.device.upload(part) for part in np.array(pairs, dtype=np.int32).T.copy())
                 for slot in group.slots:
                     group.provider.copy_blocks(slot.views, source, target)
