@@ -23,7 +23,7 @@ import pytest
 from docs_blocks import Block, blocks, documents
 from lora_files import write_adapter, write_model
 from model_sources import SOURCES, models_root
-from served import Served
+from served import Served, free_port
 from source_tree import ROOT
 from warm import warm
 
@@ -36,6 +36,7 @@ ELSEWHERE = {
     "evener chat --url": "server/tests/test_terminal_chat.py",
     "evener conformance --backend cpu --op example.rows": "tests/test_state_example.py",
     "evener conformance --backend cpu --op int8": "tests/test_quant_example.py",
+    "evener convert MODEL MODEL-q4.gguf": "tests/test_convert_gguf.py",  # a tokenizer that such a file can hold
     "evener deploy": "tests/peers/test_deploy.py",
     "evener evidence": "conformance/tests/first_contact/test_evidence.py",
     "evener explain MODEL_INT8": "tests/test_quant_example.py",
@@ -213,7 +214,7 @@ def here(text: str, model: Path, folder: Path) -> str:
         (r"~/models/SmolLM2\S*\.gguf|\bmodel\.gguf", str(folder / "model.gguf")),
         (r"~/models/SmolLM2-135M-Instruct|/data/Qwen3-\S+B|\bMODEL_DIR\b|\bMODEL\b(?![-_.=])", str(model)),
         (r"/(data|srv)/weights", str(folder / "srv")), (r"/data/(sql|chat)-lora", str(folder / r"\1-lora")),
-        (r"10\.0\.0\.\d", "127.0.0.1"), (r":(21100|5557|5558)\b", ":0"), (r" serve\.port=\d+", ""),
+        (r"10\.0\.0\.\d", "127.0.0.1"), (r":(21100|5557|5558)\b", f":{free_port()}"), (r" serve\.port=\d+", ""),
         (r"=64GiB", "=64MiB"), (r"--tokens 131072", "--tokens 512"),
     ]  # fmt: skip
     for pattern, place in places:
