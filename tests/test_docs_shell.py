@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from evener_conformance.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 #: Commands that cannot run here, by how they begin: the test that runs them, or what they stand for.
 ELSEWHERE = {
     ".ci/run": ".ci/run",  # it runs this test
+    "curl -s http://127.0.0.1:21002/v1/rerank": "server/tests/test_scores.py",  # a model that scores
     "evener chat --url": "server/tests/test_terminal_chat.py",
     "evener conformance --backend cpu --op example.rows": "tests/test_state_example.py",
     "evener conformance --backend cpu --op int8": "tests/test_quant_example.py",
@@ -88,10 +90,10 @@ class Line:
     def how(self) -> str:
         """What is done with it."""
         words = self.words
-        if words[0] in ("make", "pip", "export", "curl"):
-            return words[0]
         if self.elsewhere:
             return "elsewhere"
+        if words[0] in ("make", "pip", "export", "curl"):
+            return words[0]
         if words[0] == "python" and words[1].startswith("benchmarks/"):
             return "benchmark"
         if words[0] == "evener":
@@ -255,3 +257,20 @@ def test_the_commands_of_a_block_run_one_after_the_other(
                 ["bash", "-euo", "pipefail", "-c", text], stdin=subprocess.DEVNULL, capture_output=True, text=True
             )
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("settings", ["infer.task=embed", "server.weights_folder={0} server.lora_folder={0}"])
+def test_servers_answer_the_documents_curl(settings: str, model: Path, folder: Path) -> None:
+    shutil.copytree(model, folder / "step-100")
+    embeds, answered = "embed" in settings, 0
+    with Served.warm(model, *settings.format(folder).split(), *SMALL.split()[1:], "infer.max_loras=2") as served:
+        for line in those("curl"):
+            if ("/v1/embeddings" in line.text) != embeds:
+                continue
+            text = line.text.replace("http://127.0.0.1:21002", served.url).replace("curl ", "curl -f --noproxy '*' ", 1)
+            done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], capture_output=True, text=True)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}{served.log[-1500:]}"
+            answered += 1
+    assert answered == (1 if embeds else 7)
