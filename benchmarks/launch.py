@@ -118,10 +118,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def get_json(url: str, timeout: float = 10.0) -> dict[str, Any]:
-    """GET, never through a proxy."""
+def get_json(url: str, timeout: float = 10.0, key: str = "") -> dict[str, Any]:
+    """GET, never through a proxy; with an API key if there is one."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=timeout) as answer:
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    with opener.open(asked, timeout=timeout) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
 
@@ -161,15 +162,15 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: IO[str]) -> None:
 
 
 @contextmanager
-def evener_server(model: str, settings: Sequence[str] = ()) -> Iterator[Server]:
-    """``evener serve MODEL`` on a free port."""
+def evener_server(model: str, settings: Sequence[str] = (), key: str = "") -> Iterator[Server]:
+    """``evener serve MODEL`` on a free port; ``key`` is one of its API keys, if it has any."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [interpreter("evener"), "-m", "evener", "serve", str(model), f"serve.port={port}", *settings]
     with running(command, url, "/ready") as pid:
-        version = get_json(f"{url}/version")
+        version = get_json(f"{url}/version", key=key)
         label = f"evener {version['version']} serve on {version['backend']}"
-        yield Server(url, str(get_json(f"{url}/v1/models")["data"][0]["id"]), label, pid)
+        yield Server(url, str(get_json(f"{url}/v1/models", key=key)["data"][0]["id"]), label, pid)
 
 
 @contextmanager

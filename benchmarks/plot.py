@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def _axes(count: int) -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise SystemExit("--plot needs matplotlib: pip install matplotlib, or leave it out") from error
+        raise SystemExit("plots need matplotlib: pip install matplotlib, or leave them out") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -18,8 +18,12 @@ def _axes(count: int) -> Any:
     return figure, axes
 
 
-def sweep(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot throughput, time to first token and time between tokens over the load, one line for each engine."""
+def sweep(rows: list[dict[str, Any]], to: Path | IO[str]) -> None:
+    """Plot throughput, time to first token and time between tokens over the load, one line for each engine.
+
+    Args:
+        to: a picture's file, or where text goes: as SVG.
+    """
     by_rate = any(row["request_rate"] is not None for row in rows)
     key, name = ("request_rate", "requests/s sent") if by_rate else ("concurrency", "requests under way at most")
     figure, axes = _axes(3)
@@ -40,4 +44,4 @@ def sweep(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
     axes[0].legend(fontsize="small")
-    figure.savefig(path)
+    figure.savefig(to, format=to.suffix[1:] if isinstance(to, Path) else "svg")

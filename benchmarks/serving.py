@@ -27,6 +27,7 @@ from typing import Any
 
 import after_stdlib  # noqa: F401
 from arrivals import offsets
+from compare import changes, differences, load_of, read_answers, read_rows
 from dataset import Message, PromptRequest, affixed, body_of, conversations, cut, length, random_ids
 from launch import Server, start_server
 from machine import OtherProcesses, facts
@@ -164,10 +165,8 @@ def too_slow(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> bool:
 
 def shown(row: dict[str, Any], args: argparse.Namespace) -> str:
     """Print one row in readable form."""
-    rate, limit = row["request_rate"], row["concurrency"]
-    head = f"{row['engine']}, {'all at once' if rate is None else f'{rate:g} requests/s'}"
     lines = [
-        head + (f", at most {limit} under way" if limit else ""),
+        f"{row['engine']}, {load_of(row)}",
         f"  {row['completed']} of {row['requests']} requests in {row['duration_s']:.2f} s: "
         f"{row['request_throughput']:.2f} requests/s, {row['output_throughput']:.1f} output tokens/s, "
         f"{row['total_token_throughput']:.1f} tokens/s in total",
@@ -204,6 +203,29 @@ def write(args: argparse.Namespace, rows: list[dict[str, Any]], records: list[di
         from plot import sweep
 
         sweep(rows, args.plot)
+    compare(args, about, rows, records)
+
+
+def compare(
+    args: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]], records: list[dict[str, Any]]
+) -> None:
+    """Print what differs from an earlier run, and write the page, if that was asked for."""
+    changed = changes(rows, read_rows(args.compare)) if args.compare else []
+    for each in changed:
+        print(f"{each.point}: {each.was:.2f} {each.unit} became {each.now:.2f}, better by {each.part:+.1%}")
+    if args.compare and not changed:
+        print(f"{args.compare} has no point of this sweep: nothing to compare")
+    answers = differences(records, read_answers(args.compare_answers)) if args.compare_answers else None
+    if answers:
+        both, different = answers
+        print(f"{both - len(different)} of {both} answers are equal to those in {args.compare_answers}")
+        for difference in different[:3]:
+            at = difference.same
+            print(f"  after {at} characters: {difference.was[at:at + 40]!r} became {difference.now[at:at + 40]!r}")
+    if args.report:
+        from report import page
+
+        args.report.write_text(page(rows, about, changed, answers), "utf-8")
 
 
 def main(argv: list[str]) -> int:

@@ -23,14 +23,10 @@ NOT_HERE = {
     "--triton_model_name": "the OpenAI API only; name the model with --served-model-name",
     "--clear_cache": "random prompts share no prefix; start the server with infer.prefix_cache=false to be sure",
     "--force-max-min-bs": "no server here waits for a batch to fill",
-    "--num_beams": "beam search is not there yet",
-    "--length_penalty": "beam search is not there yet",
-    "--no_repeat_ngram_size": "no such parameter in the OpenAI API",
-    "--encoder_no_repeat_ngram_size": "no such parameter in the OpenAI API",
-    "--decoder_no_repeat_ngram_size": "no such parameter in the OpenAI API",
-    "--structured_output_file": "structured output is not there yet",
-    "--structured_output_regex": "structured output is not there yet",
-    "--enable_diff_check": "write the answers of two runs with --output-csv and compare the files",
+    "--no_repeat_ngram_size": "no such parameter in the OpenAI API; KsanaLLM's /generate has it",
+    "--encoder_no_repeat_ngram_size": "no such parameter in the OpenAI API; KsanaLLM's /generate has it",
+    "--decoder_no_repeat_ngram_size": "no such parameter in the OpenAI API; KsanaLLM's /generate has it",
+    "--enable_diff_check": "--compare-answers FILE compares the answers with those of an earlier --output-csv",
 }
 
 
@@ -109,6 +105,12 @@ def _how(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", "--topk", type=int)
     group.add_argument("--repetition-penalty", "--repetition_penalty", type=float)
     group.add_argument("--n", "--num_return_sequences", type=_count)
+    group.add_argument("--num-beams", "--num_beams", type=_count, metavar="N", help="beam search; with --no-stream")
+    group.add_argument("--length-penalty", "--length_penalty", type=float, metavar="X", help="of beam search")
+    group.add_argument("--structured-output-regex", "--structured_output_regex", metavar="REGEX", help="answers have "
+                       "this form")  # fmt: skip
+    group.add_argument("--structured-output-file", "--structured_output_file", type=Path, metavar="FILE",
+                       help="file with such a regular expression")  # fmt: skip
     group.add_argument("--logprobs", type=int)
     group.add_argument("--stop", "--stop_strings", nargs="*")
     group.add_argument("--stop-token-ids", "--stop_token_ids", type=int, nargs="*")
@@ -157,6 +159,11 @@ def _results(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-dir", type=Path, metavar="DIR", help="benchmark_results.jsonl in this folder")
     group.add_argument("--append-result", action="store_true", help="append to JSON files instead of overwriting them")
     group.add_argument("--plot", type=Path, metavar="FILE", help="a picture of the sweep; needs matplotlib")
+    group.add_argument("--report", type=Path, metavar="FILE", help="a page about the run in one HTML file; needs "
+                       "matplotlib")  # fmt: skip
+    group.add_argument("--compare", type=Path, metavar="FILE", help="--out-json of an earlier run: what has changed")
+    group.add_argument("--compare-answers", type=Path, metavar="FILE", help="--output-csv of an earlier run: which "
+                       "answers differ")  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -218,6 +225,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.request_rate = [first + i * args.request_rate_step for i in range(args.request_rate_num_iters)]
     if args.mode == "sync":
         args.concurrency = [1]
+    if (args.num_beams or 1) > 1 and args.stream:
+        made.error("--num-beams: beam search has no streams; add --no-stream")
+    if args.structured_output_file:
+        if args.structured_output_regex:
+            made.error("--structured-output-file and --structured-output-regex say the same; leave one out")
+        try:
+            args.structured_output_regex = args.structured_output_file.read_text("utf-8").strip()
+        except (OSError, UnicodeError) as error:
+            made.error(f"--structured-output-file {args.structured_output_file}: {error}")
     args.goal = ServiceLevel(dict(args.goodput)) if args.goodput else None
     return args
 
@@ -227,7 +243,8 @@ def fields_of(args: argparse.Namespace) -> dict[str, Any]:
     fields = {
         "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k,
         "repetition_penalty": args.repetition_penalty, "n": args.n, "stop": args.stop,
-        "stop_token_ids": args.stop_token_ids,
+        "stop_token_ids": args.stop_token_ids, "num_beams": args.num_beams, "length_penalty": args.length_penalty,
+        "structured_outputs": args.structured_output_regex and {"regex": args.structured_output_regex},
     }  # fmt: skip
     found = {key: value for key, value in fields.items() if value is not None}
     if args.logprobs:

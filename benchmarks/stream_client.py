@@ -30,6 +30,7 @@ class Sample:
         ended: when the last byte arrived.
         prompt_tokens, output_tokens: from the server's ``usage``; without it, one token for each event.
         text: the answer.
+        ends: how often the end was told: reasons why choices ended, and errors.
         error: why it failed; empty for a complete answer.
     """
 
@@ -39,6 +40,7 @@ class Sample:
     prompt_tokens: int = 0
     output_tokens: int = 0
     text: str = ""
+    ends: int = 0
     error: str = ""
 
     @property
@@ -142,6 +144,7 @@ def _take(sample: Sample, when: float, event: dict[str, Any]) -> bool:
     finished = False
     if "error" in event:
         sample.error = json.dumps(event["error"])
+        sample.ends += 1
     usage = event.get("usage")
     if usage:
         sample.prompt_tokens, sample.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
@@ -151,7 +154,9 @@ def _take(sample: Sample, when: float, event: dict[str, Any]) -> bool:
         if text:
             sample.text += text
             sample.times.append(when)
-        finished |= choice.get("finish_reason") is not None
+        if choice.get("finish_reason") is not None:
+            sample.ends += 1
+            finished = True
     return finished
 
 

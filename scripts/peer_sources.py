@@ -34,6 +34,8 @@ DYNAMO = ROOT / "scripts/dynamo-requirements.txt"
 PYTHON = (3, 11)
 #: Clients for Node.js: OpenAI's, and Vercel's AI SDK with what it needs.
 NODE = ("openai@7.57.0", "ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/anthropic@3.0.140", "zod@4.6.7")
+#: What Grafana publishes about dashboards, and what checks one against it.
+GRAFANA = ("@grafana/schema@13.2.3", "ts-json-schema-generator@2.4.0", "typescript@7.0.2", "ajv@8.20.0")
 
 VLLM = "0.33.0"
 VLLM_SHA256 = "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"
@@ -131,6 +133,11 @@ class Places:
         return self.root / "node"
 
     @property
+    def grafana(self) -> Path:
+        """The folder with ``node_modules`` of Grafana's types."""
+        return self.root / "grafana"
+
+    @property
     def vllm(self) -> Path:
         """The unpacked part of vLLM's source distribution."""
         return self.root / f"vllm-{VLLM}"
@@ -152,7 +159,7 @@ def install(places: Places) -> None:
     assert torch is not None, f"{CONSTRAINTS.name} has no line for torch"
     _environment(places.environment, REQUIREMENTS, torch.group())
     _environment(places.agents, AGENTS, None)
-    _node(places)
+    _node(places.node, NODE)
     _vllm(places)
 
 
@@ -190,14 +197,25 @@ def _environment(folder: Path, requirements: Path, torch: str | None, *options: 
     stamp.write_text(wanted, "utf-8")
 
 
-def _node(places: Places) -> None:
-    if all(_is_there(places.node, *package.rsplit("@", 1)) for package in NODE):
+def install_grafana(places: Places) -> None:
+    """Install Grafana's types, if they are not there.
+
+    Raises:
+        PeerError: Node.js is missing.
+        subprocess.CalledProcessError: npm failed.
+    """
+    places.root.mkdir(parents=True, exist_ok=True)
+    _node(places.grafana, GRAFANA)
+
+
+def _node(folder: Path, packages: tuple[str, ...]) -> None:
+    if all(_is_there(folder, *package.rsplit("@", 1)) for package in packages):
         return
     if shutil.which("npm") is None or shutil.which("node") is None:
         raise PeerError("node or npm is not on the PATH; install Node.js 20 or newer: clients need it")
-    places.node.mkdir(exist_ok=True)
-    npm = ["npm", "install", "--no-save", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", *NODE]
-    subprocess.run(npm, cwd=places.node, check=True)
+    folder.mkdir(exist_ok=True)
+    npm = ["npm", "install", "--no-save", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", *packages]
+    subprocess.run(npm, cwd=folder, check=True)
 
 
 def _is_there(folder: Path, name: str, version: str) -> bool:

@@ -37,7 +37,7 @@ from peer_results import (
     shortened,
     write_records,
 )
-from peer_sources import ROOT, TESTS, VLLM, PeerError, Places, install, install_deploy
+from peer_sources import ROOT, TESTS, VLLM, PeerError, Places, install, install_deploy, install_grafana
 
 # At the end: this folder has a module named like one of Python's own, profile.
 sys.path.append(str(ROOT / "benchmarks"))
@@ -79,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
             install_deploy(places)
             return run_deploy(model)
         if options.what == "operators":
+            install_grafana(places)
             return run_clients(model, OPERATOR_RECORDS, OPERATOR_TESTS, argument=options.what)
         install(places)
         failed = _drive(options, places, model, larger)

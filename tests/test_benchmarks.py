@@ -21,11 +21,13 @@ import quantized_checkpoint
 import sanitize
 import serving
 from arrivals import offsets
+from compare import Difference, changes, differences, read_answers, read_rows
 from dataset import PromptRequest, body_of, conversations, cut
 from hypothesis import given
 from hypothesis import strategies as st
 from model_configs import CONFIGS
 from model_sources import SOURCES, models_root
+from report import page
 from served import tiny_model
 from serving_metrics import ServiceLevel, percentile, standard_deviation, summary
 from serving_options import NOT_HERE, fields_of, parse
@@ -180,6 +182,22 @@ def test_chitus_command_is_understood() -> None:
     assert args.request_rate == [2.0] and args.arrival == "uniform" and args.metric_percentiles == [50, 99]
 
 
+def test_answers_may_be_searched_for_or_have_a_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beams = parse(["--base-url", "http://x", "--num_beams", "4", "--length_penalty", "0.5", "--no-stream"])
+    assert fields_of(beams) == {"temperature": 0.0, "num_beams": 4, "length_penalty": 0.5}
+    (tmp_path / "form").write_text("[0-9]+\n")
+    for option in ("--structured_output_regex [0-9]+", f"--structured_output_file {tmp_path / 'form'}"):
+        formed = parse(f"--base-url http://x {option}".split())
+        assert fields_of(formed) == {"temperature": 0.0, "structured_outputs": {"regex": "[0-9]+"}}
+    for options, message in (
+        ("--num-beams 4", "add --no-stream"), ("--structured-output-file gone", "gone"),
+        (f"--structured-output-file {tmp_path / 'form'} --structured-output-regex x", "leave one out"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit):
+            parse(f"--base-url http://x {options}".split())
+        assert message in capsys.readouterr().err
+
+
 def test_ksanas_command_is_understood() -> None:
     options = (
         "--host localhost --port 8080 --prompt_num 512 --input_csv d.csv --col_idx 1 --stream --mode async "
@@ -297,11 +315,11 @@ def settings() -> list[str]:
 def test_a_sweep_over_a_csv_file_is_measured_written_and_drawn(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.csv"
     data.write_text("prompt\nhello there\nhow are you\n")
-    out, perf, texts, picture = (tmp_path / name for name in ("o.jsonl", "p.csv", "t.csv", "p.png"))
+    out, perf, texts, picture, report = (tmp_path / name for name in ("o.jsonl", "p.csv", "t.csv", "p.png", "r.html"))
     program(
         "serving.py", "--model", model, "--dataset-path", data, "--requests", "4", "--output-len", "6",
         "--request-rate", "50", "100", "--goodput", "ttft:60000", "--out-json", out, "--perf-csv", perf,
-        "--output-csv", texts, "--plot", picture, "--threads", "1", *settings(),
+        "--output-csv", texts, "--plot", picture, "--report", report, "--threads", "1", *settings(),
     )  # fmt: skip
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["request_rate"] for row in rows] == [50, 100]
@@ -313,6 +331,86 @@ def test_a_sweep_over_a_csv_file_is_measured_written_and_drawn(model: Path, tmp_
     with texts.open() as file:
         assert [row["prompt"] for row in csv.DictReader(file)] == ["hello there", "how are you"] * 4
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert_whole(report.read_text())
+    # The same again: a page of both runs.
+    again = tmp_path / "again.html"
+    assert "8 of 8 answers are equal" in program(
+        "serving.py", "--model", model, "--dataset-path", data, "--requests", "4", "--output-len", "6",
+        "--request-rate", "50", "100", "--goodput", "ttft:60000", "--compare", out, "--compare-answers", texts,
+        "--report", again, "--threads", "1", *settings(),
+    )  # fmt: skip
+    assert "Since the other run" in again.read_text() and "8 of 8 answers are equal" in again.read_text()
+
+
+def assert_whole(page: str) -> None:
+    """A page of a run: plots and tables, and nothing that is fetched from elsewhere."""
+    assert page.startswith("<!doctype html>") and page.count("<svg") == 1 and "time to the first token" in page
+    assert "50 requests/s" in page and "100 requests/s" in page
+    fetched = re.findall(r"<(?:script|link|img|iframe)\b|url\((?!#)|@import", page)
+    assert not fetched and not re.findall(r'(?:src|(?<!xlink:)href)="(?!#)', page)
+
+
+def row_of(rate: float | None, **figures: Any) -> dict[str, Any]:
+    return {
+        "engine": "e", "api": "chat", "dataset": "csv", "request_rate": rate, "concurrency": None, "input_len": 8,
+        "output_len": 8, "request_throughput": 1.0, **figures,
+    }  # fmt: skip
+
+
+def test_figures_of_two_runs_are_compared_at_the_same_load() -> None:
+    now = [row_of(2.0, median_ttft_ms=50.0, request_throughput=3.0), row_of(4.0)]
+    was = [row_of(2.0, median_ttft_ms=100.0, request_throughput=2.0), row_of(None)]
+    found = {change.unit: (change.point, change.was, change.now, change.part) for change in changes(now, was)}
+    assert found == {
+        "requests/s": ("e, 2 requests/s", 2.0, 3.0, 0.5),
+        "median ms to the first token": ("e, 2 requests/s", 100.0, 50.0, 1.0),
+    }
+
+
+def test_answers_of_two_runs_are_compared_by_prompt_in_order() -> None:
+    was = [{"engine": "e", "prompt": p, "text": t} for p, t in (("a", "one"), ("a", "two"), ("b", "three"), ("c", "x"))]
+    now = [{"engine": "e", "prompt": p, "text": t} for p, t in (("a", "one"), ("a", "too"), ("b", "three"), ("d", "x"))]
+    both, found = differences(now, was)
+    assert both == 3 and [(each.was, each.now, each.same) for each in found] == [("two", "too", 1)]
+    failed = [{**row, "error": "gone"} for row in now]
+    assert differences(failed, was) == differences(now, failed) == (0, [])
+
+
+def test_a_page_shows_texts_of_answers_as_text() -> None:
+    row = {**row_of(None), "completed": 1, "failed": 0, "output_throughput": 1.0, "total_token_throughput": 1.0,
+           "others_cores": [0.5], "requests": 1, "median_ttft_ms": 5.0, "median_itl_ms": 5.0}  # fmt: skip
+    made = page([row], {"cpu": "<b>", "cores": 2}, answers=(1, [Difference("<script>", "<i>", "</i>")]))
+    assert "<script>" not in made and "&lt;script&gt;" in made and "<b>" not in made
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "no json"])
+def test_what_is_no_run_is_not_compared(text: str, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text(text)
+    for read_file in (read_rows, read_answers):
+        with pytest.raises(SystemExit, match="cannot be compared"):
+            read_file(tmp_path / "f")
+
+
+def test_many_streams_end_once_each_and_priorities_and_keys_are_measured(model: Path, tmp_path: Path) -> None:
+    out, small = tmp_path / "o.jsonl", ("--vocab", "200", "--input-len", "8", "--output-len", "4", *settings())
+    program("front_door.py", "streams", model, "--streams", "40", "--rounds", "2", "--out", out, *small)
+    program("front_door.py", "priorities", model, "--seconds", "2", "--at-once", "2", "--out", out, *small)
+    program("front_door.py", "keys", "--keys", "20", "--repeats", "10", "--out", out)
+    streams, priorities, keys = (json.loads(line) for line in out.read_text().splitlines())
+    for each in streams["rounds"]:
+        assert each["whole"] == each["one_end"] == 40 and each["memory_mib"] > 0
+    for name in ("priorities", "equal"):
+        assert all(found["whole"] == found["requests"] for found in map(priorities["runs"][name].get, ("high", "low")))
+    assert keys["median_us"].keys() == {"first", "last", "wrong", "last character wrong"} and keys["spread"] >= 0
+    assert all(str(tmp_path) not in line and str(model) not in line for line in out.read_text().splitlines())
+
+
+def test_a_stream_that_ends_twice_is_told_from_one_that_ends_once() -> None:
+    ends = ['{"choices": [{"text": "x", "finish_reason": "stop"}]}', '{"error": {"message": "gone"}}']
+    for count in (1, 2):
+        body = "".join(f"data: {event}\n\n" for event in ends[:count]) + "data: [DONE]\n\n"
+        head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+        assert read(0.0, [(1.0, (head + body).encode())]).ends == count
 
 
 def test_what_installed_packages_cost_is_measured() -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from docs_blocks import DOCS, evener, python, wheel_site
+from lora_files import write_model
+
+from evener_conformance.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 
 EXAMPLE = DOCS / "examples/evener-quant-example"
 RUN = """
@@ -78,6 +81,20 @@ def test_the_scheme_and_the_kernel_pass_the_conformance_kit(part: str, site: Pat
     done = evener(site, tmp_path, "conformance", "--backend", "cpu", "--op", part, "--seed", "1", "cpu.native=off")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout, done.stdout
+
+
+def test_the_page_s_commands_convert_explain_and_run_a_model(site: Path, tmp_path: Path) -> None:
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    write_tiny_tokenizer(write_model(tmp_path / "model", changes={**sizes, "num_key_value_heads": 2, "head_dim": 16}))
+    small = ("infer.kv_memory=4MiB", "infer.max_seq_len=128", "cpu.native=off")
+    for run, words in (
+        (python, ("-m", "evener_quant_example.convert", "model", "MODEL_INT8")),
+        (evener, ("explain", "MODEL_INT8", *small)),
+        (evener, ("run", "MODEL_INT8", "--prompt", "Count to three.", "--max-tokens", "4", *small)),
+    ):
+        done = run(site, tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+        assert words[0] != "explain" or "packings:" in done.stdout, done.stdout
 
 
 def test_a_checkpoint_whose_scales_do_not_fit_is_refused_with_both_shapes(site: Path, tmp_path: Path) -> None:

@@ -60,6 +60,23 @@ def test_it_can_be_read_and_used_at_each_width(
     look("shortcuts")
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_it_can_be_read_in_chinese(
+    visit: Callable[..., BrowserPage], scripted: ScriptedServer, shots: Path, size: str
+) -> None:
+    width, height = SIZES[size]
+    page = visit(scripted.url, width=width, height=height, touch=size == "phone", locale="zh-CN")
+    page.page.wait_for_timeout(350)
+    check(page)
+    page.page.screenshot(path=shots / f"{size}-chinese-welcome.png")
+    if size == "phone":
+        page.find("header .menu").click()
+    page.find("#open-settings").click()
+    page.page.wait_for_timeout(350)
+    check(page)
+    page.page.screenshot(path=shots / f"{size}-chinese-settings.png")
+
+
 @pytest.mark.parametrize("size", ["phone", "desk"])
 def test_errors_calls_and_edits_can_be_read_too(
     visit: Callable[..., BrowserPage], scripted: ScriptedServer, shots: Path, size: str

@@ -23,7 +23,7 @@ from evener_server.key_file import ApiKey, digest_of
 BOARD = json.loads(FILE.read_text("utf-8"))
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
-QUERIES += [each["definition"] for each in BOARD["templating"]["list"] if each["type"] == "query"]
+QUERIES += [each["query"]["query"] for each in BOARD["templating"]["list"] if each["type"] == "query"]
 #: What Prometheus adds to each series.
 ADDED = {"instance", "job"}
 

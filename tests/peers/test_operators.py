@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from docs_blocks import DOCS, blocks
+from peer_sources import GRAFANA, Places
 from served import PATIENCE, Served, free_port
 from systemd_unit import ANALYZE, UNIT, complaints
 
@@ -160,12 +161,36 @@ def test_the_variables_of_the_dashboard_find_the_model_and_the_server(
     found = {}
     for each in BOARD["templating"]["list"]:
         if each["type"] == "query":
-            match, label = each["definition"].removeprefix("label_values(").removesuffix(")").rsplit(", ", 1)
+            match, label = each["query"]["query"].removeprefix("label_values(").removesuffix(")").rsplit(", ", 1)
             params = {"match[]": match.replace("$model", ".*")}
             found[label] = prometheus.get(f"/api/v1/label/{label}/values", params=params).json()["data"]
     headers = {"authorization": "Bearer sk-chat"}
     model = busy.http.get("/v1/models", headers=headers).json()["data"][0]["id"]
     assert found == {"model_name": [model], "instance": [busy.url.removeprefix("http://")]}
+
+
+def test_the_dashboard_is_of_the_types_that_grafana_publishes(
+    record_property: Callable[[str, object], None]
+) -> None:
+    """Grafana itself is not run: no registry that we use has it."""
+    record_property("client", GRAFANA[0].replace("schema@", "schema "))
+    record_property("what", "the types of a dashboard and of its panels' options: each field of ours is known there")
+    folder = Places.default().grafana
+    if not (folder / "node_modules").is_dir():
+        pytest.fail(f"{folder} is not there; run 'make test-peers ARGS=operators'", pytrace=False)
+
+    def complaints_about(board: Any) -> str:
+        command = [installed("node"), str(Path(__file__).parent / "clients/grafana_schema.mjs"), str(folder)]
+        done = subprocess.run(command, input=json.dumps(board), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert complaints_about(BOARD) == ""
+    worse = json.loads(FILE.read_text("utf-8"))
+    worse["panels"][1]["options"]["colour"] = "value"
+    worse["panels"][1]["fieldConfig"]["defaults"]["units"] = "s"
+    found = complaints_about(worse)
+    assert "/panels/1/options" in found and "colour" in found and '"units"' in found
 
 
 def test_systemd_finds_nothing_wrong_in_the_unit(tmp_path: Path, note: Note) -> None:

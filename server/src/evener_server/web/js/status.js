@@ -18,7 +18,7 @@ function groups(report) {
   const { model, backend, requests, kv_cache: kv, tokens, versions } = report;
   const count = (number) => number === null || number === undefined ? null : number.toLocaleString(language);
   const of = (number, all) => number === null || !all ? count(number) : t("statusOf", { n: count(number), all: count(all) });
-  const since = new Date(report.started * 1000).toLocaleString(language);
+  const since = new Date(report.started * 1000).toLocaleString(language, { dateStyle: "medium", timeStyle: "short" });
   return [
     [t("model"), [
       [t("model"), model?.name], [t("statusArchitecture"), model?.architecture], [t("statusDtype"), model?.dtype],
