@@ -10,11 +10,14 @@ from evener.contracts.communicator import Communicator
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpFunction, OpSchema
 
+#: What most static parameters are. A start asks for their kind a million times, and an abstract class answers slowly.
+_PLAIN = (int, str, float, type(None))
+
 
 def walk_static(static: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Names and values, those inside nested mappings too."""
     for name, value in static.items():
-        if isinstance(value, Mapping):
+        if not isinstance(value, _PLAIN) and isinstance(value, Mapping):
             yield from walk_static(value)
         else:
             yield name, value
@@ -22,7 +25,8 @@ def walk_static(static: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def communicators(static: Mapping[str, Any]) -> list[Communicator]:
     """The communicators that a call site uses; none if it runs on one rank."""
-    return [value for _, value in walk_static(static) if isinstance(value, Communicator)]
+    found = (value for _, value in walk_static(static) if not isinstance(value, _PLAIN))
+    return [value for value in found if isinstance(value, Communicator)]
 
 
 def adapted(static: Mapping[str, Any]) -> bool:

@@ -107,10 +107,9 @@ class Candidates:
 
 def op_call(available: Candidates, schema: OpSchema, static: Mapping[str, Any], bucket: Bucket) -> OpCall:
     """The call that kernels are asked about: with the weights' layouts and the layout of the state."""
-    layouts = {
-        name: w.layout for name, w in walk_static(static) if isinstance(w, LinearWeight) and name in schema.weights
-    }
-    slot = next((v for _, v in walk_static(static) if isinstance(v, StateSlot)), None) if schema.state else None
+    inside = tuple(walk_static(static)) if schema.weights or schema.state else ()
+    layouts = {name: w.layout for name, w in inside if isinstance(w, LinearWeight) and name in schema.weights}
+    slot = next((v for _, v in inside if isinstance(v, StateSlot)), None) if schema.state else None
     layout = slot.provider.layout if slot is not None and slot.provider is not None else None
     return OpCall(schema.name, static, bucket, available.device, layouts, layout)
 

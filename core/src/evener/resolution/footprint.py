@@ -5,10 +5,10 @@ The memory plan (``engine.worker.memory``) reads ``StepFootprint.activations`` a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from evener.contracts.ops import Bucket, OpSchema, Tensor
@@ -119,12 +119,17 @@ def _nbytes(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
 
 
 def _elements(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
-    known = {**static, **sizes.others, "T": sizes.tokens, "R": sizes.outputs, "…": sizes.tokens}
-    return math.prod(_dimension(dim, known) for dim in tensor.shape)
+    found, rows = 1, {"T": sizes.tokens, "R": sizes.outputs, "…": sizes.tokens}
+    for factor in _factors(tensor.shape):
+        if not isinstance(factor, int):
+            factor = rows[factor] if factor in rows else sizes.others.get(factor, static.get(factor))
+        found *= factor if isinstance(factor, int) else 1
+    return found
 
 
-def _dimension(dim: str | int, known: Mapping[str, Any]) -> int:
-    """The size of a dimension: a number, a name, or a product of those; 1 if only a request decides it (the number of
-    log-probabilities)."""
-    found = (int(part) if part.isdigit() else known.get(part, 1) for part in str(dim).split("*"))
-    return math.prod(number if isinstance(number, int) else 1 for number in found)
+@cache
+def _factors(shape: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """What the dimensions of a tensor are products of: numbers and names; a name counts as 1 if only a request decides
+    it (the number of log-probabilities). A start asks for the same shapes thousands of times."""
+    parts = (part for dim in shape for part in str(dim).split("*"))
+    return tuple(int(part) if part.isdigit() else part for part in parts)

@@ -126,7 +126,7 @@ class Resolver:
             call = op_call(self.available, schema, static, bucket)
             candidate, variant = self._choose(schema, path, call)
             if candidate is not None:
-                return self.build(candidate, replace(call, variant=variant))
+                return self.build(candidate, replace(call, variant=variant) if variant else call)
             if not schema.composite:
                 self.footprint.add_reference_scratch(schema, static)
             return self.reference(schema, path, static, bucket)
@@ -136,7 +136,8 @@ class Resolver:
         refused: dict[tuple[str, str], None] = {}
         for candidate, variant, why in self._ranking(schema, call):
             provider = candidate.label if candidate else reference_provider(schema)
-            reason = refusal(self.available, candidate, replace(call, variant=variant)) if candidate else None
+            asked = replace(call, variant=variant) if variant else call
+            reason = refusal(self.available, candidate, asked) if candidate else None
             if reason is not None:
                 refused[provider, reason] = None
                 continue

@@ -1,0 +1,36 @@
+"""Commands of ``warm`` end as they do in a new Python."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from warm import warm
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "out", "error"),
+    [
+        ("print('said', end='')", 0, "said", ""),
+        ("raise SystemExit(3)", 3, "", ""),
+        ("raise SystemExit(-1)", 255, "", ""),
+        ("raise SystemExit('why')", 1, "", "why\n"),
+        ("import atexit; atexit.register(print, 'last', end=''); raise SystemExit(2)", 2, "last", ""),
+        ("import threading; threading.Timer(0.01, lambda: print('late', end='')).start()", 0, "late", ""),
+        ("raise KeyboardInterrupt", -2, "", "KeyboardInterrupt\n"),
+        ("raise ValueError('wrong')", 1, "", "ValueError: wrong\n"),
+    ],
+)
+def test_a_command_ends_with_its_own_status_and_all_that_it_said(
+    program: str, status: int, out: str, error: str
+) -> None:
+    done = subprocess.run([warm() / "python", "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, out)
+    assert done.stderr.endswith(error) and bool(done.stderr) == bool(error)
+
+
+def test_a_command_whose_last_words_cannot_be_written_ends_with_pythons_status_for_it() -> None:
+    with open("/dev/full", "w") as full:
+        command = [warm() / "python", "-c", "print('said')"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 120 and "No space left on device" in done.stderr
