@@ -122,7 +122,7 @@ def _elements(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
     found, rows = 1, {"T": sizes.tokens, "R": sizes.outputs, "…": sizes.tokens}
     for factor in _factors(tensor.shape):
         if not isinstance(factor, int):
-            factor = rows[factor] if factor in rows else sizes.others.get(factor, static.get(factor))
+            factor = rows[factor] if factor in rows else sizes.others.get(factor, static.get(factor, 1))
         found *= factor if isinstance(factor, int) else 1
     return found
 
