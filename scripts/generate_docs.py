@@ -34,10 +34,10 @@ from evener.contracts.ops import OpSchema, Tensor
 from evener.ops.schemas import BUILTIN
 from evener_conformance import descriptor as conformance
 from evener_deploy import descriptor as deploy
+from evener_generation import descriptor as generation
 from evener_inspection import descriptor as inspection
 from evener_inspection.models_command import facts
 from evener_models import descriptor
-from evener_generation import descriptor as generation
 from evener_offload import descriptor as offload
 from evener_server import descriptor as server
 
