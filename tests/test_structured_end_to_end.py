@@ -161,13 +161,11 @@ def test_answers_to_random_schemas_are_valid_documents_at_every_depth(folder: Pa
 
 
 def test_drafts_change_no_token_of_answers_to_random_schemas(folder: Path) -> None:
-    plain = run_schemas(folder, 0, 12)
-    for depth in (1, 2):
-        assert run_schemas(folder, 0, 12, depth, **{"infer.drafter": "ngram", "infer.draft_tokens": 3}) == plain
+    assert run_schemas(folder, 0, 6, **{"infer.drafter": "ngram", "infer.draft_tokens": 3}) == run_schemas(folder, 0, 6)
 
 
 def test_answers_to_random_schemas_are_valid_documents_with_xgrammar_too(folder: Path) -> None:
-    run_schemas(folder, 0, 16, **{"generation.grammars": "xgrammar", "infer.drafter": "ngram"})
+    run_schemas(folder, 0, 6, **{"generation.grammars": "xgrammar", "infer.drafter": "ngram"})
 
 
 @pytest.mark.slow
