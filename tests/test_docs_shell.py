@@ -36,6 +36,7 @@ from evener_conformance.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 ELSEWHERE = {
     ".ci/run": ".ci/run",  # it runs this test
     "curl -s http://127.0.0.1:21002/v1/rerank": "server/tests/test_scores.py",  # a model that scores
+    "evener bench-engine": "inspection/tests/test_bench_engine.py",  # a model with so many layers
     "evener chat --url": "server/tests/test_terminal_chat.py",
     "evener conformance --backend cpu --op example.rows": "tests/test_state_example.py",
     "evener conformance --backend cpu --op int8": "tests/test_quant_example.py",
@@ -61,7 +62,9 @@ ELSEWHERE = {
 #: Packages of others that the documents install.
 OTHERS = {"torch", "torch-npu", "pyyaml", "triton-ascend", "sglang-router", "vllm-router", "ai-dynamo"}
 #: What a command needs that is not here: hardware, several machines, or a network. Its keys are read.
-_NOT_HERE = re.compile(r"serve (Qwen/|/data/DeepSeek)|stages=|[tp]p_size=|infer\.(cpu_layer_num|resident_experts)=")
+_NOT_HERE = re.compile(
+    r"serve (Qwen/|BAAI/|/data/(DeepSeek|Llama))|stages=|[tp]p_size=|infer\.(cpu_layer_num|resident_experts)="
+)
 _HARDWARE = ("install-ascend", "install-gcu", "install-hygon", "install-muxi")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 64, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 2048}  # fmt: skip
@@ -218,9 +221,9 @@ def here(text: str, model: Path, folder: Path) -> str:
     places = [
         (r"~/models/SmolLM2\S*\.gguf|\bmodel\.gguf", str(folder / "model.gguf")),
         (r"~/models/SmolLM2-135M-Instruct|/data/Qwen3-\S+B|\bMODEL_DIR\b|\bMODEL\b(?![-_.=])", str(model)),
-        (r"/(data|srv)/weights", str(folder / "srv")), (r"/data/(sql|chat)-lora", str(folder / r"\1-lora")),
+        (r"/(data|srv)/(weights|kv)\b", str(folder / "srv")), (r"/data/(sql|chat)-lora", str(folder / r"\1-lora")),
         (r"10\.0\.0\.\d", "127.0.0.1"), (r":(21100|5557|5558)\b", f":{free_port()}"), (r" serve\.port=\d+", ""),
-        (r"=64GiB", "=64MiB"), (r"--tokens 131072", "--tokens 512"),
+        (r"=64GiB", "=64MiB"), (r"=500000000000", "=100000000"), (r"--tokens 131072", "--tokens 512"),
     ]  # fmt: skip
     for pattern, place in places:
         text = re.sub(pattern, place, text)
