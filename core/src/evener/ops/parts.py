@@ -10,14 +10,12 @@ from evener.contracts.communicator import Communicator
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpFunction, OpSchema
 
-#: What most static parameters are. A start asks for their kind a million times, and an abstract class answers slowly.
-_PLAIN = (int, str, float, type(None))
-
 
 def walk_static(static: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Names and values, those inside nested mappings too."""
     for name, value in static.items():
-        if not isinstance(value, _PLAIN) and isinstance(value, Mapping):
+        # Most are numbers and words; an abstract class answers slowly.
+        if not isinstance(value, (int, str)) and isinstance(value, Mapping):
             yield from walk_static(value)
         else:
             yield name, value
@@ -25,8 +23,7 @@ def walk_static(static: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def communicators(static: Mapping[str, Any]) -> list[Communicator]:
     """The communicators that a call site uses; none if it runs on one rank."""
-    found = (value for _, value in walk_static(static) if not isinstance(value, _PLAIN))
-    return [value for value in found if isinstance(value, Communicator)]
+    return [v for _, v in walk_static(static) if not isinstance(v, (int, str)) and isinstance(v, Communicator)]
 
 
 def adapted(static: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ The memory plan (``engine.worker.memory``) reads ``StepFootprint.activations`` a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,9 +28,8 @@ class Sizes:
     outputs: int
     others: Mapping[str, int] = field(default_factory=dict)
 
-    def scaled(self, known: Mapping[str, int] | None) -> Sizes:
+    def scaled(self, known: Mapping[str, int]) -> Sizes:
         """Sizes of one op whose caller gives ``known`` (see ``Use``)."""
-        known = known or {}
         return Sizes(self.tokens * known.get("T", 1), self.outputs * known.get("R", 1), known)
 
     def for_parts(self, schema: OpSchema) -> Sizes:
@@ -67,7 +67,7 @@ class StepFootprint:
         """Within the block the op's inputs and outputs are held; ``known``: as ``Use`` was given."""
         before, largest = (self._held, self._sizes), self._largest
         step = Sizes(min(bucket.high, largest.tokens), min(bucket.high, largest.outputs))
-        sizes = (step if self._sizes is None else self._sizes[1]).scaled(known)
+        sizes = (step if self._sizes is None else self._sizes[1]).scaled(known or {})
         if self._sizes is None:
             self._stream = max(self._stream, stream_bytes(schema, static, sizes))
         self._held, self._sizes = self._held + activation_bytes(schema, static, sizes), (sizes, sizes.for_parts(schema))
@@ -119,17 +119,13 @@ def _nbytes(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
 
 
 def _elements(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
-    found, rows = 1, {"T": sizes.tokens, "R": sizes.outputs, "…": sizes.tokens}
-    for factor in _factors(tensor.shape):
-        if not isinstance(factor, int):
-            factor = rows[factor] if factor in rows else sizes.others.get(factor, static.get(factor, 1))
-        found *= factor if isinstance(factor, int) else 1
-    return found
+    rows: dict[str, int] = {**sizes.others, "T": sizes.tokens, "R": sizes.outputs, "…": sizes.tokens}
+    found = (f if isinstance(f, int) else rows.get(f, static.get(f, 1)) for f in _factors(tensor.shape))
+    return math.prod(number if isinstance(number, int) else 1 for number in found)
 
 
 @cache
 def _factors(shape: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """What the dimensions of a tensor are products of: numbers and names; a name counts as 1 if only a request decides
     it (the number of log-probabilities). A start asks for the same shapes thousands of times."""
-    parts = (part for dim in shape for part in str(dim).split("*"))
-    return tuple(int(part) if part.isdigit() else part for part in parts)
+    return tuple(int(part) if part.isdigit() else part for dim in shape for part in str(dim).split("*"))

@@ -136,8 +136,7 @@ class Resolver:
         refused: dict[tuple[str, str], None] = {}
         for candidate, variant, why in self._ranking(schema, call):
             provider = candidate.label if candidate else reference_provider(schema)
-            asked = replace(call, variant=variant) if variant else call
-            reason = refusal(self.available, candidate, asked) if candidate else None
+            reason = refusal(self.available, candidate, replace(call, variant=variant)) if candidate else None
             if reason is not None:
                 refused[provider, reason] = None
                 continue
