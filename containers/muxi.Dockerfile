@@ -11,6 +11,8 @@ FROM ${BASE}
 
 # `make wheels` writes them here; pip takes what else is needed from the index, and never another torch.
 COPY dist/ /wheels/
+# A container is its own environment: pip may install beside the distribution's packages.
+ENV PIP_BREAK_SYSTEM_PACKAGES=1
 # hadolint ignore=DL3013
 RUN python3 -c "import importlib.metadata as m; print(f'torch=={m.version(\"torch\")}')" > /constraints.txt \
     && python3 -m pip install --no-cache-dir --constraint /constraints.txt --find-links /wheels \

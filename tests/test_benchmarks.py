@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sample(sent: float, times: list[float], tokens: int = 0, error: str = "") -> Sample:
-    return Sample(sent, times, times[-1] if times else sent, 10, tokens or len(times), "x", error)
+    return Sample(sent, times, times[-1] if times else sent, 10, tokens or len(times), "x", error=error)
 
 
 # Arithmetic
