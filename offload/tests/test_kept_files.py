@@ -101,6 +101,27 @@ def test_a_later_run_finds_the_blocks_of_an_earlier_one(config: Config, folder: 
         assert controller.scheduler.connector.places.used == 0  # type: ignore[attr-defined]
 
 
+def test_blocks_that_come_while_the_engine_looks_for_them_are_used(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run(config) as controller:
+        one_by_one(controller)
+    with run(config) as controller:
+        files = kept(controller)
+        plain, reads = files.finished, controller.scheduler.connector._reads
+
+        def late() -> Any:
+            found = plain()
+            for copy in [copy for read in reads.values() for copy in read.copies]:
+                assert copy.over.wait(10)
+            return found
+
+        monkeypatch.setattr(files, "finished", late)
+        monkeypatch.setattr("evener_kv.host_blocks._PAUSE", 0)
+        one_by_one(controller)
+        assert controller.scheduler.stats.counters["kv_files_hits"] >= 3
+
+
 def test_changed_bytes_are_computed_again(config: Config, folder: Path) -> None:
     with run(config) as controller:
         first = one_by_one(controller)
