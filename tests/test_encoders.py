@@ -219,7 +219,7 @@ def test_a_step_of_an_encoder_with_long_texts_is_as_long_as_they_are(tmp_path: P
     ({"infer.max_seq_len": 129}, {}, ConfigError, "129 is more than the 128 tokens .* set at most 128"),
     ({"infer.max_seq_len": 64, "infer.step_tokens": 63}, {}, ConfigError, "set infer.step_tokens to at least 64"),
     ({"infer.task": "generate"}, {}, ArchitectureError, "encoder of texts and generates none: leave out infer.task"),
-    ({"infer.pp_size": 3, "executor": "inline"}, {}, ArchitectureError, "does not support pipeline stages"),
+    ({"infer.pp_size": 3, "executor": "inline"}, {}, ArchitectureError, "does not divide its layers: set"),
     ({"infer.task": "score"}, {}, CheckpointError, "has no head for a label"),
     ({}, {"is_decoder": True}, ArchitectureError, "is_decoder"),
     ({}, {"position_embedding_type": "relative_key"}, ArchitectureError, "only absolute"),

@@ -245,6 +245,7 @@ def test_a_schema_that_refers_to_itself_can_be_used(library: GrammarLibrary) -> 
         ({"type": "object", "properties": {"a": {"oneOf": [{}, {}]}}}, "oneOf"),
         ({"anyOf": [{"type": "string"}], "maxLength": 3}, "maxLength"),
         ({"type": "integer", "enum": [1, "x"]}, "type"),
+        ({"type": ["string", "null"], "enum": ["x", None]}, "type"),
         ({"type": ["string", "null"], "maxLength": 3}, "maxLength"),
         ({"type": "string", "pattern": "a", "minLength": 3}, "minLength"),
         ({"type": "string", "pattern": 'say "x"'}, "cannot escape"),

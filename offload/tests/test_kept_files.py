@@ -23,10 +23,12 @@ from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest
 from evener.errors import ConfigError
+from evener.plugins.discover import core_version
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import RunResult, play, small_config
 from evener_kv.files import stored_blocks
 from evener_kv.files.block_files import BlockFiles
+from evener_kv.host import _layout
 from evener_kv.host_blocks import HostBlocks
 
 #: Blocks of 16 tokens. Host memory holds all blocks that leave, so that only a new run needs files.
@@ -99,6 +101,27 @@ def test_a_later_run_finds_the_blocks_of_an_earlier_one(config: Config, folder: 
         assert controller.scheduler.connector.places.used == 0  # type: ignore[attr-defined]
 
 
+def test_blocks_that_come_while_the_engine_looks_for_them_are_used(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run(config) as controller:
+        one_by_one(controller)
+    with run(config) as controller:
+        files = kept(controller)
+        plain, reads = files.finished, controller.scheduler.connector._reads
+
+        def late() -> Any:
+            found = plain()
+            for copy in [copy for read in reads.values() for copy in read.copies]:
+                assert copy.over.wait(10)
+            return found
+
+        monkeypatch.setattr(files, "finished", late)
+        monkeypatch.setattr("evener_kv.host_blocks._PAUSE", 0)
+        one_by_one(controller)
+        assert controller.scheduler.stats.counters["kv_files_hits"] >= 3
+
+
 def test_changed_bytes_are_computed_again(config: Config, folder: Path) -> None:
     with run(config) as controller:
         first = one_by_one(controller)
@@ -118,6 +141,31 @@ def test_another_model_finds_nothing(config: Config, tmp_path: Path) -> None:
     for other in (replace(config, seed=config.seed + 1), replace(config, dtype="bfloat16")):
         with run(other) as controller:
             assert len(kept(controller)) == 0
+
+
+def test_other_layers_of_a_model_find_nothing(config: Config) -> None:
+    first, second = (replace(config, infer=replace(config.infer, layers=(number,))) for number in ("0", "1"))
+    with run(first) as controller:
+        one_by_one(controller)
+    with run(second) as controller:
+        assert len(kept(controller)) == 0
+    with run(first) as controller:
+        assert len(kept(controller)) > 0
+
+
+def test_state_of_another_version_of_the_models_package_is_not_used(config: Config) -> None:
+    with run(config) as controller:
+        assembly: Any = controller.executor.worker.assembly  # type: ignore[attr-defined]
+        assert f"('evener-models', '{core_version()}')" in _layout(assembly)
+
+
+def test_an_engine_whose_start_fails_gives_the_folder_back(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr("evener_kv.host.fingerprint", lambda config, facts: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build_controller(config)
+    with run(config) as controller:
+        assert len(kept(controller)) == 0
 
 
 def test_files_stay_within_their_bytes(config: Config, folder: Path) -> None:

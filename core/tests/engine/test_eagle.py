@@ -216,6 +216,16 @@ def test_right_drafts_save_steps_and_are_counted(make_lively: Any, play: Any, tm
     assert stats.accepted_tokens == stats.drafted_tokens == 32
 
 
+def test_a_head_may_propose_tokens_for_some_of_the_models_layers(make_lively: Any, play: Any, tmp_path: Path) -> None:
+    config = make_lively("Llama", SHAPE, **LIMITS)
+    config = dataclasses.replace(config, infer=dataclasses.replace(config.infer, layers=("0-5",)))
+    expected = play(build_controller(config)[0], requests()).tokens
+    controller, _ = strict_controller(with_head(config, write_head(tmp_path / "head", config)))
+    always(controller)
+    assert play(controller, requests()).tokens == expected
+    assert controller.scheduler.stats.drafted_tokens
+
+
 def test_forks_preemptions_and_cached_prefixes_change_no_token(
     make_lively: Any, play: Any, shrink_pool: Any, tmp_path: Path
 ) -> None:

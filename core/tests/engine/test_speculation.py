@@ -4,6 +4,7 @@ do not pay."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -231,3 +232,31 @@ def test_a_drafter_without_a_policy_is_refused_with_the_package_that_has_one(
     )
     with pytest.raises(ConfigError, match="pip install evener-generation"):
         strict_controller(make_config("Llama", **DELAYED, **{"infer.drafter": "ngram"}))
+
+
+class Undecided:
+    """Says of some plans that drafts pay, of others that they do not."""
+
+    def __init__(self) -> None:
+        self._random = Random(1)
+
+    def record(self, requests: int, drafted: bool, tokens: int, seconds: float) -> None:
+        pass
+
+    def pays(self, requests: int) -> bool:
+        return self._random.random() < 0.6
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Next"])
+def test_a_request_waits_for_its_proposed_tokens_though_drafts_do_not_pay_any_more(
+    make_lively: Any, play: Any, family: str
+) -> None:
+    changes = ONE_LAYER if family == "Llama" else {"num_experts": 0}
+    controller, _ = strict_controller(make_lively(family, changes, **DELAYED, **{"infer.depth": 2}))
+    plain = play(controller, requests())
+    KnowingDrafter.answers = [each.prompt + plain.tokens[each.id] for each in requests()]
+    payoff: Any = Undecided()
+    controller.scheduler.drafts = Speculation(KnowingDrafter, 4, 8, vocabulary=10**9, payoff=payoff)
+    again = play(controller, [*map(with_new_id, requests())])
+    assert {f"{name} again": tokens for name, tokens in plain.tokens.items()} == again.tokens
+    assert controller.scheduler.stats.accepted_tokens

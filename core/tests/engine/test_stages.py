@@ -228,5 +228,5 @@ def test_a_model_without_pipeline_support_is_rejected(
     make_config: Any, ranked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr("evener.layers.builder.Builder.layers", lambda self, count: range(count))
-    with pytest.raises(ArchitectureError, match="LlamaForCausalLM does not support pipeline stages"):
+    with pytest.raises(ArchitectureError, match="LlamaForCausalLM does not divide its layers"):
         ranked(make_config("Llama", **{"infer.pp_size": 2}))

@@ -192,7 +192,7 @@ def declare_eagle(
                           f"(evener.layers.CausalLM), and this one is not; leave it out")  # fmt: skip
     stored = view_model(config, loaded, ranks, checkpoint, EagleHead, draft=True)
     family: Any = type("StoredHead", (EagleHead,), {"stored": frozenset(stored.headers)})
-    state = replace(config.config.infer, kv_dtype="auto", kv_scales=None)
+    state = replace(config.config.infer, kv_dtype="auto", kv_scales=None, layers=())
     alone = replace(config, config=replace(config.config, infer=state))
     own, head = declare_model(alone, ranks, stored._replace(family=family))
     assert isinstance(head, EagleHead), "it was declared"

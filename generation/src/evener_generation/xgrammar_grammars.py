@@ -302,9 +302,10 @@ def _type_of_all(schema: Mapping[str, Any]) -> frozenset[str]:
     """``type``, if all values that the schema lists are of its type."""
     of = {"string": str, "boolean": bool, "object": dict, "array": list, "null": type(None)}
     values = [schema["const"]] if "const" in schema else schema["enum"]
-    kind = of.get(schema.get("type"))  # type: ignore[arg-type]
-    alike = isinstance(values, list) and kind is not None and all(type(each) is kind for each in values)
-    numbers = schema.get("type") in ("integer", "number") and all(type(each) is int for each in values)
+    if not isinstance(values, list) or not isinstance(name := schema.get("type"), str):
+        return frozenset()
+    alike = name in of and all(type(each) is of[name] for each in values)
+    numbers = name in ("integer", "number") and all(type(each) is int for each in values)
     return frozenset({"type"}) if alike or numbers else frozenset()
 
 

@@ -50,7 +50,7 @@ class HostConnector:
         settings, made = FileSettings.of(assembly.config.config), HostMemory.of(assembly, storage)
         if settings is not None:
             rank, device = assembly.ranks.world.rank, assembly.device
-            RankFiles(settings, rank, made.sizes, _layout(assembly), made, device.select)
+            made.files = RankFiles(settings, rank, made.sizes, _layout(assembly), made, device.select)
             assembly.resolver.manifest.notes.append(f"blocks of the KV cache are kept in files: {settings.folder}")
         return made
 
@@ -58,5 +58,6 @@ class HostConnector:
 def _layout(assembly: Assembly) -> str:
     """What the bytes of a block in the pool depend on beside the model: who lays them out, and where they are cut."""
     groups = [(group.provider.name, group.cut, len(group.slots)) for group in assembly.geometry.groups]
-    packages = sorted({(each.package, each.version) for each in assembly.resolver.available.states})
+    # Among them the one whose model this is: a later version of it may compute other state.
+    packages = sorted({(each.distribution, each.version) for each in assembly.loaded.selection.all_packages})
     return repr((core_version(), groups, assembly.geometry.slab_bytes, packages, assembly.device.name))

@@ -164,12 +164,13 @@ class HostBlocks(Connector, CacheListener):
             if busy and sum(not each.over for each in self._reads.values()) >= AT_A_TIME:
                 return True
             read = self._reads[request.id] = self._read(files, request)
-        if read.over or time.monotonic() >= read.until:
-            return False
-        if not busy:
+        over = read.over or time.monotonic() >= read.until
+        if not (over or busy):
             read.copies[-1].over.wait(_PAUSE)
-            self._settle(files)
-        return not read.over
+            over = read.over
+        if over:
+            self._settle(files)  # the thread may have finished after the last time
+        return not over
 
     def _read(self, files: StoredBlocks, request: StartingRequest) -> _FileRead:
         """Begin to read what only files have of the request's prefix."""

@@ -23,6 +23,7 @@ from evener.contracts.device import Device
 from evener.engine.worker.assembly import Assembly
 from evener.errors import ConfigError
 from evener_kv.block_bytes import BlockBytes, block_bytes
+from evener_kv.files.rank_files import RankFiles
 from evener_offload.host_backend import host_memory
 
 #: Bytes of a buffer on the device, and of a piece of host memory: a power of two, to which torch rounds page-locked
@@ -36,7 +37,12 @@ class HostMemory(BlockMover):
     Args:
         spans: pages of a block of each group; ``pages``: of a slab. A place is the number of a page; those of the first
             slab do not exist.
+
+    Attributes:
+        files: copies blocks from here to files and back; None: there are none.
     """
+
+    files: RankFiles | None = None
 
     def __init__(
         self, device: Device, groups: Sequence[BlockBytes], spans: Sequence[int], pages: int, nbytes: int
@@ -98,6 +104,10 @@ class HostMemory(BlockMover):
 
     def counters(self) -> Mapping[str, int]:
         return self._counters
+
+    def close(self) -> None:
+        if self.files is not None:
+            self.files.close()
 
     def settled(self, places: Sequence[int], after: int, timeout: float) -> bool:
         """As ``evener_kv.files.rank_files.Places``; for another thread."""

@@ -91,12 +91,21 @@ class RankFiles:
         self._thread = threading.Thread(target=self._serve, name="evener-kv-files", daemon=True)
         self._thread.start()
 
+    def close(self) -> None:
+        """End the thread and give the folder back, if no controller has come: its start has failed. Calling it again
+        does nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def _serve(self) -> None:
         """Until the controller closes its connection."""
         files: BlockFiles | None = None
         try:
             self._prepare()
-            sock, _ = self._socket.accept()
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return  # close() was called
             self._socket.close()
             os.unlink(self._name, dir_fd=self._folder)
             asks = select.poll()

@@ -33,6 +33,7 @@ def fingerprint(config: Config, facts: WorkerFacts) -> str:
         "version": VERSION, "block_size": facts.block_size, "specs": [asdict(spec) for spec in facts.specs],
         "dtype": facts.info.dtype, "load": config.load, "seed": config.seed if config.load == "dummy" else 0,
         "quant": config.quant, "ranks": (infer.tp_size, infer.pp_size), "layers": infer.pp_layer_partition,
+        "chosen": infer.layers,
         "snapshots": infer.snapshot_every, "index_topk": infer.index_topk,
         "max_seq_len": facts.max_seq_len,  # rotary angles may follow from it
     }  # fmt: skip

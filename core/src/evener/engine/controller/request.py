@@ -26,6 +26,7 @@ class Request:
         planned: number of tokens whose state is computed or will be by submitted plans.
         checked: number of tokens that plans have computed, among them proposed ones that were right. Where their state
             was not kept, the next plan computes them again.
+        unchecked: a plan in flight has proposed tokens of it. How many are right decides where the next one begins.
         cached: prompt tokens that came from the prefix cache or from a parent when the request first started.
         scored: number of prompt tokens, from the second on, whose log-probabilities were read.
         outputs_read: prompt outputs of tokens before this position were read.
@@ -45,6 +46,7 @@ class Request:
     unread: int = 0
     planned: int = 0
     checked: int = 0
+    unchecked: bool = False
     cached: int = 0
     scored: int = 0
     outputs_read: int = 0
@@ -102,7 +104,7 @@ class Request:
     @property
     def tokens_to_compute(self) -> int:
         """Tokens that the next plan may compute. The last token before the limit is sampled and never computed."""
-        if self.length >= self.limit:
+        if self.unchecked or self.length >= self.limit:
             return 0
         if self.planned in self.fork_points:
             return 1  # leaves the step's budget to the forks

@@ -371,7 +371,7 @@ class Scheduler:
         for index, row in enumerate(rows):
             request = row.request
             request.planned, request.last_plan = row.start + row.count - len(row.drafts), new.plan_id
-            request.unread += row.samples > 0
+            request.unread, request.unchecked = request.unread + (row.samples > 0), bool(row.drafts)
             outputs += request.outputs_of(index, row.start, row.start + row.count)
             if request.wants_prompt_logprobs:  # those that were not read before a preemption
                 first = max(0, request.scored - row.start)
@@ -420,8 +420,7 @@ class Scheduler:
         logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
         scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
         events: list[FromController] = []
-        first = made = 0
-        proposed = iter(result.drafts)
+        first, made, proposed = 0, 0, iter(result.drafts)
         for index, row in enumerate(submitted.rows):
             if row.drafts and result.drafts:
                 row = msgspec.structs.replace(row, drafts=next(proposed))
@@ -447,7 +446,7 @@ class Scheduler:
         computed = row.start + row.count
         request.outputs_read = max(request.outputs_read, computed)
         if row.drafts:
-            request.checked = len(request.tokens) - 1
+            request.unchecked, request.checked = False, len(request.tokens) - 1
             computed = request.planned = self.state.kept(computed - len(row.drafts), request.checked)
             self.stats.drafts += 1
             self.stats.drafted_tokens += len(row.drafts)

@@ -213,7 +213,7 @@ def declare_model(
     build.head, build.chosen = head, layer_numbers("infer.layers", infer.layers)
     model = family(checkpoint.config, build)
     if (world.pp_size > 1 or infer.layers) and not build.staged:
-        raise ArchitectureError(f"{family.__name__} does not divide its layers; set infer.pp_size=1, infer.layers=none")
+        raise ArchitectureError(f"{family.__name__} does not divide its layers: set infer.pp_size=1, no infer.layers")
     return build, model
 
 
