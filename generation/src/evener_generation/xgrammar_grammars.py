@@ -30,6 +30,10 @@ except ModuleNotFoundError as error:
 
 #: Threads that compile one grammar: they find for each of its states which tokens may come.
 _THREADS = 4
+#: Bytes that a compiled grammar may take: with a model's tokens, and in the check, where each byte is a token. They
+#: grow with its states. For each MiB in the check, a model's tokens take seconds, and up to a hundred times the memory;
+#: the library cannot be stopped meanwhile.
+_MOST_BYTES, _MOST_BYTES_CHECKED = 128 << 20, 4 << 20
 #: What a schema may say. The library passes over other keywords, and a document could break them.
 _ANNOTATIONS = frozenset({
     "$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
@@ -71,7 +75,8 @@ class XgrammarLibrary(GrammarLibrary):
         try:
             _, answer = parts_of(spec)
             if answer is not None:
-                _compiled(answer, _compiler([bytes([each]) for each in range(256)], 257, (256,)))
+                compiler = _compiler([bytes([each]) for each in range(256)], 257, (256,))
+                _compiled(answer, compiler, _MOST_BYTES_CHECKED)
         except ValueError as error:
             return str(error)
         return None
@@ -192,10 +197,21 @@ def _compiler(tokens: list[bytes], vocab_size: int, ends: tuple[int, ...]) -> Gr
     return GrammarCompiler(info, max_threads=_THREADS, cache_enabled=False)
 
 
-def _compiled(spec: GrammarSpec, compiler: GrammarCompiler) -> CompiledGrammar:
-    """Raises:
-    ValueError: it is too long, not what its kind says, or the library does not hold texts to it.
+def _compiled(spec: GrammarSpec, compiler: GrammarCompiler, most: int | None = None) -> CompiledGrammar:
+    """Args:
+        most: bytes that it may take; None: as many as with a model's tokens.
+
+    Raises:
+        ValueError: it is too long or too large, not what its kind says, or the library does not hold texts to it.
     """
+    found, most = _compiled_by_kind(spec, compiler), _MOST_BYTES if most is None else most
+    if (size := found.memory_size_bytes) > most:
+        raise ValueError(f"compiled by xgrammar it takes {size / 2**20:.1f} MiB, and at most {most >> 20} MiB are "
+                         "allowed; use fewer or smaller bounds of lengths, and fewer alternatives")  # fmt: skip
+    return found
+
+
+def _compiled_by_kind(spec: GrammarSpec, compiler: GrammarCompiler) -> CompiledGrammar:
     check_length(spec)
     try:
         match spec.kind:
