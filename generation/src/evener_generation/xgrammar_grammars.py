@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -47,9 +48,12 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
     "boolean": frozenset(), "null": frozenset(),
 }  # fmt: skip
-#: One character in a JSON string, as it is or with an escape. Where a schema limits a length, the library also allows
-#: characters that may not stand there; it takes a pattern as it is, so one of these says the same.
-_CHARACTER = "([ !#-\\[\\]-~\u00a0-\ud7ff\ue000-\U0010ffff]" + r'|\\["\\/bfnrt])'
+#: One character of a string whose length a schema limits. The library by itself also allows characters that may not
+#: stand in JSON. Neither has escapes: with a choice between those and characters, a mask takes some 0.5 s.
+_CHARACTER = "[ !#-\\[\\]-~\u00a0-\ud7ff\ue000-\U0010ffff]"
+#: Of the processor, for one mask or token; usual are tens of microseconds. Ambiguous grammars take more at each token,
+#: and all requests wait for it.
+_MOST_SECONDS = 0.25
 #: In a pattern: characters that a JSON string has only with an escape, which the library would leave out.
 _ESCAPED = re.compile(r'["\x00-\x1f]|\\[\\nrtfvbux0c]')
 #: One of these says all about a document; beside it the library looks at nothing else.
@@ -144,7 +148,7 @@ class _XgrammarMatcher(Matcher):
     """
 
     def __init__(self, matcher: GrammarMatcher, known: np.ndarray[Any, Any], wrong: bool = False) -> None:
-        self._matcher, self._known, self._wrong = matcher, known, wrong
+        self._matcher, self._known, self._wrong, self._slow = matcher, known, wrong, False
 
     def copy(self) -> Matcher:
         return _XgrammarMatcher(self._matcher.fork(), self._known, self._wrong)
@@ -154,12 +158,18 @@ class _XgrammarMatcher(Matcher):
             raise ValueError("a token came that the grammar does not allow")
         if self._matcher.is_terminated():
             raise ValueError("the text is complete")
-        bits = np.full_like(self._known, -1)
+        if self._slow:
+            raise ValueError(f"a step of it took more than {_MOST_SECONDS:g} s; make it simpler: with fewer ways "
+                             "to write the same text")  # fmt: skip
+        bits, began = np.full_like(self._known, -1), time.thread_time()
         try:
             self._matcher.fill_next_token_bitmask(bits)  # which it leaves as it is if any token may come
         except RuntimeError as error:
             raise ValueError(_reason(error)) from error
-        found: bytes = (bits & self._known).astype("<i4").tobytes()
+        self._note_time(began)
+        if not (bits := bits & self._known).any():
+            raise ValueError("no token may follow: the grammar has a part that nothing fits")
+        found: bytes = bits.astype("<i4").tobytes()
         return found
 
     def accept(self, token: int) -> None:
@@ -188,7 +198,13 @@ class _XgrammarMatcher(Matcher):
 
     def _takes(self, token: int) -> bool:
         """Whether the text may go on with ``token``, with which it then does."""
-        return not self._matcher.is_terminated() and self._matcher.accept_token(token)
+        began = time.thread_time()
+        found = not self._matcher.is_terminated() and self._matcher.accept_token(token)
+        self._note_time(began)
+        return found
+
+    def _note_time(self, began: float) -> None:
+        self._slow = self._slow or time.thread_time() - began > _MOST_SECONDS
 
 
 def _compiler(tokens: list[bytes], vocab_size: int, ends: tuple[int, ...]) -> GrammarCompiler:
@@ -320,7 +336,8 @@ def _type_of_all(schema: Mapping[str, Any]) -> frozenset[str]:
     values = [schema["const"]] if "const" in schema else schema["enum"]
     kind = of.get(schema.get("type"))  # type: ignore[arg-type]
     alike = isinstance(values, list) and kind is not None and all(type(each) is kind for each in values)
-    numbers = schema.get("type") in ("integer", "number") and all(type(each) is int for each in values)
+    ints = isinstance(values, list) and all(type(each) is int for each in values)
+    numbers = schema.get("type") in ("integer", "number") and ints
     return frozenset({"type"}) if alike or numbers else frozenset()
 
 
