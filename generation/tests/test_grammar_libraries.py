@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
 from evener_conformance.tiny_tokenizer import EOS_ID, VOCAB_SIZE, write_tiny_tokenizer
+from evener_generation import xgrammar_grammars
 from evener_generation.forbidden_tokens import ForbiddenTokens
 from evener_generation.grammar_texts import MAX_CHARACTERS
 from evener_generation.llguidance_grammars import LlguidanceLibrary
@@ -244,7 +245,7 @@ def test_a_schema_that_refers_to_itself_can_be_used(library: GrammarLibrary) -> 
         ({"properties": {"a": {"type": "string"}}}, "properties"),
         ({"type": "object", "properties": {"a": {"oneOf": [{}, {}]}}}, "oneOf"),
         ({"anyOf": [{"type": "string"}], "maxLength": 3}, "maxLength"),
-        ({"type": "integer", "enum": [1, "x"]}, "type"),
+        ({"type": "integer", "enum": [1, "x"]}, "type"), ({"type": "integer", "enum": 5}, "type"),
         ({"type": ["string", "null"], "enum": ["x", None]}, "type"),
         ({"type": ["string", "null"], "maxLength": 3}, "maxLength"),
         ({"type": "string", "pattern": "a", "minLength": 3}, "minLength"),
@@ -258,6 +259,52 @@ def test_what_xgrammar_would_pass_over_is_refused_in_schemas_and_tags(schema: An
     for asked in (spec("json_schema", schema), spec("structural_tag", tag)):
         problem = XgrammarLibrary.problem(asked)
         assert problem is not None and said in problem and "generation.grammars=llguidance" in problem
+
+
+def test_a_grammar_of_too_many_states_for_xgrammar_is_refused_before_a_model_compiles_it() -> None:
+    ways = "|".join(f"[a-z]{{{count}}}[0-9]{{{count}}}" for count in range(1, 200))
+    problem = XgrammarLibrary.problem(spec("regex", f"({ways}){{1,40}}"))
+    assert problem is not None and re.search(r"it takes [\d.]+ MiB, and at most 4 MiB are allowed; use fewer", problem)
+    form = {f"field {i}": {"type": ["string", "number", "boolean"][i % 3]} for i in range(200)}
+    assert XgrammarLibrary.problem(spec("json_schema", {"type": "object", "properties": form})) is None
+
+
+def test_a_grammar_that_takes_too_much_memory_with_a_models_tokens_is_not_kept(
+    tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(xgrammar_grammars, "_MOST_BYTES", 1 << 20)
+    library = XgrammarLibrary(tokenizer, VOCAB_SIZE)
+    library.compile(spec("regex", "a"))
+    with pytest.raises(ValueError, match=r"MiB, and at most 1 MiB are allowed"):
+        library.compile(spec("regex", "|".join(f"[a-z]{{{count}}}[0-9]{{{count}}}" for count in range(1, 100))))
+
+
+def test_a_text_ends_where_xgrammar_takes_too_long_for_a_step(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = XgrammarLibrary(tokenizer, VOCAB_SIZE).compile(spec("regex", "(.|a|.*){1,300}b"))
+    assert matcher.mask()
+    monkeypatch.setattr(xgrammar_grammars, "_MOST_SECONDS", 0.01)
+    with pytest.raises(ValueError, match=r"a step of it took more than 0\.01 s; make it simpler"):
+        for _ in range(60):
+            matcher.accept(ord("a"))
+            matcher.mask()
+
+
+def test_a_schema_that_nothing_fits_ends_its_text(tokenizer: str) -> None:
+    matcher = XgrammarLibrary(tokenizer, VOCAB_SIZE).compile(spec("json_schema", {"$ref": "#"}))
+    with pytest.raises(ValueError, match="no token may follow"):
+        matcher.mask()
+
+
+def test_masks_of_a_text_of_limited_length_are_soon_made(smollm2_dir: Path) -> None:
+    text = (smollm2_dir / "tokenizer.json").read_text("utf-8")
+    words = json.loads(text)["model"]["vocab"]
+    asked = replace(spec("json_schema", {"type": "string", "maxLength": 200}), ends=(2,))
+    matcher = XgrammarLibrary(text, len(words)).compile(asked)
+    began = time.thread_time()
+    for token in ('"', *("Hello", "\u0120there", "\u0120friend") * 3):
+        matcher.mask()
+        matcher.accept(words[token])
+    assert time.thread_time() - began < 0.5, "it was some 3 s with a choice between characters and escapes"
 
 
 def test_structural_tags_hold_with_either_library_and_special_tokens_come_only_where_a_tag_names_them(

@@ -92,6 +92,13 @@ def test_a_number_of_stages_takes_the_first_devices(tmp_path: Path, monkeypatch:
         configured(tmp_path / "m", **{"infer.pp_size": 4})
 
 
+def test_a_model_that_is_not_here_has_no_size_so_its_stages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, cpu=[64 * GIB], chip=[GIB, GIB])
+    with pytest.raises(ConfigError, match=r"but org/model is not on this machine.* as in infer.stages=chip:0,chip:1"):
+        from_overrides("org/model", {"infer.stages": "auto"})
+    assert found(from_overrides("org/model", {"infer.stages": "auto", "load": "dummy"}))[0] == ("chip:0", "chip:1")
+
+
 def test_devices_of_unknown_memory_are_taken_to_hold_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -352,9 +352,12 @@ def test_a_wrong_address_is_an_error_that_says_what_to_give(url: str) -> None:
         trace_places(url, {})
 
 
-def test_an_address_with_a_password_is_refused_without_showing_it() -> None:
+@pytest.mark.parametrize(
+    "url", ["http://me:s3cret@c:4318", "http://me:s3cret@c:port", "grpc://me:s3cret@c", "http://me:s3cret@c/?x=1"]
+)
+def test_an_address_with_a_password_is_refused_without_showing_it(url: str) -> None:
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
-        trace_places("http://me:s3cret@c:4318", {})
+        trace_places(url, {})
     assert "s3cret" not in str(caught.value)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -30,6 +31,10 @@ except ModuleNotFoundError as error:
 
 #: Threads that compile one grammar: they find for each of its states which tokens may come.
 _THREADS = 4
+#: Bytes that a compiled grammar may take: with a model's tokens, and in the check, where each byte is a token. They
+#: grow with its states. For each MiB in the check, a model's tokens take seconds, and up to a hundred times the memory;
+#: the library cannot be stopped meanwhile.
+_MOST_BYTES, _MOST_BYTES_CHECKED = 128 << 20, 4 << 20
 #: What a schema may say. The library passes over other keywords, and a document could break them.
 _ANNOTATIONS = frozenset({
     "$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
@@ -43,9 +48,12 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
     "boolean": frozenset(), "null": frozenset(),
 }  # fmt: skip
-#: One character in a JSON string, as it is or with an escape. Where a schema limits a length, the library also allows
-#: characters that may not stand there; it takes a pattern as it is, so one of these says the same.
-_CHARACTER = "([ !#-\\[\\]-~\u00a0-\ud7ff\ue000-\U0010ffff]" + r'|\\["\\/bfnrt])'
+#: One character of a string whose length a schema limits. The library by itself also allows characters that may not
+#: stand in JSON. Neither has escapes: with a choice between those and characters, a mask takes some 0.5 s.
+_CHARACTER = "[ !#-\\[\\]-~\u00a0-\ud7ff\ue000-\U0010ffff]"
+#: Of the processor, for one mask or token; usual are tens of microseconds. Ambiguous grammars take more at each token,
+#: and all requests wait for it.
+_MOST_SECONDS = 0.25
 #: In a pattern: characters that a JSON string has only with an escape, which the library would leave out.
 _ESCAPED = re.compile(r'["\x00-\x1f]|\\[\\nrtfvbux0c]')
 #: One of these says all about a document; beside it the library looks at nothing else.
@@ -71,7 +79,8 @@ class XgrammarLibrary(GrammarLibrary):
         try:
             _, answer = parts_of(spec)
             if answer is not None:
-                _compiled(answer, _compiler([bytes([each]) for each in range(256)], 257, (256,)))
+                compiler = _compiler([bytes([each]) for each in range(256)], 257, (256,))
+                _compiled(answer, compiler, _MOST_BYTES_CHECKED)
         except ValueError as error:
             return str(error)
         return None
@@ -139,7 +148,7 @@ class _XgrammarMatcher(Matcher):
     """
 
     def __init__(self, matcher: GrammarMatcher, known: np.ndarray[Any, Any], wrong: bool = False) -> None:
-        self._matcher, self._known, self._wrong = matcher, known, wrong
+        self._matcher, self._known, self._wrong, self._slow = matcher, known, wrong, False
 
     def copy(self) -> Matcher:
         return _XgrammarMatcher(self._matcher.fork(), self._known, self._wrong)
@@ -149,12 +158,18 @@ class _XgrammarMatcher(Matcher):
             raise ValueError("a token came that the grammar does not allow")
         if self._matcher.is_terminated():
             raise ValueError("the text is complete")
-        bits = np.full_like(self._known, -1)
+        if self._slow:
+            raise ValueError(f"a step of it took more than {_MOST_SECONDS:g} s; make it simpler: with fewer ways "
+                             "to write the same text")  # fmt: skip
+        bits, began = np.full_like(self._known, -1), time.thread_time()
         try:
             self._matcher.fill_next_token_bitmask(bits)  # which it leaves as it is if any token may come
         except RuntimeError as error:
             raise ValueError(_reason(error)) from error
-        found: bytes = (bits & self._known).astype("<i4").tobytes()
+        self._note_time(began)
+        if not (bits := bits & self._known).any():
+            raise ValueError("no token may follow: the grammar has a part that nothing fits")
+        found: bytes = bits.astype("<i4").tobytes()
         return found
 
     def accept(self, token: int) -> None:
@@ -183,7 +198,13 @@ class _XgrammarMatcher(Matcher):
 
     def _takes(self, token: int) -> bool:
         """Whether the text may go on with ``token``, with which it then does."""
-        return not self._matcher.is_terminated() and self._matcher.accept_token(token)
+        began = time.thread_time()
+        found = not self._matcher.is_terminated() and self._matcher.accept_token(token)
+        self._note_time(began)
+        return found
+
+    def _note_time(self, began: float) -> None:
+        self._slow = self._slow or time.thread_time() - began > _MOST_SECONDS
 
 
 def _compiler(tokens: list[bytes], vocab_size: int, ends: tuple[int, ...]) -> GrammarCompiler:
@@ -192,10 +213,21 @@ def _compiler(tokens: list[bytes], vocab_size: int, ends: tuple[int, ...]) -> Gr
     return GrammarCompiler(info, max_threads=_THREADS, cache_enabled=False)
 
 
-def _compiled(spec: GrammarSpec, compiler: GrammarCompiler) -> CompiledGrammar:
-    """Raises:
-    ValueError: it is too long, not what its kind says, or the library does not hold texts to it.
+def _compiled(spec: GrammarSpec, compiler: GrammarCompiler, most: int | None = None) -> CompiledGrammar:
+    """Args:
+        most: bytes that it may take; None: as many as with a model's tokens.
+
+    Raises:
+        ValueError: it is too long or too large, not what its kind says, or the library does not hold texts to it.
     """
+    found, most = _compiled_by_kind(spec, compiler), _MOST_BYTES if most is None else most
+    if (size := found.memory_size_bytes) > most:
+        raise ValueError(f"compiled by xgrammar it takes {size / 2**20:.1f} MiB, and at most {most >> 20} MiB are "
+                         "allowed; use fewer or smaller bounds of lengths, and fewer alternatives")  # fmt: skip
+    return found
+
+
+def _compiled_by_kind(spec: GrammarSpec, compiler: GrammarCompiler) -> CompiledGrammar:
     check_length(spec)
     try:
         match spec.kind:

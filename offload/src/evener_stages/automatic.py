@@ -38,7 +38,7 @@ def settle_keys(top: _Keys, infer: _Keys) -> tuple[_Keys, _Keys]:
     if len(stages) > 1 or asked:
         other = f"leave out {source}" if asked else f"it stands alone, not in {','.join(stages)}"
         raise ConfigError(f"infer.stages=auto takes the devices that are here: {other}")
-    found, why = _devices(top["model"], infer.get("tp_size", 1))
+    found, why = _devices(top["model"], infer.get("tp_size", 1), top.get("load"))
     wanted = infer.get("pp_size", len(found))
     if wanted > len(found):
         raise ConfigError(f"infer.stages=auto finds devices for {len(found)} stages ({','.join(found)}), but "
@@ -50,8 +50,12 @@ def settle_keys(top: _Keys, infer: _Keys) -> tuple[_Keys, _Keys]:
     return top, {**infer, "stages": found, "pp_size": len(found)}
 
 
-def _devices(model: str | os.PathLike[str], tp_size: int) -> tuple[tuple[str, ...], str]:
-    """As in ``infer.stages``, with ``tp_size`` devices for each stage; and why the host is one of them, or not."""
+def _devices(model: str | os.PathLike[str], tp_size: int, load: str | None) -> tuple[tuple[str, ...], str]:
+    """As in ``infer.stages``, with ``tp_size`` devices for each stage; and why the host is one of them, or not.
+
+    Raises:
+        ConfigError: there are not enough devices, or the model, a hub's id for example, is not here.
+    """
     catalog = installed_catalog()
     probed = ProbeRun.start(catalog.backends).result()
     failed = any(probe.hardware_seen and probe.error is not None for probe in probed.values())
@@ -70,7 +74,12 @@ def _devices(model: str | os.PathLike[str], tp_size: int) -> tuple[tuple[str, ..
             known = known and all(each.memory for each in devices[at : at + tp_size])
     if not stages:
         raise ConfigError(f"infer.stages=auto: no backend has infer.tp_size={tp_size} devices here; lower it")
-    weights = _weight_bytes(Path(model))
+    folder = Path(model).expanduser()
+    if not folder.exists() and load != "dummy":
+        raise ConfigError("infer.stages=auto compares the size of the weights with the accelerators' memory, but "
+                          f"{model} is not on this machine: give the folder of the model, or name the stages, as in "
+                          f"infer.stages={','.join(stages)}")  # fmt: skip
+    weights = _weight_bytes(folder)
     sizes = f"the weights take {weights / 2**30:.1f} GiB, the accelerators have {memory / 2**30:.1f} GiB"
     if known and weights > _SHARE * memory and (host := _best([each for each in able if each.package.name in hosts])):
         return (*stages, host), sizes

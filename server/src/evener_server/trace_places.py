@@ -86,6 +86,10 @@ def _exporters(environ: Mapping[str, str]) -> list[str]:
 def _checked(url: str, where: str, path: str) -> str:
     """``url`` with ``path`` if it has none; without ``path`` it must have none."""
     port = 4318 if path else 4317
+    if "@" in url:
+        # Without the address: it may have a password.
+        raise ConfigError(f"{where.partition('=')[0]} has a user name, or another @; put what the collector asks for "
+                          "into the variable OTEL_EXPORTER_OTLP_HEADERS, as in authorization=Basic%20...")  # fmt: skip
     advice = f"{where} is no address of a collector; give one such as http://127.0.0.1:{port}"
     try:
         parts = urlsplit(url)
@@ -95,8 +99,4 @@ def _checked(url: str, where: str, path: str) -> str:
     wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment
     if wrong or (not path and parts.path not in ("", "/")):
         raise ConfigError(advice)
-    if parts.username is not None:
-        # Without the address: it has the password.
-        raise ConfigError(f"{where.partition('=')[0]} has a user name; put what the collector asks for into the "
-                          "variable OTEL_EXPORTER_OTLP_HEADERS, as in authorization=Basic%20...")  # fmt: skip
     return parts._replace(path=path).geturl() if parts.path in ("", "/") else url
