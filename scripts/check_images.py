@@ -1,7 +1,7 @@
 """Build the images of ``containers/`` on a small base, start each, and write what came of it: ``make test-images``.
 
 A vendor's image is not needed: the base is Debian with Python, a C++ compiler and torch's wheel for the CPU, made by
-debootstrap. So this shows that a recipe builds, that its entry point starts, and which backend is chosen without a card.
+debootstrap. So this shows that a recipe builds, that its entry point starts, and which backend is chosen with no card.
 
 Needs root, buildah and debootstrap (``apt-get install buildah debootstrap``) and 10 GB of disk. Only the base is kept.
 """
