@@ -1,4 +1,6 @@
-"""Build the images of ``containers/`` on a small base, start each, and write what came of it: ``make test-images``.
+"""Build the images of ``containers/`` on a small base, start each, and record what came of it.
+
+    python scripts/check_images.py [NAME ...]        # writes docs/results/images.jsonl
 
 A vendor's image is not needed: the base is Debian with Python, a C++ compiler and torch's wheel for the CPU, made by
 debootstrap. So this shows that a recipe builds, that its entry point starts, and which backend is chosen with no card.
@@ -22,6 +24,11 @@ from pathlib import Path
 from build_wheels import build
 
 ROOT = Path(__file__).resolve().parent.parent
+# At the end: this folder has a module named like one of Python's own, profile.
+sys.path.append(str(ROOT / "benchmarks"))
+
+from machine import cpu_name
+
 RECIPES = sorted(path.name.partition(".")[0] for path in (ROOT / "containers").glob("*.Dockerfile"))
 RECORD = ROOT / "docs/results/images.jsonl"
 BASE = "localhost/evener-test-base"
@@ -52,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         for name in options.recipes or RECIPES:
             rows.append(_try(name, folder / "context"))
             print(json.dumps(rows[-1]), flush=True)
-    RECORD.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+            _record(rows[-1])
     return 0 if all(row["builds"] and row["starts"] for row in rows) else 1
 
 
@@ -76,7 +83,10 @@ def _try(name: str, context: Path) -> dict[str, object]:
     command = ["buildah", "bud", "--network=host", *mounts, f"--build-arg=BASE={BASE}", f"-t={image}",
                f"--file={context}/containers/{name}.Dockerfile", str(context)]  # fmt: skip
     today = datetime.date.today().isoformat()
-    row: dict[str, object] = {"recipe": name, "date": today, "builds": False, "starts": False}
+    row: dict[str, object] = {
+        "recipe": name, "device": cpu_name(), "model": "none", "date": today, "builds": False, "starts": False,
+        "command": f"python scripts/check_images.py {name}",
+    }  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {**row, "error": done.stderr.strip()[-300:]}
@@ -91,6 +101,13 @@ def _try(name: str, context: Path) -> dict[str, object]:
         for thing in (["rm", container], ["rmi", image]):
             subprocess.run(["buildah", *thing], check=True, stdout=subprocess.DEVNULL)
     return row
+
+
+def _record(row: dict[str, object]) -> None:
+    """Put a row in the place of the recipe's last one."""
+    lines = RECORD.read_text("utf-8").splitlines() if RECORD.exists() else []
+    rows = {row["recipe"]: row for row in map(json.loads, lines)} | {row["recipe"]: row}
+    RECORD.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)), "utf-8")
 
 
 def _out(*command: str) -> str:
