@@ -23,12 +23,12 @@ from pathlib import Path
 
 from build_wheels import build
 
-ROOT = Path(__file__).resolve().parent.parent
 # At the end: this folder has a module named like one of Python's own, profile.
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from machine import cpu_name
 
+ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(path.name.partition(".")[0] for path in (ROOT / "containers").glob("*.Dockerfile"))
 RECORD = ROOT / "docs/results/images.jsonl"
 BASE = "localhost/evener-test-base"
