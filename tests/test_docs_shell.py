@@ -209,7 +209,7 @@ def folder(tmp_path: Path, model: Path) -> Path:
     """Where commands run: what they read is there."""
     (tmp_path / "sample.txt").write_text("Some text to measure scales with. " * 200)
     (tmp_path / "key").write_text("0123456789abcdef" * 4)
-    (tmp_path / "srv").mkdir()
+    (tmp_path / "srv").mkdir(mode=0o700)
     (tmp_path / "model.gguf").symlink_to(models_root() / "gguf" / SOURCES["smollm2"].gguf)
     for number, name in enumerate(("sql-lora", "chat-lora"), 1):
         write_adapter(tmp_path / name, model, 4, seed=number)
