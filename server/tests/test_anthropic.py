@@ -67,7 +67,7 @@ def test_the_usage_counts_what_a_request_put_into_the_prefix_cache(make_api: Cal
 def test_a_message_is_answered(says: Callable[..., Any]) -> None:
     api = says("Hello.", cached=2)
     body = message(api, system="Be brief.")
-    assert body["content"] == [{"type": "text", "text": "Hello.", "citations": None}] and body["id"].startswith("msg_")
+    assert body["content"] == [{"type": "text", "text": "Hello.", "citations": []}] and body["id"].startswith("msg_")
     assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
     usage = body["usage"]
     assert usage["output_tokens"] == 7 and usage["cache_read_input_tokens"] == 2
@@ -80,7 +80,7 @@ def test_thinking_text_and_calls_are_blocks(says: Callable[..., Any]) -> None:
     thinking, text, *calls = body["content"]
     assert body["usage"]["output_tokens_details"] == {"thinking_tokens": len("I look.")}
     assert thinking == {"type": "thinking", "thinking": "I look.", "signature": ""}
-    assert text == {"type": "text", "text": "Let me see.", "citations": None} and body["stop_reason"] == "tool_use"
+    assert text == {"type": "text", "text": "Let me see.", "citations": []} and body["stop_reason"] == "tool_use"
     assert [(call["type"], call["name"], call["input"]) for call in calls] == [
         ("tool_use", "get_weather", {"city": "Paris"})
     ] * 2
@@ -90,7 +90,7 @@ def test_thinking_text_and_calls_are_blocks(says: Callable[..., Any]) -> None:
 def test_thinking_is_given_out_only_if_it_was_asked_for(says: Callable[..., Any]) -> None:
     api = says("<think>\nhm</think>\n\nYes.")
     for fields in ({}, {"thinking": {"type": "disabled"}}):
-        assert message(api, **fields)["content"] == [{"type": "text", "text": "Yes.", "citations": None}]
+        assert message(api, **fields)["content"] == [{"type": "text", "text": "Yes.", "citations": []}]
     assert [block["type"] for block in message(api, thinking={"type": "adaptive"})["content"]] == ["thinking", "text"]
 
 
@@ -155,7 +155,7 @@ def test_why_a_message_ended(says: Callable[..., Any]) -> None:
     assert message(api, max_tokens=3)["stop_reason"] == "max_tokens"
     body = message(api, stop_sequences=["x", ", th"])
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", ", th")
-    assert body["content"] == [{"type": "text", "text": "One, two", "citations": None}]
+    assert body["content"] == [{"type": "text", "text": "One, two", "citations": []}]
 
 
 def test_a_call_that_was_cut_off_keeps_its_text(says: Callable[..., Any]) -> None:

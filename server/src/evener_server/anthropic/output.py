@@ -28,7 +28,7 @@ class MessageOutput:
         if delta.get("reasoning"):
             yield from self._text({"type": "thinking", "thinking": "", "signature": ""}, delta["reasoning"])
         elif delta.get("content"):
-            yield from self._text({"type": "text", "text": "", "citations": None}, delta["content"])
+            yield from self._text({"type": "text", "text": "", "citations": []}, delta["content"])
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 name = call["function"]["name"]
