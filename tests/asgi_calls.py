@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import httpx
+
 from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
 from evener_server.app import create_app
@@ -149,3 +151,18 @@ class InProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def answers(folder: Path, calls: Sequence[tuple[str, dict[str, Any]]], **keys: Any) -> list[httpx.Response]:
+    """What a server of the model in ``folder`` answers to JSON bodies, one after another."""
+
+    async def run() -> list[httpx.Response]:
+        llm = await AsyncLLM.start(from_overrides(str(folder), keys), "thread")
+        try:
+            transport = httpx.ASGITransport(create_app(llm))
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return [await client.post(path, json=body) for path, body in calls]
+        finally:
+            await llm.close()
+
+    return asyncio.run(run())

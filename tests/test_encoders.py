@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import openai
 import pytest
 import torch
+from asgi_calls import answers
 from evener_pooling.limits import whole_texts
 from family_oracles import randomise
 from served import Served
 from wordpiece import write_wordpiece
 
 from evener import LLM, SamplingParams
-from evener.async_llm import AsyncLLM
 from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import Finished, NewRequest, Sampling, Tokens
@@ -28,7 +26,6 @@ from evener_conformance.kit.subject import open_subject
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_inspection.explanation import explain
 from evener_models.pooling.pairs import pair_separator
-from evener_server.app import create_app
 
 SMALL = {"dtype": "float32", "infer.max_reqs": 4, "infer.threads": 1}
 #: One of one token, one that fills the context, and between; as many as run at a time, and more.
@@ -133,13 +130,13 @@ def test_pairs_have_transformers_scores(changes: dict[str, Any], tmp_path: Path)
         odds = [float(model(**{name: each[name] for name in read}).logits[0, 0]) for each in encoded]
     assert max(odds) - min(odds) > 0.05, "the model is too flat to show a difference"
     queries, documents = zip(*PAIRS, strict=True)
-    ranked, scored, embedded, chatted, completed = asked(tmp_path, [
+    ranked, scored, embedded, chatted, completed = answers(tmp_path, [
         ("/v1/rerank", {"query": queries[0], "documents": documents}),
         ("/v1/score", {"text_1": queries, "text_2": documents}),
         ("/v1/embeddings", {"input": "a"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
         ("/v1/completions", {"prompt": "a"}),
-    ])  # fmt: skip
+    ], **SMALL)  # fmt: skip
     assert scored.status_code == 200, scored.text
     wanted = torch.tensor(odds).sigmoid().tolist()
     assert [each["score"] for each in scored.json()["data"]] == pytest.approx(wanted, abs=2e-6)
@@ -149,21 +146,6 @@ def test_pairs_have_transformers_scores(changes: dict[str, Any], tmp_path: Path)
     assert first["relevance_score"] == pytest.approx(wanted[0], abs=2e-6)
     for answer in (embedded, chatted, completed):
         assert answer.status_code == 400 and "this model scores texts" in answer.json()["error"]["message"]
-
-
-def asked(folder: Path, calls: Sequence[tuple[str, dict[str, Any]]], **keys: Any) -> list[httpx.Response]:
-    """What a server of the model answers, in one process."""
-
-    async def run() -> list[httpx.Response]:
-        llm = await AsyncLLM.start(from_overrides(str(folder), {**SMALL, **keys}), "thread")
-        try:
-            transport = httpx.ASGITransport(create_app(llm))
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return [await client.post(path, json=body) for path, body in calls]
-        finally:
-            await llm.close()
-
-    return asyncio.run(run())
 
 
 def config_of(folder: Path, **changes: Any) -> Path:
@@ -293,11 +275,11 @@ def test_openais_client_gets_the_vectors_of_a_served_folder_of_sentence_transfor
 def test_a_pair_of_a_cross_encoder_takes_no_instruction_and_has_to_fit(tmp_path: Path) -> None:
     make(tmp_path, "BertForSequenceClassification", num_labels=1)
     write_wordpiece(tmp_path)
-    told, long, both = asked(tmp_path, [
+    told, long, both = answers(tmp_path, [
         ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "be kind"}),
         ("/v1/score", {"text_1": "a", "text_2": "fox " * 200}),
         ("/v1/score", {"text_1": "fox " * 70, "text_2": "fox " * 70}),
-    ])  # fmt: skip
+    ], **SMALL)  # fmt: skip
     assert told.status_code == 400 and told.json()["error"]["param"] == "instruction"
     for answer in (long, both):
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "text_2"

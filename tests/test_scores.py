@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import pytest
 import torch
+from asgi_calls import answers
 from family_oracles import make_transformers, randomise
 
 from evener import LLM
-from evener.async_llm import AsyncLLM
-from evener.config import from_overrides
 from evener.errors import CheckpointError, RequestError
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
-from evener_server.app import create_app
 
 SMALL = {"dtype": "float32", "infer.max_reqs": 4, "infer.max_seq_len": 512, "infer.step_tokens": 64,
          "infer.threads": 1, "infer.kv_memory": 2**22}  # fmt: skip
@@ -65,21 +61,6 @@ def classifier(folder: Path) -> Oracle:
     return odds
 
 
-def asked(folder: Path, calls: Sequence[tuple[str, dict[str, Any]]], **keys: Any) -> list[httpx.Response]:
-    """What a server of the model answers, in one process."""
-
-    async def run() -> list[httpx.Response]:
-        llm = await AsyncLLM.start(from_overrides(str(folder), {**SMALL, **keys}), "thread")
-        try:
-            transport = httpx.ASGITransport(create_app(llm))
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return [await client.post(path, json=body) for path, body in calls]
-        finally:
-            await llm.close()
-
-    return asyncio.run(run())
-
-
 def sigmoid(odds: float) -> float:
     return float(torch.tensor(odds, dtype=torch.float64).sigmoid())
 
@@ -102,14 +83,14 @@ def test_a_reranker_of_qwens_kind_reads_its_own_template_and_scores_by_yes_and_n
             text = text.replace(mark, sign)
         return [{1: 259, 2: 260}.get(byte, byte) for byte in text.encode()]
 
-    whole, best, own = asked(
+    whole, best, own = answers(
         tmp_path,
         [
             ("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}),
             ("/rerank", {"query": QUERY, "documents": [{"text": each} for each in DOCUMENTS], "top_n": 1,
                          "return_documents": False}),
             ("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS, "instruction": "be kind"}),
-        ], **{"infer.task": "score"},
+        ], **SMALL, **{"infer.task": "score"},
     )  # fmt: skip
     assert whole.status_code == 200, whole.text
     body, usual = whole.json(), wanted("Given a web search query, retrieve relevant passages that answer the query")
@@ -134,7 +115,7 @@ def test_a_reranker_of_sentence_transformers_is_recognized_and_reads_its_folders
     (tmp_path / "1_LogitScore/config.json").write_text(json.dumps({"true_token_id": 5, "false_token_id": 9}))
     activation = {"activation_fn": "torch.nn.modules.linear.Identity"}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(activation))
-    scored, refused, generated, embedded = asked(
+    scored, refused, generated, embedded = answers(
         tmp_path,
         [
             ("/score", {"queries": [QUERY, "a"], "documents": DOCUMENTS[:2]}),
@@ -142,6 +123,7 @@ def test_a_reranker_of_sentence_transformers_is_recognized_and_reads_its_folders
             ("/v1/completions", {"prompt": "a"}),
             ("/v1/embeddings", {"input": "a"}),
         ],
+        **SMALL,
     )
     wanted = [odds(f"Q {q} D {d} A".encode()) for q, d in zip([QUERY, "a"], DOCUMENTS, strict=False)]
     assert [each["score"] for each in scored.json()["data"]] == pytest.approx(wanted, abs=1e-4)
@@ -153,7 +135,7 @@ def test_a_reranker_of_sentence_transformers_is_recognized_and_reads_its_folders
 def test_a_model_with_a_head_for_one_label_scores_as_transformers_does(tmp_path: Path) -> None:
     odds = classifier(tmp_path)
     write_tiny_tokenizer(tmp_path, ROLES)
-    (scored,) = asked(tmp_path, [("/score", {"text_1": QUERY, "text_2": DOCUMENTS})])
+    (scored,) = answers(tmp_path, [("/score", {"text_1": QUERY, "text_2": DOCUMENTS})], **SMALL)
     wanted = [sigmoid(odds(f"Q {QUERY} D {each} A".encode())) for each in DOCUMENTS]
     assert [each["score"] for each in scored.json()["data"]] == pytest.approx(wanted, abs=1e-5)
     with LLM(tmp_path, **SMALL) as llm, pytest.raises(RequestError, match=r"scores texts .* infer\.task=embed"):

@@ -23,6 +23,8 @@ from evener_conformance.reference.executor import strict_controller
 from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.speculation import Speculation
 
+from .drafted_requests import requests
+
 LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24, "infer.step_tokens": 16}
 #: Few tokens, so that random weights are right now and then.
 SHAPE = {"num_hidden_layers": 7, "vocab_size": 11, "tie_word_embeddings": False}
@@ -76,15 +78,6 @@ def write_head(folder: Path, model: Config, style: str = "published", **changes:
 
 def with_head(config: Config, folder: Path) -> Config:
     return dataclasses.replace(config, infer=dataclasses.replace(config.infer, draft_model=str(folder)))
-
-
-def requests(answer: int = 24) -> list[NewRequest]:
-    asked = [Sampling(temperature=0.0), Sampling(temperature=0.9, seed=5), Sampling(temperature=0.0, logprobs=1)]
-    return [
-        NewRequest(id=f"r{at}", prompt=[1 + (at + i * i) % 9 for i in range(9 + 13 * at)], max_tokens=answer + at,
-                   sampling=sampling)
-        for at, sampling in enumerate(asked)
-    ]  # fmt: skip
 
 
 class Always(Speculation):

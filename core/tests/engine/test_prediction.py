@@ -18,6 +18,8 @@ from evener_conformance.reference.executor import strict_controller
 from evener_generation.drafting.prediction_drafter import PredictionDrafter
 from evener_generation.drafting.speculation import Speculation
 
+from .drafted_requests import requests
+
 LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24, "infer.step_tokens": 16}
 #: Few tokens, so that random weights are right now and then; dense layers, because the reference experts read on the
 #: host.
@@ -25,15 +27,6 @@ SHAPE = {"num_hidden_layers": 2, "first_k_dense_replace": 9, "num_nextn_predict_
 #: Most of its layers are recurrent.
 RECURRENT = {"num_experts": 0, "vocab_size": 11}
 MTP = {"infer.drafter": "mtp"}
-
-
-def requests(answer: int = 24) -> list[NewRequest]:
-    asked = [Sampling(temperature=0.0), Sampling(temperature=0.9, seed=5), Sampling(temperature=0.0, logprobs=1)]
-    return [
-        NewRequest(id=f"r{at}", prompt=[1 + (at + i * i) % 9 for i in range(9 + 13 * at)], max_tokens=answer + at,
-                   sampling=sampling)
-        for at, sampling in enumerate(asked)
-    ]  # fmt: skip
 
 
 class Recorded(Speculation):

@@ -8,6 +8,7 @@ module                   holds
 =======================  ============================================================================
 ``llguidance_grammars``  structured output, with the library llguidance
 ``xgrammar_grammars``    the same with the library xgrammar
+``text_library``         what both share: forbidden tokens on top, and texts without a form
 ``drafting``             speculative decoding: what proposes tokens, and which requests get some
 ``tools``                parsers of tool calls, a module for each kind of format
 ``reasoning``            parsers of what a model writes before its answer

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
-from evener_generation.forbidden_tokens import ForbiddenTokens
+from evener.contracts.grammar.library import GrammarSpec, Matcher
 from evener_generation.grammar_texts import check_length, choices_of, object_of, parts_of, quoted
 from evener_generation.reasoning_tokens import special_tokens, with_reasoning
 from evener_generation.structural_tags import in_lark, lark_of
+from evener_generation.text_library import TextLibrary
 
 #: Time and memory that one grammar may take; the library's own limits allow seconds. About 50,000 units of fuel are a
 #: millisecond.
@@ -24,36 +24,22 @@ _WHITESPACE = r"[ \t\n\r]{0,64}"
 _NOISE = ("while parsing: ", "lexer error: ")
 
 
-class LlguidanceLibrary(GrammarLibrary):
+class LlguidanceLibrary(TextLibrary):
     """JSON schemas as https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md lists them, regular
     expressions of Rust's crate regex-syntax without look-around, Lark grammars without imports of files, grammars in
     llama.cpp's GBNF, and structural tags."""
 
     def __init__(self, tokenizer: str, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        super().__init__(tokenizer, vocab_size)
         #: Ids of special tokens by their texts; known once a tokenizer is opened.
         self._special: dict[str, int] = {}
         #: By the ids that end a text; all requests of one model have the same, so this holds one entry.
         self._opened: dict[tuple[int, ...], LLTokenizer] = {}
 
     @classmethod
-    def problem(cls, spec: GrammarSpec) -> str | None:
-        if spec.kind == "any":
-            return None
-        try:
-            _, answer = parts_of(spec)
-            if answer is None:
-                return None
-            failed, texts = LLMatcher.validate_grammar_with_warnings(_compiled(answer, {}), limits=_LIMITS)
-        except ValueError as error:
-            return str(error)
+    def _problem(cls, answer: GrammarSpec) -> str | None:
+        failed, texts = LLMatcher.validate_grammar_with_warnings(_compiled(answer, {}), limits=_LIMITS)
         return _first_line(texts[0]) if failed else None
-
-    def compile(self, spec: GrammarSpec) -> Matcher:
-        held = None if spec.kind == "any" else self._compile(spec)
-        if held is not None and not spec.forbidden:
-            return held
-        return ForbiddenTokens(spec.forbidden, self._vocab_size, held)
 
     def _compile(self, spec: GrammarSpec) -> Matcher:
         if spec.ends not in self._opened:

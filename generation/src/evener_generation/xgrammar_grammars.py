@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from llguidance import LLTokenizer
 
-from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
+from evener.contracts.grammar.library import GrammarSpec, Matcher
 from evener.errors import ConfigError
-from evener_generation.forbidden_tokens import ForbiddenTokens
 from evener_generation.grammar_texts import MAX_BLANKS, check_length, choices_of, object_of, parts_of, quoted
 from evener_generation.reasoning_tokens import special_tokens, with_reasoning
+from evener_generation.text_library import TextLibrary
 
 try:
     from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
@@ -63,33 +63,20 @@ _NOISE = re.compile(r"^(\[[\d:]+\] \S+:\d+: )?(Check failed: \(.*?\) is false: )
 _OTHERS = "leave it out, or ask the operator for generation.grammars=llguidance"
 
 
-class XgrammarLibrary(GrammarLibrary):
+class XgrammarLibrary(TextLibrary):
     """JSON schemas of some keywords (others are refused), regular expressions without look-around, grammars in
     llama.cpp's GBNF and in Lark's syntax as far as the library reads it, and its own structural tags."""
 
     def __init__(self, tokenizer: str, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        super().__init__(tokenizer, vocab_size)
         #: By the ids that end a text; all requests of one model have the same, so this holds one entry.
         self._opened: dict[tuple[int, ...], _Opened] = {}
 
     @classmethod
-    def problem(cls, spec: GrammarSpec) -> str | None:
-        if spec.kind == "any":
-            return None
-        try:
-            _, answer = parts_of(spec)
-            if answer is not None:
-                compiler = _compiler([bytes([each]) for each in range(256)], 257, (256,))
-                _compiled(answer, compiler, _MOST_BYTES_CHECKED)
-        except ValueError as error:
-            return str(error)
+    def _problem(cls, answer: GrammarSpec) -> str | None:
+        compiler = _compiler([bytes([each]) for each in range(256)], 257, (256,))
+        _compiled(answer, compiler, _MOST_BYTES_CHECKED)
         return None
-
-    def compile(self, spec: GrammarSpec) -> Matcher:
-        held = None if spec.kind == "any" else self._compile(spec)
-        if held is not None and not spec.forbidden:
-            return held
-        return ForbiddenTokens(spec.forbidden, self._vocab_size, held)
 
     def _compile(self, spec: GrammarSpec) -> Matcher:
         if spec.ends not in self._opened:
