@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import openai
 import pytest
 import torch
 from asgi_calls import answers
 from evener_pooling.limits import whole_texts
-from family_oracles import randomise
+from random_encoders import FAMILIES, TEXTS, make, rows_of, unit
 from served import Served
 from wordpiece import write_wordpiece
 
@@ -28,38 +28,9 @@ from evener_inspection.explanation import explain
 from evener_models.pooling.pairs import pair_separator
 
 SMALL = {"dtype": "float32", "infer.max_reqs": 4, "infer.threads": 1}
-#: One of one token, one that fills the context, and between; as many as run at a time, and more.
-TEXTS = [[5], [7 * i % 190 + 3 for i in range(128)], [3, 4, 5, 9, 6], [7, 8, 3, 8, 9, 8, 4, 5, 9], [9, 9], [8] * 77]
-FAMILIES = ("Bert", "DistilBert", "XLMRoberta", "Roberta", "ModernBert")
 POOLED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda rows: rows.mean(0), "cls": lambda rows: rows[0], "last": lambda rows: rows[-1],
 }  # fmt: skip
-
-
-def make(folder: Path, architecture: str, **changes: Any) -> Any:
-    """transformers' model of an architecture's tiny config, random and saved in ``folder``."""
-    import transformers
-
-    config = {**find_architecture(architecture).tiny_config(), "architectures": [architecture], **changes}
-    made = transformers.AutoConfig.for_model(**config)
-    model = cast("Any", getattr(transformers, architecture))(made).eval()
-    randomise(model)
-    noise = torch.Generator().manual_seed(3)
-    for module in model.modules():
-        if isinstance(module, torch.nn.LayerNorm):
-            torch.nn.init.normal_(module.weight, 1, 0.2, noise)
-    model.save_pretrained(folder)
-    return model
-
-
-def rows_of(model: Any, ids: Sequence[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        found: torch.Tensor = model(torch.tensor([list(ids)])).last_hidden_state[0]
-    return found
-
-
-def unit(rows: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.normalize(rows, dim=-1)
 
 
 @pytest.mark.parametrize("pooling", POOLED)

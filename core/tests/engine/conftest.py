@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harsh_traffic import shrink
-from safetensors.torch import save_file
+from lively_weights import write_lively
 from warm import CHILDREN, warm
 
 from evener.config.schema import Config
-from evener.contracts.declared import LinearWeight, StackedWeight, Weight
 from evener.engine.controller.controller import Controller
 from evener.engine.wire.messages import NewRequest, Ready
 from evener_conformance.distributions import install_reference_backend
-from evener_conformance.naive.model import NaiveModel
 from evener_conformance.reference import engine as reference_engine
 from evener_conformance.reference.device import HostDevice
 from evener_conformance.reference.engine import RunResult, small_config
@@ -66,22 +62,7 @@ def make_lively(make_config: Callable[..., Config]) -> Callable[..., Config]:
 
     def make(*args: Any, **overrides: Any) -> Config:
         config = make_config(*args, **{"load": "auto", **overrides})
-        shape = json.loads((Path(config.model) / "config.json").read_text())
-        noise, tensors = torch.Generator().manual_seed(3), {}
-        for weight in NaiveModel(shape, predicts=True).build.weights:
-            if isinstance(weight, StackedWeight):
-                sizes = {part.name: (part.rows, part.columns) for part in weight.parts}
-                for name, size in ((n.format(e), s) for n, s in sizes.items() for e in range(weight.experts)):
-                    tensors[name] = 0.25 * torch.randn(size, generator=noise)
-            elif isinstance(weight, LinearWeight):
-                for part in weight.parts:
-                    tensors[part.name] = 0.25 * torch.randn(part.rows, part.columns, generator=noise)
-            elif isinstance(weight, Weight) and len(weight.shape) == 1 and len(weight.sources) == 1:
-                middle = {"ones": 1.0}.get(weight.dummy, 0.0)
-                tensors[weight.name] = middle + 0.2 * torch.randn(weight.shape, generator=noise)
-            elif isinstance(weight, Weight):
-                tensors[weight.name] = 0.25 * torch.randn(weight.shape, generator=noise)
-        save_file(tensors, Path(config.model) / "model.safetensors", {"format": "pt"})
+        write_lively(config.model)
         return config
 
     return make

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from eagle_heads import IDS, write_head
 from safetensors.torch import load_file, save_file
 
 from evener.config.schema import Config
@@ -29,53 +30,6 @@ LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24
 #: Few tokens, so that random weights are right now and then.
 SHAPE = {"num_hidden_layers": 7, "vocab_size": 11, "tie_word_embeddings": False}
 RECURRENT = {"num_experts": 0, "vocab_size": 11}
-IDS = "eagle_aux_hidden_state_layer_ids"
-
-
-def write_head(folder: Path, model: Config, style: str = "published", **changes: Any) -> Path:
-    """Write a random head for a model. Keys that are None are left out."""
-    target = json.loads((Path(model.model) / "config.json").read_text())
-    width = target["hidden_size"]
-    shape = {
-        "hidden_size": width, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu",
-        "intermediate_size": 40, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "num_hidden_layers": 1,
-        "max_position_embeddings": 64, "vocab_size": target["vocab_size"], "draft_vocab_size": 8,
-        "target_hidden_size": width, **changes,
-    }  # fmt: skip
-    shape = {key: value for key, value in shape.items() if value is not None}
-    ids, noise = shape.get(IDS, [0, 1, 2]), torch.Generator().manual_seed(7)
-
-    def random(*size: int) -> torch.Tensor:
-        return 0.3 * torch.randn(size, generator=noise)
-
-    own, kept = shape["hidden_size"], shape.get("draft_vocab_size", shape["vocab_size"])
-    layer = "layers.0" if style == "speculators" else "midlayer"
-    chosen = torch.tensor([1, 2, 3, 5, 6, 8, 9, 10])
-    tensors = {
-        "fc.weight": random(own, len(ids) * shape["target_hidden_size"]), "norm.weight": 1 + random(own),
-        "lm_head.weight": random(kept, own), "d2t": chosen - torch.arange(8), "t2d": torch.zeros(11, dtype=torch.bool),
-        **{f"{layer}.{name}.weight": 1 + random(own)
-           for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
-        **{f"{layer}.self_attn.{name}_proj.weight": random(rows, 2 * own)
-           for name, rows in (("q", 32), ("k", 16), ("v", 16))},
-        f"{layer}.self_attn.o_proj.weight": random(own, 32),
-        **{f"{layer}.mlp.{name}_proj.weight": random(40, own) for name in ("gate", "up")},
-        f"{layer}.mlp.down_proj.weight": random(own, 40),
-    }  # fmt: skip
-    if style == "speculators":
-        tensors["embed_tokens.weight"] = random(shape["vocab_size"], own)
-        outer = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", IDS)
-        inner = {key: value for key, value in shape.items() if key not in outer}
-        shape = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-                 "transformer_layer_config": inner, **{key: shape[key] for key in outer if key in shape}}  # fmt: skip
-    else:
-        shape = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", **shape}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(shape))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
 def with_head(config: Config, folder: Path) -> Config:
     return dataclasses.replace(config, infer=dataclasses.replace(config.infer, draft_model=str(folder)))
 
@@ -176,7 +130,7 @@ def test_tokens_are_the_same_and_each_draft_is_that_of_the_published_method(
     config = make_lively(family, shape, **LIMITS)
     plain, _ = strict_controller(config)
     expected = play(plain, requests())
-    folder = write_head(tmp_path / "head", config, style, **changes)
+    folder = write_head(tmp_path / "head", config.model, style, **changes)
     controller, _ = strict_controller(with_head(config, folder))
     seen = always(controller)
     found = play(controller, requests())
@@ -195,7 +149,7 @@ def test_tokens_are_the_same_and_each_draft_is_that_of_the_published_method(
 
 def test_right_drafts_save_steps_and_are_counted(make_lively: Any, play: Any, tmp_path: Path) -> None:
     config = make_lively("Llama", SHAPE, **LIMITS)
-    folder = write_head(tmp_path / "head", config)
+    folder = write_head(tmp_path / "head", config.model)
     tensors = load_file(folder / "model.safetensors")
     always_nine = {"d2t": 9 - torch.arange(8)}  # whatever its layer finds
     save_file({**tensors, **always_nine}, folder / "model.safetensors", {"format": "pt"})
@@ -213,7 +167,7 @@ def test_a_head_may_propose_tokens_for_some_of_the_models_layers(make_lively: An
     config = make_lively("Llama", SHAPE, **LIMITS)
     config = dataclasses.replace(config, infer=dataclasses.replace(config.infer, layers=("0-5",)))
     expected = play(build_controller(config)[0], requests()).tokens
-    controller, _ = strict_controller(with_head(config, write_head(tmp_path / "head", config)))
+    controller, _ = strict_controller(with_head(config, write_head(tmp_path / "head", config.model)))
     always(controller)
     assert play(controller, requests()).tokens == expected
     assert controller.scheduler.stats.drafted_tokens
@@ -230,7 +184,7 @@ def test_forks_preemptions_and_cached_prefixes_change_no_token(
     ]
     naive = NaiveModel(config.model)
     expected = {m.id: naive.greedy(m.prompt, 30) for m in messages}
-    controller, _ = strict_controller(with_head(config, write_head(tmp_path / "head", config)))
+    controller, _ = strict_controller(with_head(config, write_head(tmp_path / "head", config.model)))
     shrink_pool(controller, 9 * len(controller.scheduler.state.specs))
     always(controller)
     assert play(controller, messages).tokens == expected
@@ -241,7 +195,7 @@ def test_forks_preemptions_and_cached_prefixes_change_no_token(
 def test_two_ranks_hold_the_whole_head_each(make_lively: Any, play: Any, tmp_path: Path) -> None:
     config = make_lively("Llama", {**SHAPE, "vocab_size": 12}, **{**LIMITS, "executor": "inline"})
     expected = play(build_controller(config)[0], requests()).tokens
-    both = with_head(config, write_head(tmp_path / "head", config))
+    both = with_head(config, write_head(tmp_path / "head", config.model))
     both = dataclasses.replace(both, infer=dataclasses.replace(both.infer, tp_size=2))
     controller, _ = build_controller(both)
     always(controller)
@@ -266,7 +220,8 @@ def test_a_head_for_another_model_is_refused_before_weights_are_read(
 ) -> None:
     stages = {"infer.pp_size": changes["pp_size"]} if "pp_size" in changes else {}
     config = make_config("Llama", SHAPE, **LIMITS, **stages)
-    folder = write_head(tmp_path / "head", config, **{k: v for k, v in changes.items() if k != "pp_size" and k != IDS})
+    shape = {key: value for key, value in changes.items() if key not in {"pp_size", IDS}}
+    folder = write_head(tmp_path / "head", config.model, **shape)
     if IDS in changes:
         written = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**written, IDS: changes[IDS]}))
@@ -283,7 +238,7 @@ def test_a_config_that_is_not_read_is_refused_with_its_key(
     make_config: Any, tmp_path: Path, key: str, value: Any
 ) -> None:
     config = make_config("Llama", SHAPE, **LIMITS)
-    folder = write_head(tmp_path / "head", config)
+    folder = write_head(tmp_path / "head", config.model)
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, key: value}))
     with pytest.raises(ArchitectureError, match=key):
@@ -306,7 +261,7 @@ def test_broken_weights_of_a_head_are_refused_by_name(
     make_lively: Any, tmp_path: Path, change: dict[str, Any], error: type[Exception], problem: str
 ) -> None:
     config = make_lively("Llama", SHAPE, **LIMITS)
-    folder = write_head(tmp_path / "head", config)
+    folder = write_head(tmp_path / "head", config.model)
     tensors = {**load_file(folder / "model.safetensors"), **change}
     save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(error, match=problem):

@@ -41,7 +41,10 @@ class GpuDevice(TorchDevice):
 def gpu_graphs(device: Device) -> GraphCapture:
     """Captures of steps in one memory pool."""
     assert isinstance(device, TorchDevice), "it is this backend's device"
-    return TorchGraphs(device, torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle)
+    # Other threads move state while a step is captured; what they do must not end the capture.
+    return TorchGraphs(
+        device, torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle, capture_error_mode="thread_local"
+    )  # fmt: skip
 
 
 def open_gpu_communicator(

@@ -29,12 +29,15 @@ class TorchGraphs(GraphCapture):
     Args:
         graph: makes an empty graph.
         pool: makes the handle of a memory pool.
+        begin: further arguments of ``capture_begin``.
     """
 
     replay: type[TorchReplay] = TorchReplay
 
-    def __init__(self, device: TorchDevice, graph: Callable[[], Any], pool: Callable[[], Any]) -> None:
-        self.device, self._graph, self._pool = device, graph, pool
+    def __init__(
+        self, device: TorchDevice, graph: Callable[[], Any], pool: Callable[[], Any], **begin: Any
+    ) -> None:  # fmt: skip
+        self.device, self._graph, self._pool, self._begin = device, graph, pool, begin
         self._stream: Any = None
         self._shared_pool: Any = None
         self._held: list[Any] = []
@@ -59,7 +62,7 @@ class TorchGraphs(GraphCapture):
         """
         self._stream = self._stream or self.device.new_stream()
         with self.device.module.stream(self._stream):
-            graph.capture_begin(pool=pool)
+            graph.capture_begin(pool=pool, **self._begin)
             try:
                 segment()
             finally:
