@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from evener.cli.main import main
 from evener.config import from_overrides
 from evener.engine.wire.messages import Finished, FromController, Tokens
+from evener.engine.worker.worker import Worker
 from evener_conformance.distributions import install_reference_backend
 from evener_conformance.naive.model import find_architecture
 from evener_inspection.kind_costs import CostRun, Costs, cost_runs, costs, estimate
@@ -65,6 +67,21 @@ def test_some_layers_of_a_model_of_experts_are_timed_and_the_whole_is_estimated(
             assert row["estimate"]["step_ms"] == pytest.approx(whole)
         else:  # so small layers may differ by less than chance, and then nothing is invented
             assert row["estimate"]["step_ms"] is None
+
+
+def test_one_set_of_layers_has_left_the_device_before_the_next_is_loaded(
+    folder: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers: list[Any] = []
+    was = Worker.__init__
+
+    def watched(self: Worker, *args: Any, **kwargs: Any) -> None:
+        workers.append((weakref.ref(self), [each() is None for each, _ in workers]))
+        was(self, *args, **kwargs)
+
+    monkeypatch.setattr(Worker, "__init__", watched)
+    bench(capsys, folder("DeepseekV3ForCausalLM", **DEEPSEEK), "infer.layers=0,2-3")
+    assert [gone for _, gone in workers] == [[], [True], [True, True]]
 
 
 def test_two_ranks_run_some_layers(folder: Any, capsys: Any) -> None:

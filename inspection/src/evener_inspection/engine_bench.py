@@ -134,7 +134,7 @@ def _measure(config: Config, bench: Bench) -> tuple[dict[str, Any], list[list[St
         "dtype": info.dtype, "tp_size": config.infer.tp_size, "pp_size": config.infer.pp_size,
         "weights": "random" if config.load == "dummy" else "the checkpoint's", "memory": info.memory,
     }  # fmt: skip
-    del llm
+    del llm, client
     gc.collect()  # an engine has cycles, and its weights are on the device
     return about, times
 
