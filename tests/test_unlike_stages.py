@@ -153,6 +153,14 @@ def test_layers_are_divided_by_the_measured_time_of_one_on_each_device(
     assert "at the first start, layers are divided" in explain(config)["notes"][-1]
 
 
+def test_layers_of_a_model_in_bfloat16_are_measured_too(configured: Configured, kept_times: Path) -> None:
+    keys = {"infer.pp_layer_partition": (), "dtype": "bfloat16"}
+    config = configured(stages="simulated,cpu", changes={"num_hidden_layers": 4}, **keys)
+    with rank_threads(config) as (controller, ranks):
+        assert ranks.facts.info.dtype == "bfloat16" and sum(len(w.assembly.build.held) for w in ranks.workers) == 4
+        assert set(play(controller, **traffic()).reasons().values()) == {"length", "abort"}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "kinds", "states"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -81,24 +82,51 @@ def test_a_pool_for_one_longest_request_serves_it_and_others_after_it(make_confi
     assert set(played.reasons().values()) == {"length"} and controller.scheduler.state.pool.used == 0
 
 
-def test_on_a_device_with_its_own_memory_state_gets_what_warm_up_leaves(
-    make_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = iter([2 << 20, 2 << 20, 1 << 20])  # asked for the options, for the plan, and after the warm-up
+@pytest.fixture
+def leaves(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``leaves(n)``: the device has memory of its own, 2 MiB, of which a warm-up leaves n bytes."""
     plain = HostDevice.__init__
 
     def apart(device: HostDevice, index: int) -> None:
         plain(device, index)
         device.capabilities = replace(device.capabilities, host_memory=False)
 
-    monkeypatch.setattr(HostDevice, "__init__", apart)
-    monkeypatch.setattr(HostDevice, "memory", lambda _: MemoryInfo(next(free), 2 << 20))
+    def set_free(left: int) -> None:
+        free = iter([2 << 20, 2 << 20, left])  # asked for the options, for the plan, and after the warm-up
+        monkeypatch.setattr(HostDevice, "__init__", apart)
+        monkeypatch.setattr(HostDevice, "memory", lambda _: MemoryInfo(next(free), 2 << 20))
+
+    return set_free
+
+
+def test_on_a_device_with_its_own_memory_state_gets_what_warm_up_leaves(make_config: Any, leaves: Any) -> None:
+    leaves(1 << 20)
     keys = {"infer.kv_memory": "auto", "infer.max_reqs": 64, "infer.step_tokens": 64}
     controller, ready = build_controller(make_config(**keys))
     memory: Any = ready.info.memory
-    assert memory["blocks"] == int(0.95 * (1 << 20)) // memory["block_bytes"] == controller.scheduler.state.pool.count
+    left = (1 << 20) - memory["workspace"] - int(0.05 * (2 << 20))
+    assert memory["blocks"] == left // memory["block_bytes"] == controller.scheduler.state.pool.count
     played = play(controller, [NewRequest(id="a", prompt=list(range(40)), max_tokens=8)])
     assert played.reasons() == {"a": "length"}
+
+
+def test_requests_are_shorter_where_a_warm_up_leaves_less_than_the_longest_takes(make_config: Any, leaves: Any) -> None:
+    leaves(400 << 10)
+    keys = {"infer.kv_memory": "auto", "infer.max_reqs": 2, "infer.step_tokens": 64, "infer.max_seq_len": "auto"}
+    controller, ready = build_controller(make_config("Llama", {"max_position_embeddings": 3_000}, **keys))
+    length = ready.info.max_model_len
+    assert 64 < length < 3_000 and "a warm-up left" in ready.info.config["infer.max_seq_len"]["reason"]
+    played = play(controller, [NewRequest(id="a", prompt=[7] * (length - 8), max_tokens=8)])
+    assert played.reasons() == {"a": "length"}
+
+
+def test_a_warm_up_that_leaves_too_little_for_one_request_ends_the_start_with_what_to_change(
+    make_config: Any, leaves: Any
+) -> None:
+    leaves(250 << 10)
+    keys = {"infer.kv_memory": "auto", "infer.max_reqs": 2, "infer.step_tokens": 64, "infer.max_seq_len": 2_000}
+    with pytest.raises(MemoryPlanError, match=r"a warm-up left 0\.2 MiB, .*lower it, infer\.step_tokens"):
+        build_controller(make_config("Llama", {"max_position_embeddings": 3_000}, **keys))
 
 
 def test_a_context_cut_by_the_memory_for_state_says_so_in_the_log_and_to_the_front_end(

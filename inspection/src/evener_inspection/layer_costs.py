@@ -29,7 +29,7 @@ from evener.distributed.agreement import Agreement
 from evener.distributed.world import World
 from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.worker.assembly import Assembly, StoredModel, assemble, declare_model
-from evener.engine.worker.memory import memory_demand
+from evener.engine.worker.memory import KEPT_FREE, memory_demand
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.step_layout import StepLayout, one_request
 from evener.engine.worker.weights import load_stage
@@ -205,7 +205,7 @@ def _time(one: Assembly, head: bool) -> float:
             one.model.forward(step)
 
         def logits() -> None:
-            runner.logits(rows[: one.config.max_reqs], step)
+            runner.logits(zeros[: one.config.max_reqs], step)  # hidden states are float32 there
 
         work: Callable[[], None] = logits if head else forward
         work()  # kernels may be built in it
@@ -230,7 +230,7 @@ def _bytes(config: Config, search: BackendSearch, a: Assembly, model: _DeclaredL
     own = sum(weights[model.layers.kinds[at]].allocated for at in a.build.held)
     # While a weight is packed, copies of it lie beside it: a layer's bytes are room enough for them.
     rest = max(sizes) + max(0, memory_demand(a, a.config).fixed - own)
-    return [*sizes, state, rest - a.device.memory().free]
+    return [*sizes, state, rest - int((1 - KEPT_FREE) * a.device.memory().free)]
 
 
 # Times of an earlier start.

@@ -12,7 +12,7 @@ free memory     the device
 
 A start estimates the plan before a weight is read (``require_memory_plan``), agrees with the other ranks
 (``min_across_ranks``), and where memory is given by default, corrects the blocks by what a warm-up leaves
-(``MemoryPlan.after_warm_up``).
+(``measured_plan``).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from evener.errors import MemoryPlanError
 from evener.loading.estimate import WeightEstimate, estimate_weights
 
 log = logging.getLogger("evener.worker")
-#: Share of the memory that a warm-up leaves that state may take: allocators round up, and libraries keep some.
-_MEASURED_SHARE = 0.95
+#: Share of the memory that was free at the start that nothing takes: allocators round up, and drivers keep some for
+#: libraries, kernels and captured steps.
+KEPT_FREE = 0.05
 
 
 def require_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
@@ -73,6 +74,24 @@ def estimate_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
         config = config.with_value("infer.max_seq_len", length, reason)
         demand = memory_demand(a, config)
     return config, plan_memory(demand, memory, config.kv_memory, length)
+
+
+def measured_plan(a: Assembly, plan: MemoryPlan, free: int) -> tuple[ResolvedConfig, MemoryPlan]:
+    """The plan with what is ``free`` after a warm-up, and the configuration with the longest request that this holds.
+
+    Raises:
+        MemoryPlanError: it holds no request, or not one of ``infer.max_seq_len`` tokens, if that is set.
+    """
+    config, plan = a.config, plan.after_warm_up(free)
+    if _blocks_for(a, config, config.max_seq_len) < plan.blocks:
+        return config, plan
+    length = _longest_request(a, config, plan.blocks - 1)
+    if config.config.infer.max_seq_len == "auto" and _blocks_for(a, config, length) < plan.blocks:
+        return config.with_value("infer.max_seq_len", length, "what a warm-up left for state holds no more"), plan
+    raise MemoryPlanError(
+        f"a warm-up left {_size(free)}, of which the largest step takes {_size(plan.workspace)}: too little for the "
+        f"state of one request of infer.max_seq_len={config.max_seq_len}; lower it, infer.step_tokens or infer.max_reqs"
+    )
 
 
 def min_across_ranks(a: Assembly, config: ResolvedConfig, plan: MemoryPlan) -> tuple[ResolvedConfig, MemoryPlan]:
@@ -122,9 +141,10 @@ class MemoryPlan:
         return dataclasses.replace(self, blocks=blocks, state=blocks * self.block_bytes)
 
     def after_warm_up(self, free: int) -> MemoryPlan:
-        """The plan with as many blocks as fit into a share of the bytes that are ``free`` after a warm-up, at most as
-        many as were estimated."""
-        blocks = min(self.blocks, int(free * _MEASURED_SHARE) // self.block_bytes)
+        """The plan with as many blocks as fit into the bytes that are ``free`` after a warm-up, beside the workspace of
+        the largest step; at most as many as were estimated."""
+        left = free - self.workspace - int(self.free * KEPT_FREE)
+        blocks = min(self.blocks, max(0, left) // self.block_bytes)
         if blocks < self.blocks:
             log.info("state gets %d blocks instead of %d: a warm-up left %s", blocks, self.blocks, _size(free))
         return self.with_blocks(blocks)

@@ -27,7 +27,7 @@ from evener.engine.wire.worker_facts import WorkerFacts
 from evener.engine.worker.assembly import Assembly, assemble, captured_prompt_sizes, find_graph_capture, registered_name
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.media import MediaStore
-from evener.engine.worker.memory import MemoryPlan, min_across_ranks, require_memory_plan
+from evener.engine.worker.memory import MemoryPlan, measured_plan, min_across_ranks, require_memory_plan
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import one_request
@@ -83,8 +83,12 @@ class Worker:
         self._draw: Draw | None = None
         measures = resolved.kv_memory is None
         if any(a.agreement.most([measures])):  # a step of all stages
-            measured = self._measure(a, plan)
-            resolved, plan = min_across_ranks(a, resolved, measured if measures else plan)
+            a.geometry.bind(1, a.device)  # a pool of one block
+            self._warm_up(min(resolved.step_tokens, resolved.max_seq_len))
+            if measures:
+                resolved, plan = measured_plan(a, plan, a.device.memory().free)
+            resolved, plan = min_across_ranks(a, resolved, plan)
+            self._assembly = a = replace(a, config=resolved)
         self.pool: torch.Tensor | None = a.geometry.bind(plan.blocks, a.device)
         self.graphs = self.step_graphs(a, self.runner)
         if a.draft is not None and self.drafter is not None and a.device.capabilities.max_captures is None:
@@ -96,7 +100,8 @@ class Worker:
         self._report(a, plan, loaded)
         self.facts = WorkerFacts(
             specs=[g.spec for g in a.geometry.groups], cuts=[g.cut for g in a.geometry.groups], blocks=plan.blocks,
-            block_size=size, max_reqs=resolved.max_reqs, max_seq_len=length, step_tokens=resolved.step_tokens,
+            block_size=size, max_reqs=resolved.max_reqs, max_seq_len=resolved.max_seq_len,
+            step_tokens=resolved.step_tokens,
             media_rows=a.media_rows, info=self._info(a, plan, loaded, time.monotonic() - began),
             kept_slabs=0 if self.mover is None else self.mover.slabs,
         )  # fmt: skip
@@ -158,13 +163,6 @@ class Worker:
         if self.mover is not None:
             step.transfers = self.mover.finished
         return step
-
-    def _measure(self, a: Assembly, plan: MemoryPlan) -> MemoryPlan:
-        """The memory plan with as much state as really fits: the free memory is measured after a step of the largest
-        size, which runs over a pool of one block."""
-        a.geometry.bind(1, a.device)
-        self._warm_up(min(a.config.step_tokens, a.config.max_seq_len))
-        return plan.after_warm_up(a.device.memory().free)
 
     def step_graphs(self, a: Assembly, runner: Runner) -> StepGraphs | None:
         """The captured steps of a model; None if something in it cannot be captured. Notes the reason."""
