@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--alone", action="append", default=[], metavar="BACKEND", help="also on this backend alone")
     made.add_argument("--free", type=float, help="GiB of the first accelerator that the engine may use")
     made.add_argument("--cases", default="1x128,16x128", help="requests x prompt tokens")
+    made.add_argument("--vocab", type=int, default=1000, help="token ids are drawn below this")
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all engines")
     made.add_argument("--out", type=Path, help="append the JSON lines to this file")
     return made
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
             runs.append((split, {"infer.stages": args.stages, "infer.pp_size": 2, **chosen}))
         runs += [(f"{backend} alone", {"backend": backend}) for backend in args.alone]
         for split, more in runs:
-            for row in measure(folder, {**keys, **more}, cases):
+            for row in measure(folder, {**keys, **more}, cases, args.vocab):
                 asked = {"model": Path(args.model).name, "stages": args.stages, "split": split, "free_gib": args.free}
                 record({**asked, **row, **facts()}, args.out)
         del held
@@ -83,8 +84,19 @@ def hold(free: float) -> Any:
     return torch.empty(more, dtype=torch.uint8, device=device)
 
 
-def measure(folder: Path, keys: dict[str, Any], cases: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+def measure(
+    folder: Path, keys: dict[str, Any], cases: Sequence[tuple[int, int]], vocab: int
+) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each case; one row with the reason if the model does not start."""
+
+    def seconds(batch: int, prompt: int, new: int, seed: int) -> float:
+        rng = random.Random(f"{seed} {batch} {prompt} {new}")
+        ids = [[rng.randrange(10, vocab) for _ in range(prompt)] for _ in range(batch)]
+        asked = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        llm.generate(ids, asked)
+        return time.perf_counter() - began
+
     began = time.perf_counter()
     try:
         llm = LLM(folder, **keys)
@@ -92,26 +104,16 @@ def measure(folder: Path, keys: dict[str, Any], cases: Sequence[tuple[int, int]]
         return [{"problem": f"{type(error).__name__}: {error}"[:300]}]
     with llm:
         ready, rows = time.perf_counter() - began, []
-        seconds(llm, 1, 16, SHORT, 0)
+        seconds(1, 16, SHORT, 0)
         division = next((note for note in llm.info.manifest["notes"] if note.startswith("layers are divided")), None)
         for batch, prompt in cases:
-            seconds(llm, batch, prompt, SHORT, 1)
-            first = min(seconds(llm, batch, prompt, 1, seed) for seed in (2, 3))
-            short, long = (min(seconds(llm, batch, prompt, new, seed) for seed in (4, 5)) for new in (SHORT, LONG))
+            seconds(batch, prompt, SHORT, 1)
+            first = min(seconds(batch, prompt, 1, seed) for seed in (2, 3))
+            short, long = (min(seconds(batch, prompt, new, seed) for seed in (4, 5)) for new in (SHORT, LONG))
             step = (long - short) / (LONG - SHORT)
             rows.append({"requests": batch, "prompt": prompt, "step_ms": round(step * 1e3, 3),
                          "prompt_s": round(first, 4), "ready_s": round(ready, 1), "division": division})  # fmt: skip
     return rows
-
-
-def seconds(llm: LLM, batch: int, prompt: int, new: int, seed: int) -> float:
-    """The time of a batch of random prompts."""
-    rng = random.Random(f"{seed} {batch} {prompt} {new}")
-    ids = [[rng.randrange(10, 1000) for _ in range(prompt)] for _ in range(batch)]
-    asked = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-    began = time.perf_counter()
-    llm.generate(ids, asked)
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

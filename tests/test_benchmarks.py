@@ -433,6 +433,18 @@ def test_later_turns_of_chats_are_measured_with_host_memory_and_files(model: Pat
 
 
 @pytest.mark.slow
+def test_divisions_of_layers_among_stages_are_measured_and_one_that_does_not_start_says_why(
+    model: Path, tmp_path: Path
+) -> None:
+    program("stage_splits.py", model, "--stages", "cpu:0,cpu:1", "--splits", "auto,9:9", "--alone", "cpu", "--cases",
+            "2x8", "--set", "infer.threads=1", "--set", "load=dummy", "--vocab", "200", "--out", tmp_path / "o"
+    )  # fmt: skip
+    auto, wrong, alone = [json.loads(line) for line in (tmp_path / "o").read_text().splitlines()]
+    assert auto["step_ms"] > 0 and auto["prompt_s"] > 0 and alone["split"] == "cpu alone" and alone["step_ms"] > 0
+    assert wrong["split"] == "9:9" and "ConfigError" in wrong["problem"]
+
+
+@pytest.mark.slow
 def test_adapters_new_weights_and_stages_are_tried_on_a_device() -> None:
     lines = [json.loads(line) for line in program("device_moves.py", "--backend", "cpu").splitlines()]
     assert [line["part"] for line in lines] == ["adapters", "new weights", "stages cpu,cpu"]
