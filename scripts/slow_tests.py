@@ -145,6 +145,7 @@ def content(name: str) -> str:
     return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
 
 
+@cache
 def digest(path: Path) -> str:
     """Of everything that a test file reaches."""
     total = hashlib.sha256()

@@ -25,7 +25,7 @@ from evener_conformance.naive.model import NaiveModel
 from evener_conformance.oracle import Comparison, compare_greedy
 from evener_conformance.reference.engine import RunResult, play
 
-PROMPT, ANSWER, BLOCK, SNAPSHOT = 41, 64, 16, 32
+PROMPT, ANSWER, AGAIN, BLOCK, SNAPSHOT = 41, 64, 16, 16, 32
 SMALL = {"backend": "cpu", "dtype": "float32", "infer.max_seq_len": 128, "infer.max_reqs": 4, "infer.threads": 1,
          "infer.kv_memory": 2**24, "infer.block_size": BLOCK, "infer.snapshot_every": SNAPSHOT}  # fmt: skip
 #: What the naive engine calls keys that change what is computed.
@@ -57,7 +57,7 @@ def check(row: Row, folder: Path) -> Comparison:
     assert_naive_logits(NaiveModel(folder, **choices), logits(ids), ids, row.tolerance)
 
     chunked = engine.run({"chunked": (ids, ANSWER, True)}, step_tokens=7)
-    again = {"whole": (ids, 2, True), "beside": (ids[:20], 9, False), "cached": (ids, ANSWER, False)}
+    again = {"whole": (ids, 2, True), "beside": (ids[:20], 9, False), "cached": (ids, AGAIN, False)}
     whole = engine.run(again, step_tokens=128)
     assert (chunked.cached["chunked"], whole.cached["whole"], whole.cached["cached"]) == (0, 0, SNAPSHOT)
     for played in (chunked, whole):

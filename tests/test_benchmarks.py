@@ -391,6 +391,7 @@ def test_what_is_no_run_is_not_compared(text: str, tmp_path: Path) -> None:
             read_file(tmp_path / "f")
 
 
+@pytest.mark.slow
 def test_many_streams_end_once_each_and_priorities_and_keys_are_measured(model: Path, tmp_path: Path) -> None:
     out, small = tmp_path / "o.jsonl", ("--vocab", "200", "--input-len", "8", "--output-len", "4", *settings())
     program("front_door.py", "streams", model, "--streams", "40", "--rounds", "2", "--out", out, *small)
@@ -533,11 +534,13 @@ def test_every_part_of_the_accelerator_check_names_something_that_there_is() -> 
             assert part == "doctor" or (kind in ("speed", "eager", "profile", "experts") and name in CONFIGS), part
 
 
+@pytest.mark.slow
 def test_pipeline_transport_is_checked_between_two_ranks() -> None:
     rows = {row["rank"]: row for row in map(json.loads, program("rank_check.py", "pipe").splitlines())}
     assert "post_s" in rows[0] and rows[0]["round_us"] > 0 and "synchronize_s" in rows[1]
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_show_where_and_are_ended() -> None:
     words = ["tokens", "--families", "Llama", "--ranks", "1", "--stages", "2", "--limit", "2"]
     done = subprocess.run(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from served import EVENER, PATIENCE, Served, tiny_model
-from warm import warm
+from warm import CHILDREN, warm
 
 REAL = ("infer.kv_memory=268435456", "infer.max_seq_len=512")
 SMALL = ("infer.kv_memory=4194304", "infer.max_seq_len=512")
@@ -23,8 +23,15 @@ def run(
     """``evener WORDS``; the finished process. ``program``: what is started instead of an ``evener`` that is warm."""
     return subprocess.run(
         [str(word) for word in (program or warm() / "evener", *words)], capture_output=True, text=True,
-        timeout=2 * PATIENCE, check=False, stdin=subprocess.DEVNULL, env={**os.environ, **(environ or {})}, cwd=cwd,
+        timeout=2 * PATIENCE, check=False, stdin=subprocess.DEVNULL, cwd=cwd,
+        env={**os.environ, CHILDREN: str(warm() / "python"), **(environ or {})},
     )  # fmt: skip
+
+
+def warm_python() -> tuple[str | Path, ...]:
+    """Python that is warm, as the processes are that it starts."""
+    program = warm() / "python"
+    return "env", f"{CHILDREN}={program}", program
 
 
 def ask(served: Served, **fields: Any) -> Any:
@@ -103,7 +110,7 @@ def test_doctor_says_0_with_a_backend_and_1_without() -> None:
 
 def test_legacy_command_style_serves_with_one_warning_per_legacy_key(tiny: Path, tmp_path: Path) -> None:
     command = (
-        sys.executable, "-m", "evener", "models=tiny", f"models.ckpt_dir={tiny}", "serve.port=0", "infer.max_reqs=2",
+        *warm_python(), "-m", "evener", "models=tiny", f"models.ckpt_dir={tiny}", "serve.port=0", "infer.max_reqs=2",
         "infer.do_load=false", *SMALL,
     )  # fmt: skip
     with Served(*command) as served:
@@ -123,7 +130,7 @@ def test_a_whole_file_is_read_from_config_name_and_the_command_line_wins(tiny: P
     (tmp_path / "config/mine.yaml").write_text("\n".join(lines), "utf-8")
     shown = run("config", "--json", environ={"CONFIG_NAME": "mine"}, cwd=tmp_path)
     assert json.loads(shown.stdout)["infer.max_seq_len"]["value"] == 64, shown.stderr
-    with Served("env", "CONFIG_NAME=" + str(tmp_path / "config/mine.yaml"), sys.executable, "-m", "evener",
+    with Served("env", "CONFIG_NAME=" + str(tmp_path / "config/mine.yaml"), *warm_python(), "-m", "evener",
                 "serve.port=0") as served:  # fmt: skip
         assert served.name == "from-the-file"
         refused = served.http.post("/v1/completions", json={"model": served.name, "prompt": "a" * 80})

@@ -19,7 +19,7 @@ import pytest
 from docs_blocks import DOCS, Block, blocks, documents, install, named, package_files, python_path
 from served import free_port
 from source_tree import ROOT
-from warm import warm
+from warm import CHILDREN, warm
 
 pytestmark = pytest.mark.model
 PORT = "21002"
@@ -43,18 +43,20 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 INSTALLED = Path(sys.executable).parent
 
 
-def environ(block: Block, packages: Path, commands: Path = INSTALLED) -> dict[str, str]:
+def environ(block: Block, packages: Path) -> dict[str, str]:
     """As in a shell where the distributions are installed, and for ``with=packages`` the documents' own, too."""
     found = {key: value for key, value in os.environ.items() if not key.startswith(("EVENER_", "ABACUS_"))}
+    commands = warm()
     found["PATH"] = f"{commands}:{INSTALLED}:{found['PATH']}"
+    found[CHILDREN] = str(commands / "python")
     if block.values.get("with") == "packages":
         found["PYTHONPATH"] = python_path(packages)
     return found
 
 
-def command(block: Block, model: Path, port: str = PORT, commands: Path = INSTALLED) -> list[str]:
+def command(block: Block, model: Path, port: str = PORT) -> list[str]:
     text = block.text.replace("MODEL_DIR", str(model)).replace(PORT, port)
-    program = ["bash", "-euo", "pipefail"] if block.language == "sh" else [str(commands / "python")]
+    program = ["bash", "-euo", "pipefail"] if block.language == "sh" else [str(warm() / "python")]
     return [*program, "-c", text]
 
 
@@ -71,7 +73,7 @@ def test_blocks_that_are_run_are_shell_or_python() -> None:
 @pytest.mark.parametrize("block", flagged("run"), ids=str)
 def test_a_runnable_block_runs(block: Block, smollm2_dir: Path, packages: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        command(block, smollm2_dir, commands=warm()), cwd=tmp_path, env=environ(block, packages, warm()),
+        command(block, smollm2_dir), cwd=tmp_path, env=environ(block, packages),
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from docs_blocks import install, python_path
+from warm import warm
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS / "packages/evener-model-again"
@@ -43,10 +44,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "target"
 
 
-def run(target: Path, scratch: Path, *words: str) -> str:
+def run(target: Path, scratch: Path, *words: str, program: str | Path = sys.executable) -> str:
     paths = {"PYTHONPATH": python_path(target, TESTS), "EVENER_DISABLE_PLUGINS": "evener-models"}
     done = subprocess.run(
-        [sys.executable, *words], env={**os.environ, **paths}, cwd=scratch, capture_output=True, text=True
+        [program, *words], env={**os.environ, **paths}, cwd=scratch, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -56,11 +57,12 @@ def test_a_family_from_outside_passes_the_runner_under_its_own_name_without_our_
     target: Path, tmp_path: Path
 ) -> None:
     said = run(target, tmp_path, "-c", CHECK, str(tmp_path / "model")).splitlines()[-1]
-    assert said == f"{target / 'evener_model_again'} 128 set()"
+    assert said == f"{target / 'evener_model_again'} 80 set()"
 
 
 def test_its_state_and_oracle_stand_in_the_list_of_models(target: Path, tmp_path: Path) -> None:
-    listed = run(target, tmp_path, "-c", "from evener.cli.main import main; main(['models'])").splitlines()
+    command = "from evener.cli.main import main; main(['models'])"
+    listed = run(target, tmp_path, "-c", command, program=warm() / "python").splitlines()
     (line,) = [line for line in listed if "ForCausalLM" in line]
     assert line.split("  ") == ["AgainForCausalLM", "again", "full, recurrent", "transformers", "evener-model-again"]
 

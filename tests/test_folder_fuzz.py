@@ -36,11 +36,11 @@ def outcomes(*started: subprocess.Popen[str]) -> dict[str, int]:
     return found
 
 
-def test_500_mutated_folders_are_planned_or_refused() -> None:
-    found = outcomes(start("plan", 0, 250), start("plan", 250, 250))
-    assert sum(found.values()) == 500
+def test_200_mutated_folders_are_planned_or_refused() -> None:
+    found = outcomes(start("plan", 0, 200))
+    assert sum(found.values()) == 200
     # Not all of them are broken, and not all of them are sound.
-    assert found["planned"] > 50 and found["refused: ArchitectureError"] > 50 and found["refused: CheckpointError"] > 50
+    assert found["planned"] > 20 and found["refused: ArchitectureError"] > 20 and found["refused: CheckpointError"] > 20
 
 
 # In parts, so that each has its own time limit.

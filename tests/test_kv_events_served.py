@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 from served import Served, free_port, tiny_model
-from warm import warm
+from warm import CHILDREN, warm
 
 from evener import LLM, SamplingParams
 
@@ -78,12 +79,12 @@ def test_an_engine_that_was_closed_leaves_its_address_to_the_next_one(tmp_path: 
 
 
 def test_events_without_a_prefix_cache_or_at_a_wrong_address_are_refused_at_the_start(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "m")
+    model, environ = tiny_model(tmp_path / "m"), {**os.environ, CHILDREN: str(warm() / "python")}
     for settings, words in (
         (("server.kv_events=tcp://127.0.0.1:*", "infer.prefix_cache=false"), "infer.prefix_cache is false"),
         (("server.kv_events=nonsense",), "server.kv_events=nonsense cannot be used"),
         (("server.kv_events_replay=tcp://127.0.0.1:*",), "server.kv_events_replay needs server.kv_events"),
     ):
         command = [warm() / "evener", "serve", model, "serve.port=0", *KEYS, *settings]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
         assert done.returncode == 2 and words in done.stderr, done.stderr

@@ -107,6 +107,7 @@ def test_how_the_kit_ended_is_the_verdict(code: int, out: str, errors: str, outc
     assert by in found.by
 
 
+@pytest.mark.slow
 def test_of_two_mutants_the_kit_catches_the_wrong_one_and_the_equivalent_one_survives(tmp_path: Path) -> None:
     path = "tests/packages/evener-backend-planted/evener_backend_planted/kernels.py"
     source = (PACKAGE / "evener_backend_planted/kernels.py").read_text()

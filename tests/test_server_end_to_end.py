@@ -233,9 +233,9 @@ def test_limits_from_below_stop_ids_and_deadlines(client: OpenAI, smollm2_dir: P
     assert cut.choices[0].finish_reason == "stop"
     assert cut.choices[0].message.content == plain.choices[0].message.content.split(" is")[0]
     # Time for a first token on any machine, and too little on any for all of them.
-    late = chat(client, n=16, max_tokens=900, extra_body={"max_time": 4.0, "ignore_eos": True})
+    late = chat(client, n=4, max_tokens=900, extra_body={"max_time": 2.0, "ignore_eos": True})
     assert {choice.finish_reason for choice in late.choices} == {"timeout"}
-    assert 0 < late.usage.completion_tokens < 16 * 900
+    assert 0 < late.usage.completion_tokens < 4 * 900
     with pytest.raises(openai.APIStatusError) as missed:
         chat(client, extra_body={"max_time": 1e-6})
     assert missed.value.status_code == 504 and missed.value.code == "deadline_exceeded"
@@ -393,7 +393,7 @@ def test_sigterm_lets_a_stream_end_and_the_next_server_takes_the_port(folder: Pa
         assert tiny.process.wait(PATIENCE) == 0
         with pytest.raises(httpx.TransportError):
             tiny.get("/health")
-    with Served.model(folder, *TINY, f"serve.port={port}") as again, connect(again) as client:
+    with Served.warm(folder, *TINY, f"serve.port={port}") as again, connect(again) as client:
         assert again.url == tiny.url
         assert complete(client, model=again.name, max_tokens=2).usage.completion_tokens <= 2
         assert again.stop(signal.SIGINT) == 0

@@ -131,7 +131,7 @@ def test_responses_and_messages_force_calls_too(client: OpenAI, served: Served) 
 
 
 def test_the_calls_are_the_same_at_every_depth(folder: Path, client: OpenAI) -> None:
-    with Served.model(folder, *TINY, "infer.depth=1") as other:
+    with Served.warm(folder, *TINY, "infer.depth=1") as other:
         with OpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as alone:
             texts = [
                 [

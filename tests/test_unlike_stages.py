@@ -115,7 +115,7 @@ def test_parts_of_unlike_stages_have_a_device_each(configured: Configured) -> No
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("slow", ORDERS)
+@pytest.mark.parametrize("slow", [ORDERS[0], pytest.param(ORDERS[1], marks=pytest.mark.slow)])
 def test_layers_are_divided_by_the_measured_time_of_one_on_each_device(
     configured: Configured, monkeypatch: pytest.MonkeyPatch, kept_times: Path, slow: str
 ) -> None:
@@ -261,6 +261,7 @@ def test_processes_of_unlike_stages_match_one_device_and_the_death_of_one_is_rep
         executor.close()
 
 
+@pytest.mark.slow
 def test_a_stage_is_killed_in_the_midst_of_chunks_preemption_prefix_hits_and_aborts(
     configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

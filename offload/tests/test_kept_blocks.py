@@ -35,7 +35,9 @@ def on_the_cpu(configured: Configured, family: str) -> list[list[int]]:
     return talk(build_controller(configured(family, backend="cpu", **{"infer.block_size": 128}))[0])
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "GptOss"])
+@pytest.mark.parametrize(
+    "family", ["GptOss", *(pytest.param(f, marks=pytest.mark.slow) for f in ("Qwen3Moe", "DeepseekV3"))]
+)
 def test_later_turns_of_chats_get_their_state_from_the_host(configured: Configured, family: str) -> None:
     controller, _ = build_controller(configured(family, **HOST))
     shrink(controller, FEW_BLOCKS[family])
@@ -47,6 +49,7 @@ def test_later_turns_of_chats_get_their_state_from_the_host(configured: Configur
     assert controller.scheduler.state.pool.used == 0
 
 
+@pytest.mark.slow
 def test_two_ranks_keep_their_parts(configured: Configured) -> None:
     with rank_threads(configured(**HOST, **{"infer.tp_size": 2})) as (controller, ranks):
         shrink(controller, FEW_BLOCKS["Qwen3Moe"])

@@ -269,6 +269,7 @@ def test_a_folder_that_others_can_use_is_refused(config: Config, folder: Path) -
         build_controller(config)
 
 
+@pytest.mark.slow
 def test_streams_chunks_preemption_prefix_hits_and_aborts_go_together_with_files(
     configured: Configured, tmp_path: Path
 ) -> None:

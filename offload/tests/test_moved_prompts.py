@@ -39,8 +39,16 @@ def pair(configured: Configured, tmp_path: Path) -> Iterator[Any]:
         engine.close()
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "GptOss"])
-@pytest.mark.parametrize("backends", [("simulated", "cpu"), ("cpu", "simulated"), ("simulated", "simulated")])
+FAMILIES = ("Qwen3Moe", "DeepseekV3", "GptOss")
+BACKENDS = (("simulated", "cpu"), ("cpu", "simulated"), ("simulated", "simulated"))
+
+
+@pytest.mark.parametrize(
+    ("family", "backends"),
+    # Each of both once; all pairs are slow.
+    [(f, b) if i == j else pytest.param(f, b, marks=pytest.mark.slow)
+     for i, f in enumerate(FAMILIES) for j, b in enumerate(BACKENDS)],
+)  # fmt: skip
 def test_an_answer_begun_on_one_backend_goes_on_on_another(family: str, backends: Any, pair: Any) -> None:
     first, second, address = pair(family, *backends)
     for number, prompt in enumerate(PROMPTS):

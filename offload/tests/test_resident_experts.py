@@ -26,7 +26,9 @@ def placement_of(controller: Any) -> ResidentExperts:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [f if f in ("Qwen3Moe", "DeepseekV3") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
 def test_few_slots_for_experts_give_the_tokens_of_a_device_that_holds_all(configured: Configured, family: str) -> None:
     """With chunks, preemption, prefix hits and aborts together; steps of prompts need several waves."""
     want, every = on_the_cpu(configured, family), explain(configured(family))["memory"]
@@ -57,6 +59,7 @@ def test_only_the_layers_that_are_named_leave_the_device(configured: Configured)
         )
 
 
+@pytest.mark.slow
 def test_two_ranks_have_slots_for_their_parts_of_experts(configured: Configured) -> None:
     want = on_the_cpu(configured)
     with rank_threads(configured(**{"infer.tp_size": 2, "infer.resident_experts": 8})) as (controller, ranks):

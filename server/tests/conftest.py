@@ -19,6 +19,7 @@ from evener.async_llm import AsyncLLM
 from evener.frontend.settings import FrontendSettings
 from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
+from evener_formats.chat.render import Renderer
 from evener_server.app import create_app
 from evener_server.body import BodyLimits
 from evener_server.options import ServerOptions
@@ -173,6 +174,28 @@ def http() -> Iterator[httpx.Client]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+class KeptRenderer(Renderer):
+    """Its process outlives the servers that use it."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def renderer() -> Iterator[KeptRenderer]:
+    kept = KeptRenderer()
+    yield kept
+    Renderer.close(kept)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_renderer(renderer: KeptRenderer) -> Iterator[None]:
+    """All servers render chats in one process: starting one for each took longer than all else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evener_formats.chat.templates.Renderer", lambda: renderer)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,14 @@ OF_TRIGGERS = (
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def checks() -> GrammarChecks:
+    """One for all servers: a process is started for each grammar, not for each test."""
+    return GrammarChecks()
+
+
 @pytest.fixture
-def asked(make_api: Any) -> Any:
+def asked(make_api: Any, checks: GrammarChecks) -> Any:
     """``asked(path, **fields)``: the grammar that the engine is asked for; None for none."""
 
     def ask(path: str, **fields: Any) -> GrammarSpec | None:
@@ -42,7 +48,9 @@ def asked(make_api: Any) -> Any:
             seen.append(request)
             return echo(request)
 
-        response = make_api(FakeEngine(script=script)).post(path, fields)
+        api = make_api(FakeEngine(script=script))
+        api.app.state.service.grammars = checks
+        response = api.post(path, fields)
         assert response.status_code == 200, response.text
         return seen[0].sampling.grammar
 
@@ -139,7 +147,6 @@ _LIMITED = {"SECONDS": "", "CPU_SECONDS": "import resource; resource.setrlimit(r
 def test_the_library_that_the_operator_names_judges_grammars(make_api: Any, error: Any) -> None:
     api = make_api()
     api.app.state.service.grammars = GrammarChecks("xgrammar")
-    assert api.complete(guided_json=SCHEMA).status_code == 200
     response = api.complete(guided_json={"type": "array", "uniqueItems": True})
     assert response.status_code == 400
     assert "xgrammar does not hold documents to 'uniqueItems' here" in error(response)["message"]

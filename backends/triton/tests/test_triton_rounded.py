@@ -173,9 +173,17 @@ def able_kernels(device: HostDevice, *ops: str) -> list[Kernel]:
     return [k for k in evener_kernels(device, {}) if k.op in ops]
 
 
+#: The kit's formats whose activations may be rounded.
+ROUNDING = tuple(name for name, form in blocks.SCALED.items() if form.activation is not None)
+
+
+@pytest.mark.parametrize(
+    "names", [ROUNDING[-1:], pytest.param(ROUNDING, marks=pytest.mark.slow)], ids=["integers", "every format"]
+)
 @pytest.mark.parametrize("op", ["linear", "grouped_linear"])
-def test_the_kit_passes_products_of_rounded_activations(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = tuple(name for name, form in blocks.SCALED.items() if form.activation is not None)
+def test_the_kit_passes_products_of_rounded_activations(
+    op: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(formats, "STORAGES", names)
     monkeypatch.setattr(blocks, "STORAGES", names)
     monkeypatch.setattr(blocks, "MIXES", ((names[0],) * 2,))
@@ -253,7 +261,8 @@ def stand_in(
 
 
 @pytest.mark.parametrize(
-    ("form", "columns", "tokens"), [(FORMS[0], 96, 65), (FORMS[2], 512, 66), (FORMS[2], 1024, 80)], ids=str
+    ("form", "columns", "tokens"),
+    [(FORMS[0], 96, 65), (FORMS[2], 512, 66), pytest.param(FORMS[2], 1024, 80, marks=pytest.mark.slow)], ids=str,
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_many_tokens_are_multiplied_by_the_library_where_the_device_has_the_product(

@@ -174,7 +174,11 @@ def interpreted_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thr
     monkeypatch.setattr(triton_host, "HostDevice", able)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("Qwen3", kind) for kind in KINDS] + [("Qwen3Moe", "fp8 blocks")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("Qwen3", "modelslim"), ("Qwen3Moe", "fp8 blocks"),
+     *(pytest.param("Qwen3", kind, marks=pytest.mark.slow) for kind in KINDS if kind != "modelslim")],
+)  # fmt: skip
 def test_a_prompt_has_the_log_probabilities_of_rounded_activations(
     family: str, kind: str, tmp_path: Path, interpreted_backend: None
 ) -> None:

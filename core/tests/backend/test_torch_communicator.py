@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from warm import warm
 
 from evener.errors import EngineError
 from evener_inspection.thread_communicator import run_on_threads, thread_group
@@ -48,7 +48,7 @@ def _processes(size: int) -> list[dict[str, Any]]:
 
 
 def _results(size: int, folder: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, str(RANKS)]
+    command = [warm() / "python", str(RANKS)]
     started = [
         subprocess.Popen([*command, str(r), str(size), str(folder)], stderr=subprocess.PIPE, text=True)
         for r in range(size)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from evener_keys.hydra_boundary import from_command_line
 
-from evener.config.build import from_overrides
+from evener.config.build import Built, from_overrides
 from evener.config.keys import split_command_line
 from evener.config.packages import Packages
 from evener.config.schema import Config, InferConfig, ServeConfig, key_specs, to_flat
@@ -55,28 +55,44 @@ def test_every_key_but_the_model_has_a_default_that_this_version_honours(key: st
     assert value_of(Config(model="m"), key) == KEYS[key].default
 
 
+@pytest.fixture(scope="module")
+def typed() -> Built:
+    """Every key typed in one command line: composing one for each takes most of the time."""
+    words = [f"{key}={other_value(spec)[0]}" for key, spec in KEYS.items()]
+    return from_command_line("m", split_command_line(words).overrides, packages=Packages(lambda: []))
+
+
+@pytest.fixture(scope="module")
+def filed(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Every key in one file."""
+    sections: dict[str, str] = {"": "model: /m\n"}
+    for key, spec in KEYS.items():
+        text, value = other_value(spec)
+        section, _, name = key.rpartition(".")
+        shown = f'"{text}"' if spec.kind in ("str", "path") else "[]" if value == () else text
+        sections[section] = sections.get(section, f"{section}:\n") + "  " * bool(section) + f"{name}: {shown}\n"
+    path = tmp_path_factory.mktemp("config") / "whole.yaml"
+    path.write_text("".join(sections.values()))
+    return from_command_line(None, (), str(path), Packages(lambda: []))
+
+
 @pytest.mark.parametrize("key", KEYS)
-def test_every_key_parses_the_same_as_override_flag_and_python_value(key: str, nothing_installed: Packages) -> None:
+def test_every_key_parses_the_same_as_override_flag_and_python_value(
+    key: str, typed: Built, nothing_installed: Packages
+) -> None:
     text, value = other_value(KEYS[key])
     flag = "--" + key.replace("_", "-")
     ways = [[f"{key}={text}"], [f"{flag}={text}"], [flag, text], [f"++{key}={text}"]]
-    typed = [split_command_line(way).overrides for way in ways]
-    assert [[(each.key, each.value) for each in overrides] for overrides in typed] == [[(key, text)]] * 4
-    shell = from_command_line("m", typed[0], packages=nothing_installed)
+    read = [split_command_line(way).overrides for way in ways]
+    assert [[(each.key, each.value) for each in overrides] for overrides in read] == [[(key, text)]] * 4
     python = [from_overrides("m", {key: each}, nothing_installed) for each in (value, text)]
-    assert [value_of(built.config, key) for built in (shell, *python)] == [value] * 3
-    assert not any(built.notes for built in (shell, *python))
+    assert [value_of(built.config, key) for built in (typed, *python)] == [value] * 3
+    assert not any(built.notes for built in (typed, *python))
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_key_can_stand_in_a_file(key: str, nothing_installed: Packages, tmp_path: Any) -> None:
-    text, value = other_value(KEYS[key])
-    section, _, name = key.rpartition(".")
-    shown = f'"{text}"' if KEYS[key].kind in ("str", "path") else "[]" if value == () else text
-    body = f"{name}: {shown}\n"
-    (tmp_path / "whole.yaml").write_text("model: /m\n" + (f"{section}:\n  {body}" if section else body))
-    built = from_command_line(None, (), str(tmp_path / "whole.yaml"), nothing_installed)
-    assert value_of(built.config, key) == value
+def test_every_key_can_stand_in_a_file(key: str, filed: Built) -> None:
+    assert value_of(filed.config, key) == other_value(KEYS[key])[1]
 
 
 @pytest.mark.parametrize("key", [key for key, spec in KEYS.items() if spec.kind == "int"])

@@ -113,8 +113,10 @@ def test_preempted_requests_get_right_drafts_again(make_lively: Any, play: Any, 
     assert stats.accepted_tokens == stats.drafted_tokens > 0
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("streams", "together"),
+    [(True, True), (False, False), *(pytest.param(not each, each, marks=pytest.mark.slow) for each in (True, False))],
+)
 def test_draft_state_comes_back_from_host_memory_with_the_rest(
     streams: bool, together: bool, make_lively: Any, play: Any, shrink_pool: Any, request: pytest.FixtureRequest
 ) -> None:

@@ -89,7 +89,11 @@ def tiny_tensors(one_thread: None) -> None:
     """Every test here runs on one thread."""
 
 
-@pytest.mark.parametrize("case", CASES)
+#: What other cases have too, each with something else beside it.
+ALONE = ("full", "full, one plan in flight", "latent", "recurrent")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in ALONE else c for c in CASES])
 def test_chats_whose_blocks_had_left_go_on_with_the_tokens_of_the_naive_engine(
     case: str, make_lively: Any, play: Any, shrink_pool: Any
 ) -> None:
@@ -176,7 +180,7 @@ def test_workers_in_processes_of_their_own_do_as_plans_say(make_lively: Any, pla
 
 @pytest.mark.parametrize("blocks", [1, 100])
 @pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("family", ["Gemma3", pytest.param("Llama", marks=pytest.mark.slow)])
 def test_copies_on_streams_may_take_their_time(
     family: str, together: bool, blocks: int, late: None, make_lively: Any, play: Any, shrink_pool: Any,
     monkeypatch: pytest.MonkeyPatch,

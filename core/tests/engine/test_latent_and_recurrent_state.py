@@ -46,7 +46,11 @@ def requests() -> list[NewRequest]:
     return [NewRequest(id=f"r{i}", prompt=p, max_tokens=12, sampling=GREEDY) for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("case", CASES)
+#: What other cases have too, each with something else beside it.
+ALONE = ("latent", "latent in bf16, expanded", "latent in 8 bits", "sparse, fewer tokens", "recurrent")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in ALONE else c for c in CASES])
 def test_tokens_match_the_naive_engine(
     case: str, make_lively: Any, play: Any, shrink_pool: Any, one_thread: None
 ) -> None:

@@ -51,7 +51,7 @@ def drafted(controller: Controller, length: int = 4, drafter: type[Drafter] = Kn
         ("Llama", {"num_hidden_layers": 2}, 2),
         ("Gemma2", {"sliding_window": 6}, 2),
         ("DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2),
-        ("Qwen3Next", {"num_experts": 0}, 1),
+        pytest.param("Qwen3Next", {"num_experts": 0}, 1, marks=pytest.mark.slow),
         ("Qwen3Next", {"num_experts": 0}, 2),
     ],
 )

@@ -78,7 +78,7 @@ def prompt_replays(run: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", [GREEDY, WARM, PENALIZED, BIASED], ids=["greedy", "random", "penalized", "biased"])
-@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma3", marks=pytest.mark.slow)])
 def test_short_prompts_that_come_alone_are_captured_and_their_tokens_are_equal(
     start: Any, family: str, kind: Sampling
 ) -> None:
@@ -294,7 +294,9 @@ def test_a_decode_step_with_media_rows_runs_eagerly(start: Any) -> None:
     assert any(plan.counts == [1] and plan.media for plan in plans) and captured.replays
 
 
-@pytest.mark.parametrize("kinds", [(GREEDY,), (GREEDY, WARM)], ids=["greedy", "mixed"])
+@pytest.mark.parametrize(
+    "kinds", [pytest.param((GREEDY,), marks=pytest.mark.slow), (GREEDY, WARM)], ids=["greedy", "mixed"]
+)
 def test_every_stage_of_a_pipeline_replays_its_part(start: Any, kinds: tuple[Sampling, ...]) -> None:
     alone = start("Llama", **EAGER)
     flat = to_flat(alone.worker.assembly.config.config)

@@ -61,7 +61,7 @@ def test_a_package_that_hangs_is_named_and_the_command_fails(where: str, what: s
     assert f"backend 'odd' (evener-backend-odd 1.0): {what} did not end within 0.5 seconds; uninstall" in done.stderr
 
 
-@pytest.mark.parametrize("where", ["before", "body"])
+@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "body"])
 def test_a_package_that_ends_the_process_is_a_broken_package(where: str, tmp_path: Path) -> None:
     install(tmp_path, **{where: "import os; os._exit(0)"})
     done = doctor(tmp_path)

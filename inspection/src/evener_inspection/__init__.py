@@ -1,6 +1,6 @@
-"""For looking into a run: commands that show what it would use on this machine, and why; measurements of kernels, of an
-engine's steps, and for a start; and an executor that runs all ranks in one process, for a debugger. Of the commands only
-``bench-engine`` starts an engine and ``tune`` a worker. Torch-free.
+"""For looking into a run: commands that show what it would use on this machine, and why; measurements of kernels, of
+an engine's steps, and for a start; and an executor that runs all ranks in one process, for a debugger. Of the commands
+only ``bench-engine`` starts an engine, and ``tune`` a worker. Torch-free.
 
 =======================  ===============================================================================
 module                   holds

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -353,7 +355,7 @@ def check_composite(
         for provider in providers or (ReferenceState(),):
             taken = [family for family in fitting if check(family, dtype, provider)]
             for family in single_option_families(kernel.op, taken, fitting):
-                if _valid(family, schemas):
+                if _valid(family, _Schemas(schemas)):
                     check(family, dtype, provider)
     return results
 
@@ -384,7 +386,21 @@ def _biases(inputs: Sequence[Any]) -> Iterator[str]:
                 yield name
 
 
-def _valid(family: Family, schemas: Sequence[OpSchema]) -> bool:
+class _Schemas(tuple[OpSchema, ...]):
+    """Equal only to the same objects: schemas hold what cannot be hashed."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Schemas) and len(self) == len(other) and all(map(is_, self, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+@lru_cache(maxsize=512)
+def _valid(family: Family, schemas: _Schemas) -> bool:
     """Whether a layer can have this detail alone."""
     try:
         model = TinyModel(HostDevice(0), "float32", family, (), ReferenceState(), schemas)
@@ -407,46 +423,91 @@ def _check(
     if refused:
         return "not applicable", refused[0]
     rounding = rounding_references(schemas, model.resolver.manifest.rounded)
-
-    def again() -> TinyModel:
-        return TinyModel(HostDevice(0), "float32", family, rounding, ReferenceState(), schemas, model)
-
-    reference, near = again(), again() if rounding and dtype in _UNITS else None
+    inputs, near = _inputs(family, family.steps, dtype, seed), None
+    if rounding:
+        want = _run(TinyModel(HostDevice(0), "float32", family, rounding, ReferenceState(), schemas, model), inputs)
+        if dtype in _UNITS:
+            other = TinyModel(HostDevice(0), "float32", family, rounding, ReferenceState(), schemas, model)
+            near = _run(other, _jittered(inputs, _UNITS[dtype], seed))
+    else:
+        want = _expected(family, family.steps, dtype, seed, _Schemas(schemas))
     # With blocks a kernel may round activations, as in the check of products.
     close = max(_TOLERANCE[dtype], TOLERANCE[dtype][1]) if family.storage else _TOLERANCE[dtype]
-    problems = list(_differences(model, reference, near, family.steps, close, seed))
+    problems = list(_differences(model, inputs, want, near, close))
     return ("failed", join_problems(problems)) if problems else ("passed", "")
 
 
+@dataclass(frozen=True)
+class _Input:
+    """One step: hidden states [T, hidden], tokens of each request before it, and its new ones."""
+
+    x: torch.Tensor
+    before: Sequence[int]
+    counts: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a model gives: hidden states and logits of each step, and the state that is left."""
+
+    steps: Sequence[Sequence[torch.Tensor]]
+    written: Mapping[str, torch.Tensor]
+
+
+def _inputs(family: Family, steps: Sequence[Sequence[int]], dtype: str, seed: int) -> list[_Input]:
+    noise, found, lengths = torch.Generator().manual_seed(seed + 1), list[_Input](), (0, 0)
+    for counts in steps:
+        x = torch.randn(sum(counts), family.hidden, generator=noise).to(getattr(torch, dtype))
+        found.append(_Input(x, lengths, counts))
+        lengths = (lengths[0] + counts[0], lengths[1] + (counts[1] if len(counts) > 1 else 0))
+    return found
+
+
+def _jittered(inputs: Sequence[_Input], unit: float, seed: int) -> list[_Input]:
+    """The same in float32, each number off by up to one unit."""
+    jitter = torch.Generator().manual_seed(seed + 2)
+    offs = (1 + unit * (2 * torch.rand(each.x.shape, generator=jitter) - 1) for each in inputs)
+    return [replace(each, x=each.x.float() * off) for each, off in zip(inputs, offs, strict=True)]
+
+
+def _run(model: TinyModel, inputs: Sequence[_Input]) -> _Found:
+    with torch.inference_mode():
+        steps = [model.step(each.x, each.before, each.counts) for each in inputs]
+        last = inputs[-1]
+        lengths = [n + (last.counts[r] if r < len(last.counts) else 0) for r, n in enumerate(last.before)]
+        return _Found(steps, model.written(lengths))
+
+
+@lru_cache(maxsize=512)
+def _expected(
+    family: Family, steps: Sequence[Sequence[int]], dtype: str, seed: int, schemas: _Schemas
+) -> _Found:  # fmt: skip
+    """What the reference gives in float32, with weights that were rounded to ``dtype``: the same for all kernels and
+    devices, so it is computed once."""
+    weights = TinyModel(HostDevice(0), dtype, family, (), ReferenceState(), schemas, seed=seed)
+    reference = TinyModel(HostDevice(0), "float32", family, (), ReferenceState(), schemas, weights)
+    return _run(reference, _inputs(family, steps, dtype, seed))
+
+
 def _differences(
-    model: TinyModel, reference: TinyModel, near: TinyModel | None, steps: Sequence[Sequence[int]], close: float,
-    seed: int,
+    model: TinyModel, inputs: Sequence[_Input], want: _Found, near: _Found | None, close: float
 ) -> Iterator[str]:  # fmt: skip
     """What is further from the reference than ``close``, or, with ``near``, than the reference of nearly the same input
     allows: see ``_JUMPS``."""
-    noise, lengths = torch.Generator().manual_seed(seed + 1), [0, 0]
-    jitter = torch.Generator().manual_seed(seed + 2)
-    found = list[str]()  # of the first step that is wrong: later ones follow from it
     before = model.contents()
-    with torch.inference_mode():
-        for number, counts in enumerate(steps):
-            x = torch.randn(sum(counts), model.hidden, generator=noise).to(getattr(torch, model.dtype))
-            got, want = (m.step(x, lengths, counts) for m in (model, reference))
-            other: Sequence[torch.Tensor | None] = (None, None)
-            if near is not None:
-                off = 1 + _UNITS[model.dtype] * (2 * torch.rand(x.shape, generator=jitter) - 1)
-                other = near.step(x.float() * off, lengths, counts)
-            for request, count in enumerate(counts):
-                lengths[request] += count
-            for what, a, b, c in zip(("hidden states", "logits"), got, want, other, strict=True):
-                same = not found or found[0].startswith(f"step {number} ")
-                limit = _limit(close, b, c)
-                found += _describe_error(f"step {number} of {sum(counts)} rows: {what}", a, b, limit) if same else ()
+    got = _run(model, inputs)
+    others = near.steps if near is not None else [(None, None)] * len(inputs)
+    for number, (each, gots, wants, more) in enumerate(zip(inputs, got.steps, want.steps, others, strict=True)):
+        found = [
+            text for what, a, b, c in zip(("hidden states", "logits"), gots, wants, more, strict=True)
+            for text in _describe_error(f"step {number} of {len(each.x)} rows: {what}", a, b, _limit(close, b, c))
+        ]  # fmt: skip
         yield from found
-        written, wanted = model.written(lengths), reference.written(lengths)
-        others = near.written(lengths) if near is not None else {}
-        for name, kept in wanted.items():
-            yield from _describe_error(f"written {name}", written[name], kept, _limit(close, kept, others.get(name)))
+        if found:  # later steps follow from it
+            break
+    for name, kept in want.written.items():
+        limit = _limit(close, kept, near.written[name] if near is not None else None)
+        yield from _describe_error(f"written {name}", got.written[name], kept, limit)
     for name, value in model.contents().items():
         if not torch.equal(value, before[name]):
             yield f"weight {name} was changed"
