@@ -312,6 +312,7 @@ def settings() -> list[str]:
     return [word for pair in SMALL for word in ("--set", pair)]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_a_csv_file_is_measured_written_and_drawn(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.csv"
     data.write_text("prompt\nhello there\nhow are you\n")
@@ -419,6 +420,7 @@ def test_what_installed_packages_cost_is_measured() -> None:
     assert found["plugins"] == 2 and found["seconds_with"] > 0
 
 
+@pytest.mark.slow
 def test_later_turns_of_chats_are_measured_with_host_memory_and_files(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl"
     text = program(

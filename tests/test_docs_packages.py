@@ -289,7 +289,7 @@ INIT, PROBE, DEVICE, HOOKS, KERNELS = (
     [
         ("import", (INIT, "from evener", "raise RuntimeError('no beads')\nfrom evener")),
         ("torch", (INIT, "from evener", "import torch\nfrom evener")),
-        ("contract", (INIT, '"device": 2', '"device": 3')),
+        pytest.param("contract", (INIT, '"device": 2', '"device": 3'), marks=pytest.mark.slow),
     ],
 )
 def test_a_backend_whose_descriptor_is_of_no_use_is_left_out_with_a_warning(

@@ -345,6 +345,7 @@ def smollm2(smollm2_dir: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_a_real_model_embeds_as_transformers_does(smollm2: LLM, smollm2_dir: Path) -> None:
     from transformers import AutoModel
 

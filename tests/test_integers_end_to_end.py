@@ -135,7 +135,7 @@ def test_the_cpu_keeps_the_integers_packed(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gptq 4", "gptq 4 act", "gptq 3 act", "awq", "packed 4 act", "nvfp4"])
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Qwen3", marks=pytest.mark.slow)])
 def test_two_ranks_cut_the_groups_and_give_the_same_tokens(
     family: str, kind: str, tmp_path: Path, one_thread: None
 ) -> None:

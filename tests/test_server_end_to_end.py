@@ -321,6 +321,7 @@ def idle(served: Served) -> bool:
     return stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
 
 
+@pytest.mark.slow
 def test_while_state_is_scarce_no_more_requests_wait_than_max_queue(folder: Path) -> None:
     """The second request needs more state at once than the first one leaves, so it waits as long as that one runs."""
     scarce = ("load=dummy", "infer.kv_memory=2MiB", "infer.max_seq_len=4096", "infer.step_tokens=4096")
@@ -364,6 +365,7 @@ def test_a_killed_worker_ends_its_requests_with_the_reason_and_the_server_is_ali
     eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in below))
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_at_rest_is_noticed(mortal: Served) -> None:
     (worker,) = (
         pid for pid, command in descendants(mortal.process.pid).items() if "engine.processes.child worker" in command

@@ -53,7 +53,8 @@ def tiny_tensors(one_thread: None) -> None:
 def primitives() -> list[Any]:
     """Kernels of primitives and numbers of rows of the narrow type. Those that search and that list make many passes,
     which the interpreter takes its time for."""
-    slow = {op: [pytest.mark.slow] for op in ("sample", "logprobs", "route", "rotary", "grouped_linear", "mix_experts")}
+    slow = {op: [pytest.mark.slow] for op in ("sample", "logprobs", "route", "rotary", "grouped_linear", "mix_experts",
+                                              "add_adapters")}  # fmt: skip
     # Stored elements have tests of their own (test_triton_stored.py, test_triton_packed.py): the ops' cases are plain.
     plain = [k for k in host_kernels(composite=False) if STORED not in k.packings or PLAIN in k.packings]
     few = [pytest.param(k, 3, id=f"{k.name}-few", marks=slow.get(k.op, [])) for k in plain]

@@ -216,7 +216,7 @@ FAULTS: dict[str, tuple[str, Callable[[WeightPart], WeightPart]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+@pytest.mark.parametrize("op", ["linear", pytest.param("grouped_linear", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_scales_zero_points_or_order_of_integers_is_found(fault: str, op: str) -> None:
     storage, spoil = FAULTS[fault]

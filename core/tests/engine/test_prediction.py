@@ -62,8 +62,9 @@ def predictions(naive: NaiveModel, text: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("family", "shape", "depth", "answer"),
-    [("DeepseekV3", SHAPE, 1, 24), ("DeepseekV3", SHAPE, 2, 24), ("Qwen3Next", RECURRENT, 2, 70)],
-)
+    [("DeepseekV3", SHAPE, 1, 24), ("DeepseekV3", SHAPE, 2, 24),
+     pytest.param("Qwen3Next", RECURRENT, 2, 70, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_tokens_are_the_same_and_the_layer_predicts_what_it_would_for_each_text_alone(
     make_lively: Any, play: Any, family: str, shape: dict[str, int], depth: int, answer: int
 ) -> None:

@@ -89,7 +89,11 @@ def test_ranks_give_the_rows_of_prompts_of_one_rank(tp: int, pp: int, make_livel
         torch.testing.assert_close(*numbers, rtol=1e-3, atol=1e-3)
 
 
-CASES = [(family, *ranks) for family in FAMILIES for ranks in ((1, 2), (2, 2))] + [("Llama", 2, 1), ("Llama", 1, 3)]
+#: Stages alone are slow: two of two ranks each show what they do.
+CASES = [
+    *((family, 2, 2) for family in FAMILIES), ("Llama", 2, 1), ("Llama", 1, 3),
+    *(pytest.param(family, 1, 2, marks=pytest.mark.slow) for family in FAMILIES),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "tp", "pp"), CASES)
