@@ -14,7 +14,6 @@ from family_table import architecture as class_of
 from evener.layers import Builder
 from evener_models import descriptor
 
-
 #: The first row of each architecture; what its other rows vary is slow.
 FIRST = {row.architecture: name for name, row in reversed(TABLE.items())}.values()
 
