@@ -34,7 +34,6 @@ from evener_conformance.kit.subject import Subject
 from evener_conformance.reference.engine import RunResult, play, small_config
 from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.ngram_drafter import NgramDrafter
-from evener_generation.drafting.prediction_drafter import PredictionDrafter
 from evener_generation.drafting.speculation import Speculation
 
 __all__ = ["accelerator"]
@@ -54,8 +53,8 @@ DRAFTED: dict[str, tuple[str, dict[str, Any], type[Drafter], dict[str, Any]]] = 
     "its own draft model": ("Llama", FEW, ModelDrafter, {"infer.draft_model": "own"}),
     "EAGLE-3": ("Llama", {**FEW, "num_hidden_layers": 7}, ModelDrafter, {"infer.draft_model": "head"}),
     "EAGLE-3, recurrent layers": ("Qwen3Next", RECURRENT, ModelDrafter, {"infer.draft_model": "head"}),
-    "a predicting layer": ("DeepseekV3", PREDICTING, PredictionDrafter, {"infer.drafter": "mtp"}),
-    "a predicting layer, recurrent layers": ("Qwen3Next", RECURRENT, PredictionDrafter, {"infer.drafter": "mtp"}),
+    "a predicting layer": ("DeepseekV3", PREDICTING, ModelDrafter, {"infer.drafter": "mtp"}),
+    "a predicting layer, recurrent layers": ("Qwen3Next", RECURRENT, ModelDrafter, {"infer.drafter": "mtp"}),
 }
 
 

@@ -9,7 +9,6 @@ import pytest
 from evener.contracts.generation.drafter import BY_WORKER
 from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.payoff import Payoff
-from evener_generation.drafting.prediction_drafter import PredictionDrafter
 from evener_generation.drafting.speculation import Speculation
 
 
@@ -25,33 +24,6 @@ def decoding(*tokens: int) -> Any:
         tokens=[*tokens], unread=0, planned=len(tokens) - 1, length=len(tokens), limit=20, decodes=True,
         fork_points=set(),
     )  # fmt: skip
-
-
-def test_what_the_model_predicts_is_proposed_until_the_text_goes_on() -> None:
-    request, speculation = decoding(1, 2, 3), Speculation(PredictionDrafter, 4, 8, vocabulary=9)
-    speculation.predict(request, 7)
-    speculation.begin(1)
-    assert speculation.propose(request, 9) == [7]
-    request.tokens.append(4)
-    request.length += 1
-    assert speculation.propose(request, 9) == [], "it was behind other tokens"
-
-
-class Clumsy(PredictionDrafter):
-    """Cannot take what the model predicts."""
-
-    def predict(self, token: int) -> None:
-        raise ZeroDivisionError(token)
-
-
-def test_a_drafter_that_cannot_take_a_prediction_ends_drafts_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    request, speculation = decoding(1, 2, 3), Speculation(Clumsy, 4, 8, vocabulary=9)
-    speculation.begin(1)
-    speculation.predict(request, 7)
-    (line,) = caplog.messages
-    assert "no more drafts" in line and "ZeroDivisionError: 7" in line
-    speculation.begin(1)
-    assert not speculation.on
 
 
 @pytest.mark.parametrize("by_worker", [True, False])

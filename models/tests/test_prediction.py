@@ -65,7 +65,9 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_logits_are_those_of_the_published_layer(case: str, tiny_model: Any, one_thread: None) -> None:
+def test_logits_are_those_of_the_published_layer_also_where_it_goes_on_from_its_own_states(
+    case: str, tiny_model: Any, one_thread: None
+) -> None:
     family, changes = FAMILIES[case]
     model, folder = tiny_model(Row(family, changes))
     own, layer = add_layer(model, folder, apart=family == NEXT)
@@ -76,14 +78,17 @@ def test_logits_are_those_of_the_published_layer(case: str, tiny_model: Any, one
     text = torch.tensor([ids])
     with torch.no_grad():
         states = model.model(text).last_hidden_state[:, :-1]  # after the last norm
-        tokens = model.model.embed_tokens(text)[:, 1:]
-        joined = torch.cat((norm(tokens, own["enorm"], eps), norm(states, own["hnorm"], eps)), -1) @ own["eh_proj"].T
-        positions = torch.arange(len(ids) - 1)[None]
-        mask = torch.full((len(ids) - 1,) * 2, float("-inf")).triu(1)[None, None]
-        angles = model.model.rotary_emb(joined, positions)
-        out = layer(joined, attention_mask=mask, position_ids=positions, position_embeddings=angles)
-        out = out[0] if isinstance(out, tuple) else out
-        expected = norm(out, own["shared_head.norm"], eps) @ model.lm_head.weight.T
+        for more in range(3):  # from its own states
+            tokens = model.model.embed_tokens(text)[:, 1:]
+            both = norm(tokens, own["enorm"], eps), norm(states, own["hnorm"], eps)
+            joined, count = torch.cat(both, -1) @ own["eh_proj"].T, tokens.shape[1]
+            positions, mask = torch.arange(count)[None], torch.full((count,) * 2, float("-inf")).triu(1)[None, None]
+            angles = model.model.rotary_emb(joined, positions)
+            out = layer(joined, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+            normed = norm(out[0] if isinstance(out, tuple) else out, own["shared_head.norm"], eps)
+            expected = normed @ model.lm_head.weight.T
+            states = torch.cat((states, normed[:, -1:]), 1)
+            text = torch.cat((text, torch.tensor([[ids[more]]])), 1)
 
     naive = NaiveModel(folder, predicts=True)
     found = []
@@ -92,6 +97,12 @@ def test_logits_are_those_of_the_published_layer(case: str, tiny_model: Any, one
         step = NaiveStep(torch.tensor(ids[start:stop], dtype=torch.int32), torch.arange(start, stop), metas=metas)
         hidden = naive.model.forward(step)
         step.token_ids = torch.tensor(ids[start + 1 : stop + 1], dtype=torch.int32)
-        found.append(naive.model.predicted(naive.model.predict(hidden, step), step))
+        states = naive.model.predict(hidden, step)
+        found.append(naive.model.predicted(states, step))
+    for more in range(2):
+        place = torch.tensor([len(ids) - 1 + more])
+        step = NaiveStep(torch.tensor([ids[more]], dtype=torch.int32), place, metas=metas)
+        states = naive.model.predict(states[-1:], step, own=True)
+        found.append(naive.model.predicted(states, step))
     torch.testing.assert_close(torch.cat(found), expected[0], atol=2e-4, rtol=2e-4)
     assert naive.model.predicts and not NaiveModel(folder).model.predicts

@@ -159,6 +159,35 @@ def test_sampling_picks_the_references_tokens_from_a_whole_vocabulary(
     assert built(device, "sample", static)(*inputs).tolist() == reference("sample", static)(*inputs).tolist()
 
 
+@pytest.mark.parametrize("few", [1, 63, 64, 500])
+def test_where_a_mask_forbids_almost_all_ids_a_random_row_takes_the_references_token(
+    device: CpuDevice, few: int
+) -> None:
+    rows, vocab = 8, 32011
+    logits = noise(rows, vocab, dtype="float32")
+    kept = torch.randint(0, vocab, (rows, few), generator=torch.Generator().manual_seed(few))
+    kept[:, 0] = torch.tensor([0, vocab - 1, vocab - 12, 63, 64, 15, 16, 31999])
+    logits = torch.full_like(logits, -torch.inf).scatter_(1, kept, logits.gather(1, kept))
+    off, ones, counter = torch.zeros(rows), torch.ones(rows), torch.arange(rows, dtype=torch.int32)
+    inputs = (logits, ones, off.int(), ones, off, counter, counter)
+    static = {"vocab": vocab, "filters": False}
+    assert built(device, "sample", static)(*inputs).tolist() == reference("sample", static)(*inputs).tolist()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float16"])
+@pytest.mark.parametrize("vocab", [5, 32, 95, 1003])
+def test_a_mask_leaves_the_logits_of_allowed_ids_as_they_are(device: CpuDevice, dtype: str, vocab: int) -> None:
+    words = -(-vocab // 32)
+    mask = torch.randint(-(2**31), 2**31, (6, words), generator=torch.Generator().manual_seed(vocab), dtype=torch.int32)
+    mask[0], mask[1] = -1, 0
+    mask[2, ::2], mask[3, -1] = 0, -(2**31)
+    logits = noise(6, vocab, dtype=dtype)
+    logits[4, 0], logits[5] = torch.nan, -torch.inf
+    wanted = reference("apply_mask", {"vocab": vocab})(logits.clone(), mask)
+    got = built(device, "apply_mask", {"vocab": vocab})(logits, mask)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def stored_as(storage: str) -> QuantFormat:
     return block_format(storage) if storage in BLOCKS else plain(storage)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +14,22 @@ from eagle_heads import IDS, write_head
 from safetensors.torch import load_file, save_file
 
 from evener.config.schema import Config
-from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener.errors import ArchitectureError, CheckpointError, ConfigError
 from evener_conformance.naive.model import NaiveModel, NaiveStep
 from evener_conformance.reference.executor import strict_controller
-from evener_generation.drafting.model_drafter import ModelDrafter
-from evener_generation.drafting.speculation import Speculation
 
-from .drafted_requests import requests
+from .drafted_requests import always, requests
 
 LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24, "infer.step_tokens": 16}
 #: Few tokens, so that random weights are right now and then.
 SHAPE = {"num_hidden_layers": 7, "vocab_size": 11, "tie_word_embeddings": False}
 RECURRENT = {"num_experts": 0, "vocab_size": 11}
+
+
 def with_head(config: Config, folder: Path) -> Config:
     return dataclasses.replace(config, infer=dataclasses.replace(config.infer, draft_model=str(folder)))
-
-
-class Always(Speculation):
-    """As many drafts as there is room for, also behind wrong ones."""
-
-    def record(self, rows: Sequence[Any], on: bool, tokens: int) -> None:
-        """Learn nothing."""
-
-
-def always(controller: Controller) -> dict[tuple[str, int], list[int]]:
-    """With drafts in each step that can have some. Returns what was proposed behind how many tokens of a request."""
-    scheduler, seen = controller.scheduler, dict[tuple[str, int], list[int]]()
-    scheduler.drafts = Always(ModelDrafter, length=4, max_samples=8, vocabulary=11)
-    retire = scheduler.retire
-
-    def watched(result: Any) -> Any:
-        drafted = [row.request for row in scheduler._in_flight[0].rows if row.drafts]
-        seen.update({(r.id, len(r.tokens)): ids for r, ids in zip(drafted, result.drafts, strict=True)})
-        return retire(result)
-
-    scheduler.retire = watched  # type: ignore[method-assign]
-    return seen
 
 
 class PlainHead:

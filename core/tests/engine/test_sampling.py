@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributions import DRAWS, FILTERS, LOGITS, VOCABULARY, exact, fits
+from distributions import DRAWS, FILTERS, LOGITS, PENALTIES, VOCABULARY, adjusted, adjusted_by, exact, fits
 from test_memory_measured import Meter
 
 from evener.contracts.ops import OpFunction
@@ -56,56 +56,16 @@ def test_draws_have_the_exact_distribution(settings: dict[str, Any], by: str) ->
     assert fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), exact(**settings))
 
 
-#: A prompt and an answer so far; some ids stand in both, some in one, some in none.
-PROMPT, ANSWER = [0, 3, 3, 7, 10], [3, 5, 5, 5, 0, 8]
-PENALTIES: list[dict[str, Any]] = [
-    {"repetition": 1.5},
-    {"repetition": 0.6},
-    {"frequency": 0.5},
-    {"frequency": -0.4},
-    {"presence": 1.25},
-    {"presence": -2.0},
-    {"bias": {1: 2.0, 5: -1.5, 11: 0.25}},
-    {"bias": {4: -100.0}},
-    {"barred": [2, 6]},
-    {
-        "repetition": 1.2, "frequency": 0.3, "presence": 0.4, "bias": {0: 1.0, 5: 0.5}, "barred": [9],
-        "temperature": 0.8, "top_k": 9, "top_p": 0.95, "min_p": 0.01,
-    },
-]  # fmt: skip
-
-
-def adjusted(repetition: float, frequency: float, presence: float, bias: dict[int, float]) -> list[float]:
-    """Logits by hand."""
-    logits = LOGITS.tolist()
-    for i, value in bias.items():
-        logits[i] += value
-    for i in {*PROMPT, *ANSWER}:
-        logits[i] = logits[i] / repetition if logits[i] > 0 else logits[i] * repetition
-    return [x - frequency * ANSWER.count(i) - presence * (i in ANSWER) for i, x in enumerate(logits)]
-
-
 @pytest.mark.parametrize("settings", PENALTIES, ids=str)
 def test_draws_under_penalties_and_biases_have_the_exact_distribution(settings: dict[str, Any]) -> None:
-    filters = {k: v for k, v in settings.items() if k in ("temperature", "top_k", "top_p", "min_p")}
-    repetition, frequency, presence = (
-        settings.get(name, off) for name, off in (("repetition", 1.0), ("frequency", 0.0), ("presence", 0.0))
-    )
-    bias = {**settings.get("bias", {}), **dict.fromkeys(settings.get("barred", []), -math.inf)}
-    known = torch.tensor([PROMPT + ANSWER], dtype=torch.int32)
-    length, zeros = known.shape[1], torch.zeros(DRAWS, dtype=torch.int32)
-    logits = LOGITS.expand(DRAWS, -1).contiguous()
-    if bias:
-        entries = torch.tensor([list(bias)], dtype=torch.int32).expand(DRAWS, -1)
-        values = torch.tensor([list(bias.values())]).expand(DRAWS, -1)
-        logits = op("add_bias")(logits, entries, values, torch.full_like(entries, length + 1), zeros + length)
-    penalties = (torch.full((DRAWS,), value) for value in (repetition, frequency, presence))
-    logits = op("penalize")(logits, known, zeros, zeros + len(PROMPT), zeros + length, length, *penalties)
-    ids = draw(logits, seeds=torch.arange(DRAWS, dtype=torch.int32), positions=zeros + length, **filters)
-    expected = exact(**filters, logits=adjusted(repetition, frequency, presence, bias))
-    assert fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), expected)
+    filters, by_hand = adjusted(settings)
+    logits, at = adjusted_by(op, settings).expand(DRAWS, -1), torch.zeros(DRAWS, dtype=torch.int32)
+    counts = torch.bincount(
+        draw(logits, seeds=torch.arange(DRAWS, dtype=torch.int32), positions=at, **filters).long(), minlength=VOCABULARY
+    ).tolist()
+    assert fits(counts, exact(**filters, logits=by_hand))
     if settings != {"bias": {4: -100.0}}:
-        assert not fits(torch.bincount(ids.long(), minlength=VOCABULARY).tolist(), [p or 1e-9 for p in exact()])
+        assert not fits(counts, [p or 1e-9 for p in exact()])
 
 
 @pytest.mark.parametrize("settings", FILTERS, ids=str)

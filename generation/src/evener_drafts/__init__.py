@@ -6,8 +6,9 @@ module          what it holds
 ``folder``      what the folder of ``infer.draft_model`` holds, and the drafter for that
 ``model``       a draft model: what it computes in each plan
 ``declared``    it before weights are read: what it may be, and its layers
-``eagle``       a head that reads the model's hidden states (EAGLE-3), in each plan
+``chain``       a layer that reads the model's hidden states: when it runs
+``eagle``       a head of EAGLE-3 as such a layer
 ``eagle_head``  its layer, and how its config and its weights are read
-``prediction``  the model's own layer for multi-token prediction
+``prediction``  the model's own layer for multi-token prediction as one
 ==============  ============================================================================
 """

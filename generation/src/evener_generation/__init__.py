@@ -40,7 +40,7 @@ descriptor = Descriptor(
     drafters={
         "ngram": "evener_generation.drafting.ngram_drafter:NgramDrafter",
         "model": "evener_generation.drafting.model_drafter:ModelDrafter",
-        "mtp": "evener_generation.drafting.prediction_drafter:PredictionDrafter",
+        "mtp": "evener_generation.drafting.model_drafter:ModelDrafter",
     },
     worker_drafters={"model": "evener_drafts.folder:DraftFolder", "mtp": "evener_drafts.prediction:Prediction"},
     adapters={"lora": "evener_adapters.lora:LoraAdapters"},

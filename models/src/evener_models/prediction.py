@@ -65,13 +65,15 @@ class PredictionLayer:
         mixer, mlp = model.mixer_of_prediction(config), model.mlp(config, number)
         self._layer = model.declare_layer(build, names.layer, hidden, mixer, mlp, eps)
 
-    def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, step: Step, own: bool) -> torch.Tensor:
         """As ``Architecture.predict``."""
         import torch
 
         assert self._embedding is not None and self._head is not None, "one pipeline stage has both"
         assert self._head.norm is not None and self._hidden_weight is not None and self._token_weight is not None
-        normed = self._normed.table[step.bucket](hidden, self._head.norm.value)
+        assert self._last_weight is not None
+        # The model's hidden states come after its last norm, so the layer's own come after its last one.
+        normed = self._normed.table[step.bucket](hidden, (self._last_weight if own else self._head.norm).value)
         states = self._hidden_norm.table[step.bucket](normed, self._hidden_weight.value)
         tokens = self._token_norm.table[step.bucket](self._embedding(step), self._token_weight.value)
         both = torch.cat((tokens, states.to(tokens.dtype)), dim=1)
@@ -98,9 +100,9 @@ class Predicting(CausalLM):
         """(optional) The attention of the layer. Default: that of the model's last one."""
         return self.attention(config)[-1]
 
-    def predict(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+    def predict(self, hidden: torch.Tensor, step: Step, own: bool = False) -> torch.Tensor:
         assert self.prediction is not None, "it was declared"
-        return self.prediction(hidden, step)
+        return self.prediction(hidden, step, own)
 
     def predicted(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         assert self.prediction is not None, "it was declared"

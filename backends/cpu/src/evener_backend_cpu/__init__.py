@@ -39,6 +39,7 @@ descriptor = Descriptor(
         "act_and_mul",
         "greedy",
         "sample",
+        "apply_mask",
         "norm_qkv_rotary_write",
         "attention_block",
         "mlp_block",

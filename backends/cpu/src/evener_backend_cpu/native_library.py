@@ -37,6 +37,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "act": (ctypes.c_int, (_P, _P, _I, _I, _I, _I)),
     "greedy": (ctypes.c_int, (_P, _I, _I, _P)),
     "sample": (ctypes.c_int, (_P, _I, _I, _P, _P, _P, _P, _P, _P, _P, _I)),
+    "mask": (ctypes.c_int, (_P, _I, _I, _P, _I)),
 }
 #: Of ``enum Result`` in check.h.
 _NO_MEMORY, _WRONG = 1, 2

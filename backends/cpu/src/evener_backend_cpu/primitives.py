@@ -285,4 +285,40 @@ class NativeSample(NativeKernel):
         return run
 
 
-PRIMITIVES = (NativeLinear, NativeRmsNorm, NativeAddRmsNorm, NativeRotary, NativeActAndMul, NativeGreedy, NativeSample)
+class NativeApplyMask(NativeKernel):
+    """Overwrites the logits of ids that are not allowed."""
+
+    op = "apply_mask"
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, vocab = self.device, call.static["vocab"]
+        functions: dict[torch.dtype, Any] = {
+            getattr(torch, dtype): self.native.function("mask", dtype) for dtype in DTYPES
+        }
+
+        def run(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            rows, wanted = logits.shape[0], logits.dtype
+            logits = (logits if wanted in functions else logits.float()).contiguous()
+            mask = mask.contiguous()  # kept until the call is over
+            functions[logits.dtype](
+                require("the logits", logits, logits.dtype, (rows, vocab)),
+                rows,
+                vocab,
+                require("the mask", mask, torch.int32, (rows, -(-vocab // 32))),
+                device.threads,
+            )
+            return logits.to(wanted)
+
+        return run
+
+
+PRIMITIVES = (
+    NativeLinear,
+    NativeRmsNorm,
+    NativeAddRmsNorm,
+    NativeRotary,
+    NativeActAndMul,
+    NativeGreedy,
+    NativeSample,
+    NativeApplyMask,
+)

@@ -128,13 +128,15 @@ class Architecture(ABC):
         del hidden, step
         return None
 
-    def predict(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+    def predict(self, hidden: torch.Tensor, step: Step, own: bool = False) -> torch.Tensor:
         """(optional) Run the layer for multi-token prediction, which a model declares if its builder's ``predicts`` is
         set. It has state like any layer. Returns its hidden states, float32 [T, hidden].
 
         Args:
             hidden: what ``forward`` returned for this step.
             step: the same step, but ``token_ids`` are the tokens behind those of ``forward``, one position later.
+            own: the model has not computed these tokens, and ``hidden`` are the states that this method returned for
+                the tokens one position before, in place of the model's.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method predict()")
 

@@ -7,13 +7,12 @@ depends on the request's seed and the position alone, and a proposal is one toke
 drawn from the model's own distribution, and is the same as without drafts; this is the rejection sampling of Leviathan
 et al., "Fast Inference from Transformers via Speculative Decoding" (2023), for such proposals.
 
-======================  ===========================================================
-module                  what it holds
-======================  ===========================================================
-``speculation``         which requests get drafts, and how many tokens
-``payoff``              whether drafts make more tokens a second at the present load
-``ngram_drafter``       drafts from earlier in the text
-``model_drafter``       drafts by the worker's draft model
-``prediction_drafter``  drafts by the model's own layer for them
-======================  ===========================================================
+=================  ===========================================================
+module             what it holds
+=================  ===========================================================
+``speculation``    which requests get drafts, and how many tokens
+``payoff``         whether drafts make more tokens a second at the present load
+``ngram_drafter``  drafts from earlier in the text
+``model_drafter``  drafts that the worker finds: a draft model, a head, MTP
+=================  ===========================================================
 """

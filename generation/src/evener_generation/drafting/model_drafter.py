@@ -1,4 +1,5 @@
-"""Drafts by a draft model: the worker finds the tokens in the step that checks them, so none are known here."""
+"""Drafts by a draft model, a head or the model's own layer: the worker finds the tokens in the step that checks them,
+so none are known here."""
 
 from __future__ import annotations
 

@@ -105,10 +105,6 @@ class Speculation(Drafts):
         text.seen = len(request.tokens)
         return text
 
-    def predict(self, request: DecodingRequest, token: int) -> None:
-        with self._no_more_after_errors():
-            self._known(request).drafter.predict(token)
-
     @contextmanager
     def _no_more_after_errors(self) -> Iterator[None]:
         """A package may raise anything: then its drafts end, and the engine goes on."""

@@ -147,6 +147,13 @@ static int sample(const T* x, int64_t rows, int64_t n, const float* temperature,
   return DONE;
 }
 
+template <class T> static int mask(T* x, int64_t rows, int64_t n, const uint32_t* words, int64_t threads) {
+  PASS(check_rows(x, n, x, rows, n, threads));
+  PASS(rows ? check_pointer("the mask", words) : DONE);
+  Pool::each(rows > 1 ? threads : 1, rows, [&](long r) { mask_row(x + r * n, words + r * ((n + 31) / 32), n); });
+  return DONE;
+}
+
 template <class T>
 static int products(const T* x, int64_t tokens, const int32_t* slots, int64_t top, int64_t count, const Matrix* w, const T* bias, int64_t N,
                     int64_t K, T* y, int64_t threads) {
@@ -201,7 +208,8 @@ extern "C" {
   int evener_sample_##S(const T* x, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k, const float* top_p,             \
                          const float* min_p, const int32_t* seed, const int32_t* position, int32_t* ids, int64_t threads) {            \
     return sample<T>(x, rows, n, temperature, top_k, top_p, min_p, seed, position, ids, threads);                                                    \
-  }
+  }                                                                                                                                    \
+  int evener_mask_##S(T* x, int64_t rows, int64_t n, const uint32_t* words, int64_t threads) { return mask<T>(x, rows, n, words, threads); }
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
 

@@ -79,12 +79,19 @@ struct Sampler {
   int32_t draw(uint32_t key) const {
     v16 most = splat(-INFINITY);
     i16x at{};
-    u16x ids = (u16x)ints_of(lanes());
-    for (long i = 0; i < (long)score.size(); i += 16, ids += 16) {
-      v16 v = load(&score[i]) + gumbel(key, ids);
-      i16x more = v > most;
-      most = pick(more, v, most);
-      at = ((i16x)ids & more) | (at & ~more);
+    const u16x first = (u16x)ints_of(lanes());
+    for (long from = 0, end; from < (long)score.size(); from = end) {
+      end = std::min<long>(from + 64, (long)score.size());
+      v16 largest = load(&score[from]);
+      for (long i = from + 16; i < end; i += 16) largest = vmax(load(&score[i]), largest);
+      if (max16(largest) == -INFINITY) continue;  // a mask forbids them all, and the noise is most of the work
+      for (long i = from; i < end; i += 16) {
+        u16x ids = first + (uint32_t)i;
+        v16 v = load(&score[i]) + gumbel(key, ids);
+        i16x more = v > most;
+        most = pick(more, v, most);
+        at = ((i16x)ids & more) | (at & ~more);
+      }
     }
     float top = -INFINITY;
     int32_t id = 0;
@@ -174,4 +181,25 @@ static void sample_row(Sampler& s, const T* x, float temperature, long top_k, fl
   uint32_t key = hash32(hash32((uint32_t)seed) + (uint32_t)position * 0x9e3779b9u);
   bool filtered = top_k > 0 || top_p < 1.f || min_p > 0.f;
   *id = filtered ? s.draw_filtered(key, top, best, top_k, top_p, min_p) : s.draw(key);
+}
+
+// The values of ids whose bit is 0 become -inf.
+template <class T> static void mask_row(T* x, const uint32_t* mask, long n) {
+  static const uint32_t bit[32] = {1u << 0,  1u << 1,  1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
+                                   1u << 8,  1u << 9,  1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15,
+                                   1u << 16, 1u << 17, 1u << 18, 1u << 19, 1u << 20, 1u << 21, 1u << 22, 1u << 23,
+                                   1u << 24, 1u << 25, 1u << 26, 1u << 27, 1u << 28, 1u << 29, 1u << 30, 1u << 31};
+  const v16 never = splat(-INFINITY);
+  long i = 0;
+  for (; i + 32 <= n; i += 32) {
+    uint32_t word = mask[i / 32];
+    if (word == ~0u) continue;
+    for (T* at = x + i; at < x + i + 32; at += 16) {
+      // Most words of a narrow mask are 0: their values are not even read.
+      i16x out = ((u16x)load_bits(bit + (at - x - i)) & word) == 0u;
+      store(at, word ? pick(out, never, load(at)) : never);
+    }
+  }
+  for (; i < n; i++)
+    if (!(mask[i / 32] & bit[i % 32])) put(x + i, -INFINITY);
 }

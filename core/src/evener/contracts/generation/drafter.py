@@ -19,8 +19,9 @@ class Drafter(ABC):
     """Knows the tokens of one text.
 
     Attributes:
-        by_worker: (optional) whether the worker's draft model (``infer.draft_model``) finds the ids: then each proposed
-            id is ``BY_WORKER``, and only the number of them counts.
+        by_worker: (optional) whether the worker finds the ids (a model or head of ``infer.draft_model``, or the model's
+            own layer for multi-token prediction): then each proposed id is ``BY_WORKER``, and only the number of them
+            counts.
     """
 
     by_worker: ClassVar[bool] = False
@@ -28,11 +29,6 @@ class Drafter(ABC):
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on with these ids: at first all of the prompt, then what was generated."""
-
-    def predict(self, token: int) -> None:
-        """(optional) The model's own layer for multi-token prediction expects this id next. Called behind ``extend``.
-        Default: it is not used."""
-        del token
 
     @abstractmethod
     def propose(self, count: int) -> Sequence[int]:

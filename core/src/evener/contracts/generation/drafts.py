@@ -79,9 +79,6 @@ class Drafts:
         """At most ``budget`` tokens that may come next in a request of the plan."""
         return []
 
-    def predict(self, request: DecodingRequest, token: int) -> None:
-        """The model's own layer for multi-token prediction expects this id behind the known tokens of a request."""
-
     def record(self, rows: Sequence[DraftedRow], on: bool, tokens: int) -> None:
         """The result of a plan with these rows was read: their requests got ``tokens`` tokens. ``on``: as it was when
         the plan was made."""

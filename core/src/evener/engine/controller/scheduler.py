@@ -386,7 +386,7 @@ class Scheduler:
             counts=[row.count for row in rows], samples=[i for i, row in enumerate(rows) for _ in range(row.samples)],
             drafts=[DraftedTokens(i, row.drafts) for i, row in enumerate(rows) if row.drafts],
             random=[i for i, s in enumerate(wanted) if s.temperature > 0],
-            predict=self.drafts.on, filtered=any(s.temperature > 0 and s.filtered for s in wanted),
+            filtered=any(s.temperature > 0 and s.filtered for s in wanted),
             logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
             top_logprobs=max((s.logprobs or 0 for s in wanted), default=0),
             named=[s.logprob_ids for s in wanted if s.logprobs is not None]
@@ -430,8 +430,6 @@ class Scheduler:
             if request.finish is None:
                 found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs]
                 self._extend(row, ids)
-                if ids and result.predicted:
-                    self.drafts.predict(request, result.predicted[first + len(ids) - 1])
                 events.extend(self._report(request, ids, found, scored.get(index), vector))
             first, made = first + row.samples, made + len(ids)
         self.drafts.record(submitted.rows, submitted.drafts, made)

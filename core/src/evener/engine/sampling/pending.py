@@ -23,7 +23,6 @@ class PendingStep:
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
         drafts: the ids that a draft model proposed for each of ``plan.drafts``, once its own steps are done; None: the
             plan has those that were proposed.
-        predicted: for ``StepResult``.
         counters: for ``StepResult``; transfers: says which are over by then.
         every_rank: whether all ranks send their results, not only the one that reports steps.
     """
@@ -31,7 +30,6 @@ class PendingStep:
     logprobs: Sequence[Readback] = ()
     pooled: Sequence[Readback] = ()
     drafts: Callable[[], list[list[int]]] | None = None
-    predicted: Readback | None = None
     counters: Mapping[str, int] = MappingProxyType({})
     transfers: Callable[[], list[int]] = list
     every_rank = False
@@ -44,7 +42,7 @@ class PendingStep:
 
     def ready(self) -> bool:
         """Whether ``wait`` would return at once."""
-        others = (*filter(None, [self.predicted]), *self.logprobs, *self.scores, *self.pooled, *chain(*self.outputs))
+        others = (*self.logprobs, *self.scores, *self.pooled, *chain(*self.outputs))
         return (self._ids is None or self._ids.ready()) and all(each.ready() for each in others)
 
     def wait(self) -> StepResult:
@@ -64,7 +62,6 @@ class PendingStep:
         outputs = [b"".join(part.wait().numpy().tobytes() for part in parts) for parts in self.outputs]
         return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled, outputs=outputs,
                           drafts=self.drafts() if self.drafts else [], counters=dict(self.counters),
-                          predicted=self.predicted.wait().tolist() if self.predicted else [],
                           transfers=self.transfers())  # fmt: skip
 
 

@@ -94,7 +94,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
             Empty if none names any.
         penalized, biased: indices into ``samples`` of the requests with a penalty, and with a logit bias.
         masked: indices into ``samples`` of the requests with a grammar. If there are any, ``StepMasks`` follow.
-        predict: whether the model's layer for multi-token prediction says what comes next.
         scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.
         outputs: prompt tokens of which rows are returned.
         media: the media of the step; None if it has none.
@@ -120,7 +119,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     penalized: list[int] = []
     biased: list[int] = []
     masked: list[int] = []
-    predict: bool = False
     scores: list[ScoredTokens] = []
     top_scores: int = 0
     outputs: list[WantedOutputs] = []
@@ -147,8 +145,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
     ``Plan.outputs``, in the same form. ``plan`` is the plan's id; ``drafts`` are the ids of each of ``Plan.drafts``, if
     the worker proposed them, or ``BY_WORKER`` in place of those that do not count. A step that waits for its masks has
-    a result before, with them alone (``proposed``). ``predicted`` is what may follow each of ``ids``, if
-    ``Plan.predict`` asked for it and the model can tell; ``counters`` are those of this worker's ``Placement`` and
+    a result before, with them alone (``proposed``). ``counters`` are those of this worker's ``Placement`` and
     ``BlockMover``; ``transfers`` are those of the latter that are over, each reported once. Of a ``Command``, ``error``
     says why the worker could not do it."""
 
@@ -159,7 +156,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     pooled: list[bytes] = []
     outputs: list[bytes] = []
     drafts: list[list[int]] = []
-    predicted: list[int] = []
     counters: dict[str, int] = {}
     transfers: list[int] = []
     error: str | None = None

@@ -1,0 +1,162 @@
+"""Drafts in a chain by a layer that reads the model's hidden states, in two parts.
+
+After each step of the model, the layer computes the same tokens: each from the model's hidden states of the token and
+the token behind it. So it has state of each token that the model has state of, in the same blocks; behind proposed
+tokens that were wrong it is computed again, as the model's own is.
+
+Before a step that checks proposed tokens, the layer goes on from the last token of each row. The hidden states of the
+tokens that it proposes itself are not known, so its own take their place. The state of these tokens is overwritten
+after the step, from the model's. The tokens are a chain: each is the likeliest behind the one before.
+
+The last token of a cached prefix or of a fork's shared tokens was computed with the token that followed it there. Where
+another one follows, one token's state is that of the other text. It can make a proposal worse, and no answer wrong.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import torch
+
+from evener.contracts.device import Readback
+from evener.engine.sampling.pending import Draw, PendingStep
+from evener.engine.wire.plan import Plan, StepMasks
+from evener.engine.worker.assembly import Assembly
+from evener.engine.worker.graphs import StepGraphs
+from evener.engine.worker.runner import ForwardStep, Runner
+from evener.engine.worker.step_layout import StepLayout
+from evener.resolution.buckets import bucket_index
+
+
+class ChainDrafter(ABC):
+    """Runs such a layer after each step of the model, and before those that check proposed tokens.
+
+    Args:
+        runner: the model's. Something follows each of its steps, so that none are captured.
+        alone: makes the steps that the layer takes alone, over the same tables.
+        width: of the layer's states.
+
+    Attributes:
+        runner: as given.
+        graphs: none.
+    """
+
+    graphs: StepGraphs | None = None
+
+    def __init__(self, a: Assembly, runner: Runner, alone: Runner, width: int) -> None:
+        self.runner, self._alone = runner, alone
+        runner.after = self._after
+        #: By slot, what the layer returned for the last tokens that were sampled behind: that of position p at p modulo
+        #: their number. A row samples behind its last certain token and each proposed one.
+        slots, self._places = runner.tables.tokens.shape[0], 1 + a.config.config.infer.draft_tokens
+        self._kept = a.device.zeros(4 * slots * self._places * width).view(torch.float32).view(slots, -1, width)
+
+    @abstractmethod
+    def _follow(self, hidden: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """Run the layer over a step of the model.
+
+        Args:
+            hidden: what the model's ``forward`` returned.
+            step: the model's, but ``token_ids`` are the tokens behind.
+
+        Returns its states float32 [T, width].
+        """
+
+    @abstractmethod
+    def _go_on(self, states: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """As ``_follow``, from its own ``states`` [R, width] of the tokens before. They may be overwritten."""
+
+    @abstractmethod
+    def _likeliest(self, states: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """Which ids int32 [R] the layer expects next, from copies of its ``states`` [R, width]."""
+
+    def run(self, plan: Plan) -> tuple[Plan, Callable[[], list[list[int]]] | None]:
+        """Apply a plan, and propose its tokens. Returns the plan that is left to the model, and what waits for the
+        tokens that were proposed for each of ``plan.drafts``; None: it has none."""
+        with torch.inference_mode():
+            if plan.admissions:  # what a slot's last request left must not decide what is proposed
+                slots = np.array([admission.slot for admission in plan.admissions], dtype=np.int32)
+                self._kept.index_fill_(0, self.runner.device.upload(slots).long(), 0.0)
+            if not plan.drafts:
+                return plan, None
+            self.runner.apply(plan)
+            plan = msgspec.structs.replace(plan, adapters=[], admissions=[], updates=[], copies=[])
+            found = self._propose(plan)
+        lengths = [len(draft.ids) for draft in plan.drafts]
+
+        def proposed() -> list[list[int]]:
+            columns = [ids.wait().tolist() for ids in found]
+            longer = [[row for row, length in enumerate(lengths) if length > at] for at in range(len(columns))]
+            return [[column[rows.index(row)] for column, rows in zip(columns, longer, strict=True) if row in rows]
+                    for row in range(len(lengths))]  # fmt: skip
+
+        return plan, proposed
+
+    def _propose(self, plan: Plan) -> list[Readback]:
+        """For each place in the chain, the ids of the drafts that are so long."""
+        device, tokens = self.runner.device, self.runner.tables.tokens
+        lengths = [len(draft.ids) for draft in plan.drafts]
+        slots = [plan.slots[draft.row] for draft in plan.drafts]
+        # Where the first proposed token goes; the layer has computed the token two before it, with the one before. For
+        # a request that samples its first token in this step, it has not: its prompt came from the prefix cache, or
+        # left one token for this step. Its drafts are a guess.
+        first = [plan.starts[d.row] + plan.counts[d.row] - len(d.ids) for d in plan.drafts]
+        known = device.upload(np.array([slots, [(place - 2) % self._places for place in first]], dtype=np.int32))
+        states = self._kept[known[0], known[1]]
+        found: list[Readback] = []
+        rows = list(range(len(lengths)))
+        for at in range(max(lengths)):
+            before, rows = rows, [row for row in rows if lengths[row] > at]
+            if rows != before:
+                left = np.array([before.index(row) for row in rows], dtype=np.int32)
+                states = states.index_select(0, device.upload(left))
+            own, places = [slots[row] for row in rows], [first[row] + at for row in rows]
+            if at:
+                alone = Plan(id=plan.id, slots=own, starts=[place - 2 for place in places], counts=[1] * len(rows))
+                layout = StepLayout(alone)
+                parts = layout.upload(device)
+                states = self._go_on(states, self._with_following(self._alone.step(layout, parts), parts))
+            where = device.upload(np.array([own, places], dtype=np.int32))
+            # A copy, because the op may overwrite it.
+            ids = self._likeliest(states.clone(), _bare(states))
+            tokens[where[0], where[1]] = ids
+            found.append(device.readback(ids))
+        return found
+
+    def _with_following(self, step: ForwardStep, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
+        """The step with the tokens behind its own."""
+        following = self.runner.tables.tokens[parts["token_slots"], parts["positions"] + 1]
+        return replace(step, token_ids=following, embedding_overrides=None)
+
+    def _after(
+        self, plan: Plan, done: PendingStep | Draw, hidden: torch.Tensor, step: ForwardStep,
+        parts: Mapping[str, torch.Tensor],
+    ) -> PendingStep | Draw:  # fmt: skip
+        if isinstance(done, PendingStep):
+            self._compute(plan, hidden, step, parts)
+            return done
+
+        def draw(masks: StepMasks | None) -> PendingStep:
+            pending = done(masks)
+            self._compute(plan, hidden, step, parts)
+            return pending
+
+        return draw
+
+    def _compute(
+        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: Mapping[str, torch.Tensor]
+    ) -> None:
+        """The state of a step's tokens, once the last of each request was sampled."""
+        states = self._follow(hidden, self._with_following(step, parts))
+        if plan.samples:
+            places = (parts["sample_positions"] - 1) % self._places
+            self._kept[parts["sample_slots"], places] = states.index_select(0, parts["last"])
+
+
+def _bare(rows: torch.Tensor) -> ForwardStep:
+    """A step for ops that read nothing of it but the bucket."""
+    return ForwardStep(bucket_index(rows.shape[0]), rows, rows, ())
