@@ -29,8 +29,10 @@ from evener_server.embeddings import EmbeddingBody, EmbeddingChat, EmbeddingJob,
 from evener_server.errors import ERROR_SCHEMA, ApiError, handle_error, handle_unknown_url, log_fields
 from evener_server.ksanallm.body import ForwardBody, GenerateBody
 from evener_server.ksanallm.encoding import ERROR_SCHEMA as KSANALLM_ERROR_SCHEMA
-from evener_server.ksanallm.encoding import Encoding
+from evener_server.ksanallm.encoding import Encoding, described
+from evener_server.ksanallm.forward import ANSWER_SCHEMA as FORWARD_SCHEMA
 from evener_server.ksanallm.forward import ForwardJob
+from evener_server.ksanallm.generate import ANSWER_SCHEMA as GENERATE_SCHEMA
 from evener_server.ksanallm.generate import GenerateJob
 from evener_server.metrics import CONTENT_TYPE
 from evener_server.middleware import HEADER, IGNORED_HEADER, HostCheck, RequestLog, RootPath
@@ -40,7 +42,7 @@ from evener_server.page import add_page
 from evener_server.protocol import ChatBody, CompletionBody, PromptBody, parse_body
 from evener_server.responses.background import BackgroundResponses
 from evener_server.responses.body import ResponsesBody
-from evener_server.responses.job import ResponseJob
+from evener_server.responses.job import InputCounter, ResponseJob
 from evener_server.responses.store import ResponseStore
 from evener_server.router_info import add_router_info
 from evener_server.scores import RerankBody, RerankJob, ScoreBody, ScoreJob
@@ -219,7 +221,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_pooled(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/embeddings", openapi_extra=_schema(EmbeddingBody, EmbeddingChat), responses=_errors())
+    answers = _errors(also="application/octet-stream")
+
+    @app.post("/v1/embeddings", openapi_extra=_schema(EmbeddingBody, EmbeddingChat), responses=answers)
     async def embeddings(request: Request) -> Response:
         value = await read_object(request, service.limits)
         body: EmbeddingBody | EmbeddingChat = _accept(request, service, embedding_body(value), value)
@@ -316,8 +320,20 @@ def _add_translated(app: FastAPI, service: Service) -> None:
             return Response(background.start(job), media_type="application/json")
         return GenerationResponse(job)
 
-    @app.get("/v1/responses/{response_id}", responses=_errors({404: "The server does not keep this response."}))
-    async def get_response(response_id: str) -> Response:
+    counts = InputCounter(service, responses)
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=_schema(ResponsesBody), responses=_errors())
+    async def count_input_tokens(request: Request) -> Response:
+        body = await _read(request, service, ResponsesBody)
+        return Response(await counts.count(body), media_type="application/json")
+
+    kept = _errors({400: _ERROR_TEXTS[400], 404: "The server does not keep this response."})
+
+    @app.get("/v1/responses/{response_id}", responses=kept)
+    async def get_response(request: Request, response_id: str) -> Response:
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            message = "a response that is kept is not streamed again; leave stream out, and ask until it has ended"
+            raise ApiError(400, message, "stream", "unsupported_parameter")
         return Response(responses.response(response_id), media_type="application/json")
 
     @app.post("/v1/responses/{response_id}/cancel", responses=_errors({404: "The server does not keep this response."}))
@@ -358,15 +374,15 @@ def _add_ksanallm(app: FastAPI, service: Service) -> None:
         return _accept(request, service, kind, value)
 
     errors = _errors(schema="KsanaLLMError")
+    texts = {200: described(GENERATE_SCHEMA, streams=True), **errors}
+    numbers = {200: described(FORWARD_SCHEMA, streams=False), **errors}
 
-    streamed = _errors(schema="KsanaLLMError", also=_STREAM)
-
-    @app.post("/generate", openapi_extra=_schema(GenerateBody), responses=streamed)
+    @app.post("/generate", openapi_extra=_schema(GenerateBody), responses=texts)
     async def generate(request: Request) -> Response:
         encoding = Encoding.of(request)
         return GenerationResponse(GenerateJob(service, await read(request, encoding, GenerateBody), encoding))
 
-    @app.post("/forward", openapi_extra=_schema(ForwardBody), responses=errors)
+    @app.post("/forward", openapi_extra=_schema(ForwardBody), responses=numbers)
     async def forward(request: Request) -> Response:
         encoding = Encoding.of(request)
         return GenerationResponse(ForwardJob(service, await read(request, encoding, ForwardBody), encoding))

@@ -73,7 +73,16 @@ def _format_value(value: object) -> str:
 
 
 def _as_parts(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    return [_as_text(part) for part in value] if isinstance(value, list) else value
+
+
+def _as_text(part: object) -> object:
+    """A refusal as the text that it is."""
+    if isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
+        return {"type": "text", "text": part["refusal"]}
+    return part
 
 
 class TextPart(Body):
@@ -84,10 +93,11 @@ class TextPart(Body):
 
 
 class ImageUrl(Body):
-    """An image: a data: URL that contains the image. ``detail`` cannot be chosen; the model sets it."""
+    """An image: a data: URL that contains the image. ``detail`` changes nothing: how many tokens an image has is up to
+    the model."""
 
     url: str
-    detail: Annotated[Any, allowed_values("auto")] = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class ImagePart(Body):
@@ -104,7 +114,14 @@ class RowsPart(Body):
     data: Annotated[str, Field(min_length=1)]
 
 
-ContentPart: TypeAlias = Annotated[TextPart | ImagePart | RowsPart, Field(discriminator="type")]
+class RefusalPart(Body):
+    """A refusal of an earlier answer, which the model reads as a text: it is made a ``TextPart`` before all checks."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart: TypeAlias = Annotated[TextPart | ImagePart | RowsPart | RefusalPart, Field(discriminator="type")]
 
 
 def _reasoning_kind(value: object) -> str:
@@ -120,12 +137,16 @@ Reasoning: TypeAlias = Annotated[
 class ToolFunction(Body):
     """The function that an earlier answer called; ``arguments`` is JSON text."""
 
+    model_config = ConfigDict(extra="ignore")
+
     name: str
     arguments: str
 
 
 class ToolCall(Body):
-    """A call in an earlier answer."""
+    """A call in an earlier answer. Clients that have put it together from a stream send its ``index`` too."""
+
+    model_config = ConfigDict(extra="ignore")
 
     id: str | None = None
     type: Literal["function"] = "function"
