@@ -121,8 +121,8 @@ def test_replicas_come_under_load_and_go_after_it_without_cutting_an_answer(
     deploy_places: Places, smollm2_dir: Path, tmp_path: Path, note: Note,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
-    note("ray", "`evener deploy --max-replicas 2`, each of two stages: one more under load, one less after it; "
-         "the stream of the one that goes ends whole")  # fmt: skip
+    note("ray", "`evener deploy --max-replicas 2`, each of two stages: one more under load, one less after it, "
+         "whose stream ends whole; so does the last one after SIGTERM")  # fmt: skip
     words = ("--max-replicas", "2", "--target", "4", "--grow-after", "1", "--shrink-after", "20", "--spread", "1",
              "infer.pp_size=2")  # fmt: skip
     with deployment(deploy_places, smollm2_dir, tmp_path / "log", *words) as client:
@@ -192,6 +192,20 @@ def test_replicas_come_under_load_and_go_after_it_without_cutting_an_answer(
             assert time.monotonic() < began + 3 * PATIENCE, _servers()
             time.sleep(0.2)
         assert complete(client, "hi").headers["x-evener-replica"] in homes.keys() - left
+        # SIGTERM ends what is left, after its answers: longer than Ray gives them by itself, which is 20 s.
+        began = time.monotonic()
+        body = {"model": "SmolLM2-135M-Instruct", "prompt": "A long story:", "max_tokens": 8000, "stream": True,
+                "ignore_eos": True, "temperature": 0, "max_time": 40}  # fmt: skip
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(int(client.headers["x-pid"]), signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]" and time.monotonic() > began + 20
+        deadline = time.monotonic() + PATIENCE
+        while _servers():
+            assert time.monotonic() < deadline, _servers()
+            time.sleep(0.2)
+    assert "Traceback" not in (tmp_path / "log").read_text()
     record_property("figures", f"2 replicas after {grown:.0f} s of load, 1 again {seen - began:.0f} s after it")
 
 
