@@ -123,7 +123,7 @@ def test_replicas_come_under_load_and_go_after_it_without_cutting_an_answer(
 ) -> None:  # fmt: skip
     note("ray", "`evener deploy --max-replicas 2`, each of two stages: one more under load, one less after it, "
          "whose stream ends whole; so does the last one after SIGTERM")  # fmt: skip
-    words = ("--max-replicas", "2", "--target", "4", "--grow-after", "1", "--shrink-after", "20", "--spread", "1",
+    words = ("--max-replicas", "2", "--target", "8", "--grow-after", "1", "--shrink-after", "20", "--spread", "1",
              "infer.pp_size=2")  # fmt: skip
     with deployment(deploy_places, smollm2_dir, tmp_path / "log", *words) as client:
         assert len(_servers()) == 1
@@ -146,7 +146,7 @@ def test_replicas_come_under_load_and_go_after_it_without_cutting_an_answer(
             for each in asked:
                 each.result()
         assert len(answered) == 2 and len(_servers()) == 2, (tmp_path / "log").read_text()[-5000:]
-        # Little enough for one replica, but one stream after another on each: the one that goes must let its own end.
+        # Little enough for one replica, but each has streams all the while: the one that goes must let its own end.
         homes: dict[str, str] = {}
         for number in range(40):
             prompt = f"{number}. {document(TOPICS[number % 4])}"
@@ -154,29 +154,32 @@ def test_replicas_come_under_load_and_go_after_it_without_cutting_an_answer(
             if len(homes) == 2:
                 break
         assert homes.keys() == answered.keys(), homes
-        running: Counter[str] = Counter()
+        begun: list[str] = []
         ends: list[tuple[str, float]] = []
         over = threading.Event()
 
-        def stream(prompt: str) -> None:
-            body = {"model": "SmolLM2-135M-Instruct", "prompt": f"{prompt} Tell:", "max_tokens": 200, "stream": True,
+        def stream(prompt: str, tokens: int) -> None:
+            body = {"model": "SmolLM2-135M-Instruct", "prompt": f"{prompt} Tell:", "max_tokens": tokens, "stream": True,
                     "ignore_eos": True, "temperature": 0, "stream_options": {"include_usage": True}}  # fmt: skip
             while not over.is_set():
                 with client.stream("POST", "/v1/completions", json=body) as answer:
                     home = answer.headers["x-evener-replica"]
-                    running[home] += 1
+                    begun.append(home)
                     lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
                 assert lines[-1] == "data: [DONE]", lines[-1]
-                assert json.loads(lines[-2][6:])["usage"]["completion_tokens"] == 200
-                running[home] -= 1
+                assert json.loads(lines[-2][6:])["usage"]["completion_tokens"] == tokens
                 ends.append((home, time.monotonic()))
 
+        def run_on(home: str) -> int:
+            return begun.count(home) - [each for each, _ in ends].count(home)
+
         began = time.monotonic()
-        with ThreadPoolExecutor(2) as pool:
-            streams = [pool.submit(stream, prompt) for prompt in homes.values()]
+        with ThreadPoolExecutor(4) as pool:
+            # Of unlike lengths, so that the two of a replica do not end at one time.
+            streams = [pool.submit(stream, prompt, tokens) for prompt in homes.values() for tokens in (150, 250)]
             try:
                 left: set[str] = set()
-                while not (len(left) == 1 and running[next(iter(left))] == 1):
+                while not (len(left) == 1 and run_on(*left)):
                     assert time.monotonic() < began + 2 * PATIENCE and not any(each.done() for each in streams), streams
                     time.sleep(0.5)
                     # A replica that goes gets no new request, not even one whose beginning it has; its stream goes on.

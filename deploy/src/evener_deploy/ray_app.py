@@ -42,6 +42,15 @@ _HEALTH_SECONDS = 2.0
 #: Of a server whose requests have ended, until its processes have.
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.2
+#: Of Ray's processes, where ``start`` makes the cluster.
+_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray lets its processes give way to all others of a machine (nice 15), and the servers are children of these.
+    "RAY_worker_niceness": "0",
+    # The router asks a replica how busy it is, and takes another one if the answer does not come in 0.1 s: on a busy
+    # machine prompts then go where their beginning is not cached.
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "1",
+}
 
 
 class Replica:
@@ -134,9 +143,8 @@ def start(options: DeployOptions) -> str:
     Raises:
         EngineError: a replica does not start.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray lets its processes give way to all others of a machine (nice 15), and the servers are children of these.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
     ray.init(include_dashboard=False, logging_level="warning", ignore_reinit_error=True)
     serve.start(http_options={"host": options.host, "port": options.port}, logging_config={"log_level": "WARNING"})
     try:
