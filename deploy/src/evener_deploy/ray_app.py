@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -145,7 +146,11 @@ def start(options: DeployOptions) -> str:
     """
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     ray.init(include_dashboard=False, logging_level="warning", ignore_reinit_error=True)
+    for number, handler in handlers.items():
+        # Ray puts a handler of its own before them, which ends the process three seconds after SIGTERM.
+        signal.signal(number, handler)
     serve.start(http_options={"host": options.host, "port": options.port}, logging_config={"log_level": "WARNING"})
     try:
         serve.run(build(options), name=APP, route_prefix="/")
