@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,8 @@ def test_json_lines_hold_the_request_the_fields_and_the_trace(set_up: Any, tmp_p
     assert first["request_id"] == "req-1" and first["status"] == 500 and first["path"] == "/x" and "model" not in first
     assert first["level"] == "error" and first["logger"] == "evener.somewhere" and "two\nlines" in first["exception"]
     assert second["message"] == "after" and "request_id" not in second
+    said = datetime.strptime(second["time"], "%Y-%m-%dT%H:%M:%S.%f%z")  # with its zone: collectors read it elsewhere
+    assert abs(said.timestamp() - time.time()) < 600
 
 
 def test_text_lines_end_with_the_request(set_up: Any, tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["server.tls_cert=a.pem"], "put a proxy with the certificate before the address"),
         (["infer.tp_sise=2"], "infer.tp_size"), (["infer.layers=0-3"], "so it is not served: leave it out"),
         (["--start-timeout", "-1"], "--start-timeout -1.0 is not valid; it takes seconds, 0 or more"),
+        (["--grow-after", "-2"], "--grow-after -2.0 is not valid"),
+        (["--shrink-after", "inf"], "--shrink-after inf is not valid"),
+        (["--drain-timeout", "nan"], "--drain-timeout nan is not valid"),
     ],
 )
 def test_what_cannot_be_deployed_is_an_error_before_anything_starts(
@@ -75,7 +78,7 @@ def test_a_signal_ends_a_deployment_also_while_ray_waits_for_resources(
         said.append("started")
         return "http://127.0.0.1"
 
-    fake = types.SimpleNamespace(start=start, stop=lambda: said.append("stopped"))
+    fake = types.SimpleNamespace(start=start, stop=lambda timeout: said.append("stopped"))
     monkeypatch.setitem(sys.modules, "evener_deploy.ray_app", fake)
     monkeypatch.setattr(evener_deploy, "ray_app", fake, raising=False)
     monkeypatch.setattr(command, "find_spec", lambda name: object())

@@ -46,3 +46,11 @@ def test_what_cannot_be_done_is_refused_by_name(part: str, fields: dict[str, Any
     with pytest.raises(RequestError) as caught:
         sampling({"token_ids": [1], part: fields})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", ["multi_modal_data", "prefill_result", "bootstrap_info"])
+def test_images_and_prompts_computed_elsewhere_are_refused_and_not_ignored(name: str) -> None:
+    assert sampling({"token_ids": [1], name: None}).temperature is None
+    with pytest.raises(RequestError) as caught:
+        sampling({"token_ids": [1], name: {"image_url": ["data:"]}})
+    assert caught.value.param == name

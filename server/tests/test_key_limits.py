@@ -452,18 +452,78 @@ def test_a_server_with_a_certificate_speaks_only_tls(folder: Path, caplog: pytes
     serve_once(files, folder, caplog, talk)
 
 
+def test_a_certificate_that_changes_is_served_without_a_restart_and_a_wrong_one_is_not(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evener_server.tls._WATCH_SECONDS", 0.005)
+    cert, private = tmp_path / "server.crt", tmp_path / "server.key"
+    cert.write_bytes((TLS / "localhost.crt").read_bytes())
+    private.write_bytes((TLS / "localhost.key").read_bytes())
+
+    def says(text: str) -> bool:
+        return any(text in record.getMessage() for record in caplog.records)
+
+    async def alive(url: str, name: str) -> bool:
+        trusted = ssl.create_default_context(cafile=str(TLS / name))
+        try:
+            async with httpx.AsyncClient(verify=trusted, trust_env=False, timeout=60) as client:
+                return (await client.get(f"{url}/health")).status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    async def talk(url: str) -> None:
+        assert await alive(url, "localhost.crt") and not await alive(url, "renewed.crt")
+        cert.write_text("no certificate")
+        while not says("the certificate stays as it was: server.tls_cert="):
+            await asyncio.sleep(0.005)
+        assert await alive(url, "localhost.crt")
+        private.write_bytes((TLS / "renewed.key").read_bytes())
+        cert.write_bytes((TLS / "renewed.crt").read_bytes())
+        while not says("the certificate was read again"):
+            await asyncio.sleep(0.005)
+        assert await alive(url, "renewed.crt") and not await alive(url, "localhost.crt")
+
+    serve_once({"server.tls_cert": str(cert), "server.tls_key": str(private)}, folder, caplog, talk)
+
+
+def test_clients_need_a_certificate_if_the_operator_says_who_signs_them(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def talk(url: str) -> None:
+        trusted = ssl.create_default_context(cafile=str(TLS / "localhost.crt"))
+        async with httpx.AsyncClient(verify=trusted, trust_env=False, timeout=60) as client:
+            with pytest.raises(httpx.HTTPError):
+                await client.get(f"{url}/health")
+        for name, lets_in in ("localhost", False), ("renewed", True):
+            trusted = ssl.create_default_context(cafile=str(TLS / "localhost.crt"))
+            trusted.load_cert_chain(TLS / f"{name}.crt", TLS / f"{name}.key")
+            async with httpx.AsyncClient(verify=trusted, trust_env=False, timeout=60) as client:
+                if lets_in:
+                    assert (await client.get(f"{url}/health")).status_code == 200
+                else:
+                    with pytest.raises(httpx.HTTPError):
+                        await client.get(f"{url}/health")
+
+    files = {"server.tls_cert": str(TLS / "localhost.crt"), "server.tls_key": str(TLS / "localhost.key"),
+             "server.tls_client_ca": str(TLS / "renewed.crt")}  # fmt: skip
+    serve_once(files, folder, caplog, talk)
+
+
 @pytest.mark.parametrize(
-    ("cert", "private", "says"),
-    [("localhost.crt", None, "set server.tls_key too"), (None, "localhost.key", "set server.tls_cert too"),
-     ("localhost.crt", "localhost.crt", "cannot be used"), ("nowhere.crt", "localhost.key", "both in PEM")],
+    ("cert", "private", "client_ca", "says"),
+    [("localhost.crt", None, None, "set server.tls_key too"), (None, "localhost.key", None, "set server.tls_cert too"),
+     ("localhost.crt", "localhost.crt", None, "cannot be used"), ("nowhere.crt", "localhost.key", None, "both in PEM"),
+     (None, None, "localhost.crt", "server.tls_client_ca needs a server with TLS"),
+     ("localhost.crt", "localhost.key", "localhost.key", "give certificates in PEM"),
+     ("localhost.crt", "localhost.key", "nowhere.crt", "give certificates in PEM")],
 )  # fmt: skip
 def test_a_certificate_that_cannot_be_used_stops_serve_before_the_engine_starts(
-    cert: str | None, private: str | None, says: str
+    cert: str | None, private: str | None, client_ca: str | None, says: str
 ) -> None:
     async def start(config: Any) -> AsyncLLM:
         raise AssertionError("it must not start")
 
-    files = {"tls_cert": cert, "tls_key": private}
+    files = {"tls_cert": cert, "tls_key": private, "tls_client_ca": client_ca}
     keys = {f"server.{name}": str(TLS / file) for name, file in files.items() if file is not None}
     config = from_overrides("/m", {"serve.port": 0, **keys})
     with pytest.raises(ConfigError, match=says):

@@ -44,7 +44,9 @@ def test_the_description_has_a_schema_of_every_body(api: Any) -> None:
 
 def test_it_is_alive_but_not_ready_while_the_engine_starts(make_api: Any, error: Any) -> None:
     api = make_api(FakeEngine(auto_ready=False), wait=False)
-    assert api.get("/health").status_code == 200
+    alive = api.get("/health")
+    assert alive.status_code == 200
+    assert alive.json() == {"status": "alive", "ready": False, "reason": "the engine is starting"}
     assert error(api.get("/ready"))["message"] == "the engine is starting"
     for response in (api.get("/v1/models"), api.chat(), api.complete(), api.get("/ready")):
         assert response.status_code == 503 and response.headers["retry-after"]
@@ -52,6 +54,7 @@ def test_it_is_alive_but_not_ready_while_the_engine_starts(make_api: Any, error:
     api.engine.become_ready()
     api.run(api.llm.wait_ready())
     assert api.get("/ready").status_code == 200 and api.chat().status_code == 200
+    assert api.get("/health").json() == {"status": "alive", "ready": True, "reason": None}
 
 
 def test_it_is_alive_but_not_ready_when_the_engine_has_died(make_api: Any, error: Any, eventually: Any) -> None:
@@ -59,7 +62,7 @@ def test_it_is_alive_but_not_ready_when_the_engine_has_died(make_api: Any, error
     api.engine.die("the worker was killed")
     api.run(_until_dead(api.llm))
     assert api.get("/health").status_code == 200 and api.request("HEAD", "/health").status_code == 200
-    assert api.get("/ready").status_code == 503
+    assert api.get("/ready").status_code == 503 and "the worker was killed" in api.get("/health").json()["reason"]
     assert "the worker was killed" in error(api.get("/ready"))["message"]
     for response in (api.chat(), api.complete(stream=True)):
         assert response.status_code == 503 and "the worker was killed" in error(response)["message"]

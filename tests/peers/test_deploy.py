@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,8 +19,9 @@ from typing import Any
 
 import httpx
 import pytest
+from client_programs import run
 from peer_sources import DEPLOY, DYNAMO, ROOT, Places
-from served import PATIENCE, Served, descendants, free_port
+from served import PATIENCE, Served, descendants, free_port, tiny_model
 
 pytestmark = pytest.mark.peers
 
@@ -26,6 +29,7 @@ Note = Callable[[str, str], None]
 #: Little enough for several servers on one machine.
 KEYS = ("infer.threads=1", "infer.kv_memory=400000000", "infer.block_size=16")
 COMMAND = "import sys; from evener.cli.main import main; sys.exit(main())"
+CONTRACT = ROOT / "tests/peers/clients/dynamo_contract.py"
 EXAMPLE = ROOT / "docs/examples/kubernetes.yaml"
 TOPICS = ("Apples", "Bridges", "Clouds", "Deserts")
 
@@ -85,24 +89,127 @@ def is_ready(client: httpx.Client) -> bool:
         return False
 
 
+@contextmanager
+def deployment(places: Places, model: Path, log: Path, *words: str) -> Iterator[httpx.Client]:
+    """``evener deploy MODEL WORDS`` on a Ray cluster of this machine."""
+    port = free_port()
+    command = [str(places.deploy_python), "-c", COMMAND, "deploy", str(model), *words, *KEYS, f"serve.port={port}",
+               "--resources", "CPU=0.5"]  # fmt: skip
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    with program(command, f"http://127.0.0.1:{port}", log, environ) as client:
+        yield client
+
+
 @pytest.fixture(scope="module")
 def deployed(
     deploy_places: Places, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
-    """Two replicas of a real model on a Ray cluster of this machine."""
-    port = free_port()
-    command = [str(deploy_places.deploy_python), "-c", COMMAND, "deploy", str(smollm2_dir), "--replicas", "2", *KEYS,
-               f"serve.port={port}", "--resources", "CPU=0.5"]  # fmt: skip
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    """Two replicas of a real model."""
     log = tmp_path_factory.mktemp("deploy") / "log"
-    with program(command, f"http://127.0.0.1:{port}", log, environ) as client:
+    with deployment(deploy_places, smollm2_dir, log, "--replicas", "2") as client:
         yield client
 
 
 def complete(client: httpx.Client, prompt: str, **fields: Any) -> httpx.Response:
     body = {"model": "SmolLM2-135M-Instruct", "prompt": prompt, "max_tokens": 4, "temperature": 0, **fields}
     return client.post("/v1/completions", json=body).raise_for_status()
+
+
+@pytest.mark.timeout(900)  # Ray decides over half a minute, several times
+def test_replicas_come_under_load_and_go_after_it_without_cutting_an_answer(
+    deploy_places: Places, smollm2_dir: Path, tmp_path: Path, note: Note,
+    record_property: Callable[[str, object], None],
+) -> None:  # fmt: skip
+    note("ray", "`evener deploy --max-replicas 2`, each of two stages: one more under load, one less after it, "
+         "whose stream ends whole; so does the last one after SIGTERM")  # fmt: skip
+    words = ("--max-replicas", "2", "--target", "8", "--grow-after", "1", "--shrink-after", "20", "--spread", "1",
+             "infer.pp_size=2")  # fmt: skip
+    with deployment(deploy_places, smollm2_dir, tmp_path / "log", *words) as client:
+        assert len(_servers()) == 1
+        began, enough = time.monotonic(), threading.Event()
+        answered: Counter[str] = Counter()
+
+        def ask(number: int) -> None:
+            while not enough.is_set():
+                prompt = f"{document(TOPICS[number % len(TOPICS)])} Question {number}:"
+                answered[complete(client, prompt, max_tokens=16).headers["x-evener-replica"]] += 1
+
+        with ThreadPoolExecutor(10) as pool:
+            asked = [pool.submit(ask, number) for number in range(10)]
+            try:
+                while len(answered) < 2 and time.monotonic() < began + 2 * PATIENCE:
+                    time.sleep(0.2)
+            finally:
+                enough.set()
+            grown = time.monotonic() - began
+            for each in asked:
+                each.result()
+        assert len(answered) == 2 and len(_servers()) == 2, (tmp_path / "log").read_text()[-5000:]
+        # Little enough for one replica, but each has streams all the while: the one that goes must let its own end.
+        homes: dict[str, str] = {}
+        for number in range(40):
+            prompt = f"{number}. {document(TOPICS[number % 4])}"
+            homes.setdefault(complete(client, prompt, max_tokens=1).headers["x-evener-replica"], prompt)
+            if len(homes) == 2:
+                break
+        assert homes.keys() == answered.keys(), homes
+        begun: list[str] = []
+        ends: list[tuple[str, float]] = []
+        over = threading.Event()
+
+        def stream(prompt: str, tokens: int) -> None:
+            body = {"model": "SmolLM2-135M-Instruct", "prompt": f"{prompt} Tell:", "max_tokens": tokens, "stream": True,
+                    "ignore_eos": True, "temperature": 0, "stream_options": {"include_usage": True}}  # fmt: skip
+            while not over.is_set():
+                with client.stream("POST", "/v1/completions", json=body) as answer:
+                    home = answer.headers["x-evener-replica"]
+                    begun.append(home)
+                    lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+                assert lines[-1] == "data: [DONE]", lines[-1]
+                assert json.loads(lines[-2][6:])["usage"]["completion_tokens"] == tokens
+                ends.append((home, time.monotonic()))
+
+        def run_on(home: str) -> int:
+            return begun.count(home) - [each for each, _ in ends].count(home)
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(4) as pool:
+            # Of unlike lengths, so that the two of a replica do not end at one time.
+            streams = [pool.submit(stream, prompt, tokens) for prompt in homes.values() for tokens in (150, 250)]
+            try:
+                left: set[str] = set()
+                while not (len(left) == 1 and run_on(*left)):
+                    assert time.monotonic() < began + 2 * PATIENCE and not any(each.done() for each in streams), streams
+                    time.sleep(0.5)
+                    # A replica that goes gets no new request, not even one whose beginning it has; its stream goes on.
+                    left = homes.keys() - {complete(client, prompt, max_tokens=1).headers["x-evener-replica"]
+                                           for prompt in homes.values()}  # fmt: skip
+            finally:
+                over.set()
+            (gone,), seen = left, time.monotonic()
+            for each in streams:
+                each.result()
+        assert max(end for home, end in ends if home == gone) > seen, "its last stream was over before it went"
+        while len(_servers()) > 1:
+            assert time.monotonic() < began + 3 * PATIENCE, _servers()
+            time.sleep(0.2)
+        assert complete(client, "hi").headers["x-evener-replica"] in homes.keys() - left
+        # SIGTERM ends what is left, after its answers: longer than Ray gives them by itself, which is 20 s.
+        began = time.monotonic()
+        body = {"model": "SmolLM2-135M-Instruct", "prompt": "A long story:", "max_tokens": 8000, "stream": True,
+                "ignore_eos": True, "temperature": 0, "max_time": 40}  # fmt: skip
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(int(client.headers["x-pid"]), signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]" and time.monotonic() > began + 20
+        deadline = time.monotonic() + PATIENCE
+        while _servers():
+            assert time.monotonic() < deadline, _servers()
+            time.sleep(0.2)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    record_property("figures", f"2 replicas after {grown:.0f} s of load, 1 again {seen - began:.0f} s after it")
 
 
 def test_two_prefixes_each_stay_on_one_replica_of_ray_serve(
@@ -131,12 +238,14 @@ def test_paths_that_concern_one_server_are_refused(deployed: httpx.Client, note:
     assert refused.status_code == 404 and "it concerns one server" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("what", ["server", "process of Ray"])
 def test_no_request_is_lost_that_had_not_begun_when_a_replica_is_killed_under_load(
-    deployed: httpx.Client, note: Note, record_property: Callable[[str, object], None]
+    what: str, deployed: httpx.Client, note: Note, record_property: Callable[[str, object], None]
 ) -> None:
-    note("ray", "a replica's server is killed under load: no request is lost that had not begun to stream")
-    servers = [pid for pid, words in _all_processes().items() if "evener_deploy.child" in words and "serve" in words]
+    note("ray", f"a replica's {what} is killed under load: no request is lost that had not begun to stream")
+    servers = _servers()
     assert len(servers) == 2, servers
+    victim = servers[0] if what == "server" else _parent(servers[0])
     begun, killed = threading.Semaphore(0), threading.Event()
 
     def whole(number: int) -> int:
@@ -169,19 +278,29 @@ def test_no_request_is_lost_that_had_not_begun_when_a_replica_is_killed_under_lo
         streams = [pool.submit(stream, number) for number in range(12)]
         for _ in range(20):
             assert begun.acquire(timeout=PATIENCE)
-        os.kill(servers[0], signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         killed.set()
         assert [answer.result() for answer in answers] == [200] * 24
         ends = [each.result() for each in streams]
     assert ends.count("whole") > 0
     cut = f"; {ends.count('cut')} had begun and end with an error" if "cut" in ends else ""
     record_property("figures", f"24 of 24 answers and {ends.count('whole')} of 12 streams whole{cut}")
-    # Ray has started another replica.
-    deadline = time.monotonic() + PATIENCE
-    while len(now := [p for p, w in _all_processes().items() if "evener_deploy.child" in w and "serve" in w]) < 2:
+    # Ray has started another replica, and the server of the lost one has ended with it.
+    deadline = time.monotonic() + 2 * PATIENCE
+    while len(now := _servers()) < 2 or servers[0] in now:
         assert time.monotonic() < deadline, now
         time.sleep(0.5)
-    assert servers[0] not in now
+    while deployed.get("/ready").status_code != 200:
+        time.sleep(0.2)
+
+
+def _servers() -> list[int]:
+    """The replicas' servers."""
+    return [pid for pid, words in _all_processes().items() if "evener_deploy.child" in words and "serve" in words]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _all_processes() -> dict[int, str]:
@@ -284,6 +403,23 @@ def test_dynamos_frontend_finds_prompts_in_our_engines_caches_without_etcd_and_n
                 process.send_signal(signal.SIGTERM)
                 process.wait(60)
                 log.close()
+
+
+def test_our_engine_keeps_what_dynamos_contract_promises(
+    deploy_places: Places, tmp_path: Path, note: Note
+) -> None:
+    note("ai-dynamo", "LLMEngine: from_args, start, generate, abort of a running and a waiting request, cleanup")
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    model = tiny_model(tmp_path / "tiny")
+    seen = json.loads(run(deploy_places.dynamo_python, CONTRACT, model, environ=environ, folder=tmp_path))
+    assert seen["is_llm_engine"] and seen["namespace"] == "here" and seen["sources"] == ["ZmqSource"]
+    assert (seen["block_size"], seen["context"], seen["most"]) == (16, 4096, 1) and seen["blocks"] > 100
+    assert (seen["tokens"], seen["indices"], seen["ends"], seen["reason"]) == (8, [0], 1, "length")
+    assert seen["usage"]["prompt_tokens"] == 37 and seen["usage"]["completion_tokens"] == 8
+    assert seen["packed_is_equal"] and seen["at_once_is_equal"] and seen["after"] >= 1
+    ended = dict.fromkeys(("new", "waiting", "running"), "cancelled")
+    assert seen["aborted"] == {**ended, "others_go_on": True}
+    assert "multi_modal_data is not supported" in seen["refused"] and "weights" in seen["start_fails"]
 
 
 def _models(client: httpx.Client) -> list[Any]:

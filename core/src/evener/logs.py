@@ -105,7 +105,7 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "time": self.formatTime(record, f"%Y-%m-%dT%H:%M:%S.{int(record.msecs):03d}%z"),
             "level": record.levelname.lower(), "logger": record.name, "process": record.process,
             "message": record.getMessage(), "request_id": request_id.get(), **getattr(record, "fields", {}),
             "exception": self.formatException(record.exc_info) if record.exc_info else None,

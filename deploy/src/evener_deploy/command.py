@@ -31,6 +31,12 @@ def main(argv: list[str]) -> int:
                    help="servers at most; more are started while they are busy (default: as --replicas)")  # fmt: skip
     command.option("--target", metavar="N", type=int, default=32,
                    help="running requests of a server above which more are started (default 32)")  # fmt: skip
+    command.option("--grow-after", metavar="SECONDS", type=float, default=30.0,
+                   help="seconds of more than --target before another server is started (default 30)")  # fmt: skip
+    command.option("--shrink-after", metavar="SECONDS", type=float, default=600.0,
+                   help="seconds of one server less being enough before one is ended (default 600)")  # fmt: skip
+    command.option("--drain-timeout", metavar="SECONDS", type=float, default=300.0,
+                   help="seconds that requests of a server that is ended may continue (default 300)")  # fmt: skip
     command.option("--spread", metavar="N", type=int, default=16,
                    help="running requests by which two servers may differ before a prompt goes to the less busy one, "
                    "although the other has its beginning in the cache (default 16)")  # fmt: skip
@@ -48,8 +54,10 @@ def main(argv: list[str]) -> int:
     for name in ("replicas", "target", "spread"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} {getattr(arguments, name)} is not valid; it takes 1 or more")
-    if not 0 <= arguments.start_timeout < 1e9:
-        raise ConfigError(f"--start-timeout {arguments.start_timeout} is not valid; it takes seconds, 0 or more")
+    for name in ("start_timeout", "grow_after", "shrink_after", "drain_timeout"):
+        if not 0 <= (seconds := getattr(arguments, name)) < 1e9:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {seconds} is not valid; it takes seconds, 0 or more")
     most = arguments.max_replicas or arguments.replicas
     if most < arguments.replicas:
         raise ConfigError(f"--max-replicas {most} is less than --replicas {arguments.replicas}; give at least as many")
@@ -57,7 +65,8 @@ def main(argv: list[str]) -> int:
         words=(*words, *(("--config", os.path.abspath(arguments.config)) if arguments.config else ())),
         host=config.serve.host, port=config.serve.port, replicas=arguments.replicas, max_replicas=most,
         target=arguments.target, spread=arguments.spread, resources=read_resources(arguments.resources),
-        start_timeout=arguments.start_timeout,
+        start_timeout=arguments.start_timeout, grow_after=arguments.grow_after, shrink_after=arguments.shrink_after,
+        drain_timeout=arguments.drain_timeout,
         environ={name: value for name, value in os.environ.items() if name.startswith(("EVENER_", "CONFIG_NAME"))},
     )  # fmt: skip
     if find_spec("ray") is None:
@@ -73,7 +82,7 @@ def main(argv: list[str]) -> int:
         threading.Event().wait()
         return 0
     finally:
-        ray_app.stop()
+        ray_app.stop(options.drain_timeout)
 
 
 def _end(*_: object) -> None:

@@ -8,6 +8,7 @@ ai-dynamo 1.6 (``dynamo.common.backend``). Only this module imports Dynamo.
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistratio
 from dynamo.common.backend.publisher import KvEventSource, ZmqSource
 from dynamo.common.backend.run import run
 from dynamo.common.backend.worker import WorkerConfig
+from dynamo.common.utils.token_ids import token_ids_to_list
 from dynamo.llm.exceptions import InvalidArgument
 
 from evener.async_llm import AsyncLLM
@@ -36,6 +38,8 @@ class EvenerEngine(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         self._config = config
         self._llm: AsyncLLM | None = None
         self._events = config.options["server"]["kv_events"]
+        #: Dynamo's object of each open request, by the engine's id of it.
+        self._open: dict[str, Any] = {}
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[EvenerEngine, WorkerConfig]:
@@ -90,33 +94,54 @@ class EvenerEngine(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
             EngineError: the engine failed.
         """
         try:
-            async for chunk in self._generate(list(request["token_ids"]), sampling(request), context):
+            async for chunk in self._generate(token_ids_to_list(request["token_ids"]), sampling(request), context):
                 yield chunk
         except RequestError as error:
             raise InvalidArgument(str(error)) from error
+
+    async def abort(self, context: Any) -> None:
+        """End a request that nobody waits for, also while it waits for its turn. Dynamo says so once."""
+        for name, each in list(self._open.items()):
+            # Clients may choose ids, so two requests may have one: only what is stopped ends.
+            if self._llm is not None and each.id() == context.id() and _is_over(each):
+                self._llm.abort(name)
 
     async def _generate(
         self, prompt: list[int], params: SamplingParams, context: Any
     ) -> AsyncGenerator[dict[str, Any], None]:
         assert self._llm is not None, "Dynamo starts an engine before it asks"
-        done = cached = 0
-        async for delta in self._llm.stream(prompt, params):
-            if context.is_stopped():
-                yield _chunk([], "cancelled", len(prompt), done, cached)
-                return
-            if delta.error is not None:
-                raise EngineError(delta.error)
-            done, cached = done + len(delta.token_ids), max(cached, delta.num_cached_tokens)
-            if delta.finish_reason is None:
-                yield {"token_ids": delta.token_ids, "index": 0}
-            else:
-                yield _chunk(delta.token_ids, _REASONS[delta.finish_reason], len(prompt), done, cached)
+        name, done, cached = uuid.uuid4().hex, 0, 0
+        self._open[name] = context
+        try:
+            # Leaving the context aborts what has not ended.
+            async with await self._llm.submit(prompt, params, request_id=name) as stream:
+                if _is_over(context):  # an abort came before the engine knew of the request
+                    await stream.aclose()
+                    yield _chunk([], "cancelled", len(prompt), 0, 0)
+                async for delta in stream:
+                    if _is_over(context):
+                        yield _chunk([], "cancelled", len(prompt), done, cached)
+                        return
+                    if delta.error is not None:
+                        raise EngineError(delta.error)
+                    done, cached = done + len(delta.token_ids), max(cached, delta.num_cached_tokens)
+                    if delta.finish_reason is None:
+                        yield {"token_ids": delta.token_ids, "index": 0}
+                    else:
+                        yield _chunk(delta.token_ids, _REASONS[delta.finish_reason], len(prompt), done, cached)
+        finally:
+            del self._open[name]
 
     async def cleanup(self) -> None:
         """End the engine; a second call does nothing."""
         llm, self._llm = self._llm, None
         if llm is not None:
             await llm.close()
+
+
+def _is_over(context: Any) -> bool:
+    """Whether nobody waits for the request any more."""
+    return bool(context.is_stopped() or context.is_killed())
 
 
 def _chunk(ids: list[int], reason: str, prompt: int, done: int, cached: int) -> dict[str, Any]:

@@ -13,6 +13,8 @@ _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty",
          "presence_penalty")  # fmt: skip
 #: Values of other options that change nothing, beside those that are the same for all.
 _NEUTRAL: Mapping[str, float] = {"n": 1, "best_of": 1, "length_penalty": 1.0}
+#: Parts of a request that only engines take which read images, or compute prompts apart from answers.
+_NOT_TAKEN = ("multi_modal_data", "mm_processor_kwargs", "encoder_result", "prefill_result", "bootstrap_info")
 
 
 def sampling(request: Mapping[str, Any]) -> SamplingParams:
@@ -30,7 +32,8 @@ def sampling(request: Mapping[str, Any]) -> SamplingParams:
     output = dict(request.get("output_options") or {})
     for name in ("skip_special_tokens", "formatted_prompt", "return_tokens_as_token_ids"):
         output.pop(name, None)  # about text, which the frontend makes
-    for name, value in {**options, **stops, **output}.items():
+    apart = {name: request.get(name) for name in _NOT_TAKEN}
+    for name, value in {**options, **stops, **output, **apart}.items():
         neutral = name in _NEUTRAL and value == _NEUTRAL[name]
         if not (value is None or value is False or value in ([], {}) or neutral):
             raise RequestError(f"{name} is not supported by evener under Dynamo; leave it out", name)

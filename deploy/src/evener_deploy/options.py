@@ -24,6 +24,9 @@ class DeployOptions:
         resources: what Ray reserves for a replica, by Ray's names: CPU, GPU, or those of other devices.
         environ: variables of the replicas.
         start_timeout: seconds until a replica's server must be ready; 0: no limit.
+        grow_after: seconds for which replicas must have more than ``target`` before another is started.
+        shrink_after: seconds for which fewer replicas must be enough before one is ended.
+        drain_timeout: seconds that running requests of a replica that is ended may continue.
     """
 
     words: tuple[str, ...]
@@ -36,6 +39,9 @@ class DeployOptions:
     resources: Mapping[str, float] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
     start_timeout: float = 3600.0
+    grow_after: float = 30.0
+    shrink_after: float = 600.0
+    drain_timeout: float = 300.0
 
 
 #: Keys that name something of which a machine has one, with the way out.
@@ -44,6 +50,7 @@ _ALONE: Mapping[str, str] = {
     "kv_events_replay": "Ray's router follows prompts itself",
     "tls_cert": "put a proxy with the certificate before the address",
     "tls_key": "put a proxy with the certificate before the address",
+    "tls_client_ca": "put a proxy with the certificate before the address",
     "root_path": "put the path into the proxy before the address",
     "weights_folder": "start the deployment again with other weights",
     "lora_folder": "name adapters at the start, with infer.lora_modules",

@@ -99,8 +99,15 @@ descriptor = Descriptor(
             type=bool, default=False, help="Let request.plugins=ksana_plugin run ksana_plugin.py of the model's "
             "folder. It is a program with the server's rights.",
         ),
-        "tls_cert": Option(type=str, default=None, help="PEM file with the server's certificate chain, for https."),
+        "tls_cert": Option(
+            type=str, default=None, help="PEM file with the server's certificate chain, for https. It is read again, "
+            "with its key, when it changes.",
+        ),
         "tls_key": Option(type=str, default=None, help="PEM file with the certificate's key, without a password."),
+        "tls_client_ca": Option(
+            type=str, default=None, help="PEM file with certificates, one of which must have signed the certificate "
+            "that each client then has to show.",
+        ),
         "chat_template": Option(
             type=str, default=None, help="File with a chat template (Jinja), used instead of the model's own."
         ),

@@ -164,7 +164,9 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        return _json({"status": "alive"})
+        # The status is 200 also while the reason says why not: a supervisor ends what is not alive.
+        reason = status.not_ready_reason(service.llm)
+        return _json({"status": "alive", "ready": reason is None, "reason": reason})
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=_errors({503: _ERROR_TEXTS[503]}))

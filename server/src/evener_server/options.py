@@ -31,6 +31,7 @@ class ServerOptions:
         cors_origins: web sites whose pages may ask, separated by commas; "*": any.
         trust_plugin_file: run the plug-in file of the model's folder.
         tls_cert, tls_key: files of the certificate and its key.
+        tls_client_ca: file with certificates that sign those which clients must have; None: they need none.
         chat_template: a file with a chat template, instead of the model's.
         exclude_tools_when_tool_choice_none: the chat template gets no tools if none may be called.
         forward_bytes: bytes of the numbers in one answer of /forward.
@@ -61,6 +62,7 @@ class ServerOptions:
     trust_plugin_file: bool = False
     tls_cert: str | None = None
     tls_key: str | None = None
+    tls_client_ca: str | None = None
     chat_template: str | None = None
     exclude_tools_when_tool_choice_none: bool = True
     forward_bytes: int = 64 << 20

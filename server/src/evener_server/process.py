@@ -32,7 +32,7 @@ from evener_server.ksanallm.plugin_file import unused_file
 from evener_server.options import ServerOptions
 from evener_server.service import Service
 from evener_server.stats_logger import StatsLogger
-from evener_server.tls import tls_files
+from evener_server.tls import Tls
 from evener_server.trace_settings import open_traces
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
     options.check_names(config)
     reader = KeyReader(config.serve.api_keys, options.api_key_file, os.environ)
     keys = ApiKeys(reader.read(), options.api_key_strict)
-    tls_files(options.tls_cert, options.tls_key)
+    tls = Tls.of(options)
     _ = options.origins
     template = options.read_chat_template()
     # The engine and its processes have no use for the keys.
@@ -106,7 +106,7 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
             await llm.warm_up_chat()
             if (unused := unused_file(config)) is not None:
                 logger.warning("%s", unused)
-            run = _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys, traces)
+            run = _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys, traces, tls)
             watch = asyncio.ensure_future(reader.watch(keys))
             try:
                 return await run.run()
@@ -191,13 +191,13 @@ class _Server(uvicorn.Server):
 class _ServerRun:
     def __init__(
         self, llm: AsyncLLM, config: Config, listener: socket.socket, drain_timeout: float, dead_grace: float,
-        keys: ApiKeys, traces: Traces | None,
+        keys: ApiKeys, traces: Traces | None, tls: Tls | None,
     ) -> None:  # fmt: skip
         self._llm, self._config, self._listener, self._drain_timeout = llm, config, listener, drain_timeout
         self._dead_grace = dead_grace
         options = ServerOptions.of(config.options)
         app = create_app(llm, hosts=allowed_hosts(config), options=options, keys=keys, traces=traces)
-        self._keys, tls = keys, tls_files(options.tls_cert, options.tls_key)
+        self._keys, self._tls = keys, tls
         self._scheme = "http" if tls is None else "https"
         protocol = type("_Protocol", (Protocol,), {"connection_limit": max_connections(config.serve.max_connections)})
         self._service: Service = app.state.service
@@ -214,16 +214,17 @@ class _ServerRun:
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_GRACE_SECONDS,
-                ssl_certfile=None if tls is None else str(tls[0]),
-                ssl_keyfile=None if tls is None else str(tls[1]),
+                **({} if tls is None else tls.settings),
             )
         )
+        self._server.config.load()
         self._code: int | None = None
         self._dead = False
         self._watch: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._activity: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
 
     async def run(self) -> int | None:
         loop = asyncio.get_running_loop()
@@ -240,12 +241,14 @@ class _ServerRun:
         self._announce()
         if self._config.log.interval > 0:
             self._activity = asyncio.ensure_future(StatsLogger(self._service).run(self._config.log.interval))
+        if self._tls is not None and (context := self._server.config.ssl) is not None:
+            self._renewal = asyncio.ensure_future(self._tls.watch(context))
         try:
             await asyncio.wait((self._task,))
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-            for task in (self._task, self._draining, self._activity, self._watch):
+            for task in (self._task, self._draining, self._activity, self._watch, self._renewal):
                 if task is not None:
                     task.cancel()
         if not self._task.cancelled():
