@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.quant import Packing
@@ -56,6 +56,12 @@ class Placement(ABC):
     def counters(self) -> Mapping[str, int]:
         """(optional) What it has counted since the start, for a server's metrics. Default: nothing."""
         return {}
+
+    def forward(self, runner: Any, plan: Any, step: Any) -> torch.Tensor:
+        """(optional) What ``Architecture.forward`` returns for ``step``. It may run the rows of ``plan`` in parts: each
+        must write a layer's state before later ones read it. ``runner``: of ``evener.engine.worker``. Default: all
+        rows at once."""
+        return runner.model.forward(step)  # type: ignore[no-any-return]
 
     @abstractmethod
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:

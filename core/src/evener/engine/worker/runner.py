@@ -15,6 +15,7 @@ import torch
 from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.device import Device, Readback
+from evener.contracts.experts import Placement
 from evener.contracts.state import StateStep
 from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.masks import packed_masks
@@ -57,6 +58,8 @@ class Runner:
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
         self.adapters, self.stages, self.media = adapters, stages, media
+        #: Of experts that are not on the device; None: all are.
+        self.placement: Placement | None = None
         #: What follows a step once it has sampled: gets the plan, the step, and what ``forward`` returned.
         self.after: Callable[..., PendingStep | Draw] | None = None
         #: What takes the place of sampling, for a model that generates nothing: gets the plan and what ``forward``
@@ -91,7 +94,8 @@ class Runner:
             step.stream = self.stages.layer_input(self.stages.receive_stream(buffer))
         if plan.media is not None and self.media is not None:
             step.embedding_overrides = self.media.take(plan.media)
-        return self.model.forward(step), step, parts
+        hidden = self.model.forward(step) if self.placement is None else self.placement.forward(self, plan, step)
+        return hidden, step, parts
 
     def step(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
         """Make the model's step from the arrays of a layout. It only runs device work, so it can be captured."""
