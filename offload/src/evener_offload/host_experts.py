@@ -88,7 +88,7 @@ class HostExperts(Placement):
 
         self._halves = Halves(select)
         mode = str(config.config.options.get("offload", {}).get("halves", descriptor.options["halves"].default))
-        self._halving = Halving(mode if sites else "off", Agreement(own.communicator, device.torch_device))
+        self._halving = Halving(mode, Agreement(own.communicator, device.torch_device))
         resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}; "
                                        f"steps are halved: {self._halving}")  # fmt: skip
 
@@ -104,14 +104,14 @@ class HostExperts(Placement):
             "host_expert_halved_steps": self._work.halved,
         }
 
-    def forward(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
-        """In two halves, if that pays. Whole, if rows of media are embedded, or if a drafter reads what layers gave for
-        the whole step."""
-        whole = step.embedding_overrides is not None or runner.after is not None
+    def divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
+        """Hidden states of the step, in two halves if that pays. Not if no layer of this stage has its experts here, if
+        rows of media are embedded, or if a drafter reads what layers gave for the whole step."""
+        whole = not self.layers or step.embedding_overrides is not None or runner.after is not None
         if whole or (plans := half_plans(plan, runner.geometry.block_size)) is None:
-            return super().forward(runner, plan, step)
+            return runner.model.forward(step)
         halved, began = self._halving(step.bucket), time.perf_counter()
-        hidden = self._halved(runner, plans, step) if halved else super().forward(runner, plan, step)
+        hidden = self._halved(runner, plans, step) if halved else runner.model.forward(step)
         self._halving.record(step.bucket, halved, time.perf_counter() - began)
         return hidden
 
