@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.quant import BLOCKS
 from evener.errors import CheckpointError, did_you_mean
-from evener_formats.gguf.families import FAMILIES, Llama
+from evener_formats.gguf.families import FAMILIES, Llama, family_of_file
 from evener_formats.gguf.header import GgufHeader, GgufTensor, read_header
 from evener_formats.tokenizers.gguf_tokenizer import tokenizer_files
 
 if TYPE_CHECKING:
     import torch
 
+#: Tensors of a model, each expert's counted. DeepSeek V3 has 45,000.
+_MOST_TENSORS = 1 << 20
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -39,17 +42,21 @@ class GgufCheckpoint(Checkpoint):
         header = read_header(path)
         parts = header.metadata.get("split.count", 1)
         self._header = header if parts in (0, 1) else _merge_split_files(path, header, parts)
-        name = str(self._header.metadata.get("general.architecture"))
-        if name not in FAMILIES:
+        name, family = str(self._header.metadata.get("general.architecture")), family_of_file(self._header)
+        if family is None:
             raise CheckpointError(
                 f"{path} holds a model of architecture {name[:80]!r}, which is not supported in GGUF"
                 f"{did_you_mean(name, FAMILIES)}; use the model's safetensors, or upgrade: "
                 "pip install -U evener-models"
             )
-        self.family: Llama = FAMILIES[name](self._header, _read_floats)
-        self._stored = {
-            folder_name: name for name in self._header.tensors if (folder_name := self.family.name(name)) is not None
-        }
+        self.family: Llama = family(self._header, _read_floats)
+        self._stored: dict[str, str] = {}
+        self._entries: dict[str, GgufTensor] = {}
+        for name, entry in self._header.tensors.items():
+            folder_name = self.family.name(name)
+            if folder_name is not None:
+                for one, part in self._matrices(folder_name, name, entry):
+                    self._stored[one], self._entries[one] = name, part
         self.copied = frozenset(n for n, s in self._stored.items() if self._offset(n) or self.family.permuted_heads(s))
 
     def where(self, name: str) -> str:
@@ -71,21 +78,35 @@ class GgufCheckpoint(Checkpoint):
 
     @cached_property
     def headers(self) -> Headers:
-        return {
-            name: (self._header.tensors[stored].dtype, self._header.tensors[stored].shape)
-            for name, stored in self._stored.items()
-        }
+        return {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self._stored:
             raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self._stored)}")
         stored = self._stored[name]
-        tensor = _memory_map(self._header.tensors[stored])
+        tensor = _memory_map(self._entries[name])
         heads = self.family.permuted_heads(stored)
         if heads:
             # Every row is stored as whole blocks, so rows can be permuted without dequantizing.
             tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape).contiguous()
         return tensor - self.family.norm_offset if self._offset(name) else tensor
+
+    def _matrices(self, folder_name: str, stored: str, entry: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+        """The tensor by its name in a folder; of a stack of experts each matrix."""
+        if "{}" not in folder_name:
+            yield folder_name, entry
+            return
+        count = self.family.expert_count()
+        if len(entry.shape) != 3 or entry.shape[0] != count or len(self._entries) + count > _MOST_TENSORS:
+            raise CheckpointError(
+                f"{self.path}: {stored} is {entry.dtype} {list(entry.shape)}, and the file says that a layer has "
+                f"{count} experts; fetch the file again"
+            )
+        size = (entry.end - entry.begin) // count
+        for expert in range(count):
+            begin = entry.begin + expert * size
+            one = replace(entry, shape=entry.shape[1:], begin=begin, end=begin + size)
+            yield folder_name.replace("{}", str(expert)), one
 
     def _offset(self, name: str) -> bool:
         return bool(self.family.norm_offset) and name.endswith("norm.weight")

@@ -32,12 +32,15 @@ class Llama:
         norm_offset: what the file has added to the weights of norms.
         activation: the key and value of the activation in ``config.json``.
         top: from GGUF's names of the tensors outside layers to a model folder's, without ``.weight`` or ``.bias``.
-        names: the same for a layer's tensors.
+        names: the same for a layer's tensors. A name with ``{}``, in place of an expert's number, is that of a matrix
+            in a stack of all experts.
+        experts: the key of their number in ``config.json``; empty for a family without experts.
     """
 
     architecture, model_type = "LlamaForCausalLM", "llama"
     permuted = True
     norm_offset = 0.0
+    experts = ""
     activation: Mapping[str, str] = {"hidden_act": "silu"}
     top: Mapping[str, str] = {
         "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -60,7 +63,7 @@ class Llama:
             CheckpointError: a key is missing or has a wrong value.
             ArchitectureError: the file asks for a variant that is not implemented.
         """
-        if self.get("expert_count", 0):
+        if self.get("expert_count", 0) and not self.experts:
             raise ArchitectureError(
                 f"the GGUF file is a {self._prefix} with {self.get('expert_count')} experts, which is not implemented "
                 "for GGUF; use the model's safetensors"
@@ -77,7 +80,17 @@ class Llama:
         }  # fmt: skip
         if any(tensor.dtype in BLOCKS for tensor in self.tensors.values()):
             config["quantization_config"] = {"quant_method": "gguf"}
+        if self.experts:
+            config |= {self.experts: self.expert_count(), "num_experts_per_tok": self.count("expert_used_count")}
         return config | self.more(config)
+
+    def expert_count(self) -> int:
+        """How many experts a layer has; 0 if the family has none.
+
+        Raises:
+            CheckpointError: the file does not say it.
+        """
+        return self.count("expert_count") if self.experts else 0
 
     def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """(optional) The family's further entries of ``config``."""
@@ -247,5 +260,45 @@ class Gemma3(Llama):
         return {**super().rope(), "rope_theta": self.number("rope.freq_base", 1000000.0)}
 
 
+class Mixtral(Llama):
+    """Mixtral, whose files are Llama's with experts."""
+
+    architecture, model_type = "MixtralForCausalLM", "mixtral"
+    experts = "num_local_experts"
+    names: Mapping[str, str] = {
+        **Llama.names, "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3", "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    }  # fmt: skip
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"sliding_window": None}
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen 3 with experts in all layers."""
+
+    architecture, model_type = "Qwen3MoeForCausalLM", "qwen3_moe"
+    experts = "num_experts"
+    names: Mapping[str, str] = {
+        **Llama.names, "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
+    }  # fmt: skip
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        # llama.cpp always divides the weights of the chosen experts by their sum, and has experts in every layer.
+        return super().more(config) | {
+            "moe_intermediate_size": self.count("expert_feed_forward_length"), "norm_topk_prob": True,
+            "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
+
+
 #: The supported families, by ``general.architecture``.
-FAMILIES: Mapping[str, type[Llama]] = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3, "gemma3": Gemma3}
+FAMILIES: Mapping[str, type[Llama]] = {
+    "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3, "qwen3moe": Qwen3Moe, "gemma3": Gemma3,
+}  # fmt: skip
+
+
+def family_of_file(header: GgufHeader) -> type[Llama] | None:
+    """The family of a file; None if it is not supported."""
+    name = str(header.metadata.get("general.architecture"))
+    return Mixtral if name == "llama" and header.metadata.get("llama.expert_count", 0) else FAMILIES.get(name)
