@@ -20,6 +20,7 @@ from evener.config import from_overrides
 from evener.contracts.device import Readback
 from evener.engine.processes.start import build_controller
 from evener.errors import ConfigError, MemoryPlanError
+from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.rank_threads import rank_threads
@@ -244,6 +245,23 @@ def test_the_device_computes_one_half_while_the_host_computes_experts_of_the_oth
     two = traffic()["messages"][:2]
     assert not play(controller, two).dead
     assert met == asked / 2 > 20
+
+
+def test_one_thread_submits_work_to_the_device_while_the_others_compute(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, _ = build_controller(configured(**HALVED, **{"infer.cpu_layer_num": 3, "infer.threads": 4}))
+    place = worker_of(controller).assembly.placement
+    assert isinstance(place, HostExperts) and isinstance(place._host, CpuDevice)
+    host, compute, seen = place._host, place._halves.compute, set[int]()
+
+    def watched(work: Callable[[], Any]) -> Callable[[], Any]:
+        seen.add(host.threads)
+        return compute(work)
+
+    monkeypatch.setattr(place._halves, "compute", watched)
+    assert not play(controller, traffic()["messages"][:2]).dead
+    assert seen == {3} and host.threads == 4
 
 
 def test_halves_have_three_settings(configured: Configured) -> None:

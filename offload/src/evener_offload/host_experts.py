@@ -43,6 +43,8 @@ from evener_offload.placed_layers import place, placed_sites, stacks
 _AS_INTEGERS = {torch.bfloat16: torch.int16}
 #: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
 _PLACED = ("gate_up", "down", "gate_up_bias", "down_bias", "slots", "copies")
+#: With so many threads or more, one of them does not compute while there are two halves.
+_SPARING = 4
 
 
 @dataclass
@@ -72,6 +74,7 @@ class HostExperts(Placement):
         sites = placed_sites(config, own, builds)
         self._device = device
         host, self._resolver = open_host(config, resolver)
+        self._host, self._threads = host, config.threads
         self.name, self.torch_device = host.name, host.torch_device
         self.packings, self.free = self._resolver.packings_by_layout, host.memory().free // config.config.infer.tp_size
         self.layers = tuple(layer_number(site.path) for site in sites)
@@ -122,7 +125,13 @@ class HostExperts(Placement):
             streams = zip(*(part.split([layout.tokens for layout in layouts]) for part in step.stream), strict=True)
             halves = [replace(half, stream=stream) for half, stream in zip(halves, streams, strict=True)]
         self._work.halved += 1
-        return torch.cat(self._halves.run(*(partial(runner.model.forward, half) for half in halves)))
+        # Meanwhile this thread needs a core. If the host computed on all of them, the thread that shares its core would
+        # hold up the others in every product.
+        self._host.limit_threads(self._threads - (self._threads >= _SPARING))
+        try:
+            return torch.cat(self._halves.run(*(partial(runner.model.forward, half) for half in halves)))
+        finally:
+            self._host.limit_threads(self._threads)
 
     @staticmethod
     def settled(a: Assembly) -> tuple[InferConfig, str]:
