@@ -53,6 +53,8 @@ def q4_k_m(name: str) -> str:
     two."""
     if "ffn_gate_inp" in name:
         return "F32"
+    if "attn_k_b" in name:
+        return "Q8_0"  # its rows are shorter than a block of the K formats
     better = name.startswith("blk.0.") and ("attn_v" in name or "ffn_down" in name)
     return "Q6_K" if better or name == "output.weight" else "Q4_K"
 
