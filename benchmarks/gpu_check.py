@@ -212,7 +212,7 @@ def answers(llm: Any, batch: int, prompt: int, new: int, seed: int) -> tuple[flo
     from evener import SamplingParams
 
     rng = random.Random(seed)
-    prompts = [[rng.randrange(100, 90000) for _ in range(prompt)] for _ in range(batch)]
+    prompts = [[rng.randrange(100, min(90000, llm.info.vocab_size)) for _ in range(prompt)] for _ in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
     began = time.perf_counter()
     outputs = llm.generate(prompts, params)

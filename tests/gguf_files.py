@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+
+from evener_formats.quantize.blocks import to_blocks
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -20,22 +22,41 @@ TEMPLATE = "{{ messages[0].content }}"
 
 
 def write_gguf(
-    path: Path, family: str, keys: Mapping[str, Any], tensors: Tensors, kind: str = "F32", **more: Any
-) -> Path:
-    """Write a file with a tokenizer; ``keys`` get the family's prefix, matrices are stored as ``kind``."""
+    path: Path, family: str, keys: Mapping[str, Any], tensors: Tensors, kind: str | Callable[[str], str] = "F32",
+    **more: Any,
+) -> Path:  # fmt: skip
+    """Write a file with a tokenizer; ``keys`` get the family's prefix, matrices are stored as ``kind``, or what that
+    says for a name."""
     writer = gguf.GGUFWriter(path, family)
     for key, value in {**{f"{family}.{k}": v for k, v in keys.items()}, **tokenizer_keys(), **more}.items():
         _add(writer, key, value)
     for name, tensor in tensors.items():
-        matrix = tensor.ndim == 2 and kind != "F32"
-        wanted = gguf.GGMLQuantizationType[kind if matrix else "F32"]
-        data = tensor.float().numpy()
-        writer.add_tensor(name, gguf.quants.quantize(data, wanted) if matrix else data, raw_dtype=wanted)
+        form = "F32" if tensor.ndim < 2 else kind if isinstance(kind, str) else kind(name)
+        data = tensor.float().numpy() if form == "F32" else in_blocks(tensor, form)
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[form])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def in_blocks(tensor: torch.Tensor, kind: str) -> np.ndarray[Any, Any]:
+    """A matrix, or a stack of them, in blocks: uint8 [..., bytes of a row]. The library writes no K formats."""
+    if kind.endswith("_K"):
+        return to_blocks(kind.lower(), tensor).numpy()
+    return gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[kind])
+
+
+def q4_k_m(name: str) -> str:
+    """The format of a matrix in a Q4_K_M file, where the half of the layers with better formats is the first one of
+    two."""
+    if "ffn_gate_inp" in name:
+        return "F32"
+    if "attn_k_b" in name:
+        return "Q8_0"  # its rows are shorter than a block of the K formats
+    better = name.startswith("blk.0.") and ("attn_v" in name or "ffn_down" in name)
+    return "Q6_K" if better or name == "output.weight" else "Q4_K"
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -64,4 +85,4 @@ def tokenizer_keys() -> dict[str, Any]:
 def dequantized(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     """What a file of ``kind`` gives back of a matrix."""
     wanted = gguf.GGMLQuantizationType[kind]
-    return torch.from_numpy(np.array(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), wanted), wanted)))
+    return torch.from_numpy(np.array(gguf.quants.dequantize(in_blocks(tensor, kind), wanted)))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_check
+import hybrid
 import offline
 import pytest
 import quantized_checkpoint
@@ -35,8 +36,12 @@ from source_tree import ROOT
 from stream_client import Sample, read
 from warm import warm
 
+from evener.backend.torch_device import TorchDevice
+from evener.contracts.device import MemoryInfo
 from evener_conformance.command import command as conformance_command
 from evener_conformance.kit.outcome import AREAS
+from evener_conformance.naive.model import find_architecture
+from evener_conformance.simulated import install_simulated_backend
 
 BENCHMARKS = ROOT / "benchmarks"
 SMALL = ["load=dummy", "infer.kv_memory=8MiB", "infer.max_seq_len=256", "infer.max_reqs=8"]
@@ -534,6 +539,43 @@ def test_every_part_of_the_accelerator_check_names_something_that_there_is() -> 
             assert any(command[command.index("-k") + 1] in test for test in tests)
         else:
             assert part == "doctor" or (kind in ("speed", "eager", "profile", "experts") and name in CONFIGS), part
+
+
+def test_the_memory_of_a_device_can_be_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("memory", "select"):
+        monkeypatch.setattr(TorchDevice, name, getattr(TorchDevice, name))
+    limits: list[tuple[float, int]] = []
+    monkeypatch.setattr(TorchDevice, "memory", lambda device: MemoryInfo(70_000, 80_000))
+    device = TorchDevice.__new__(TorchDevice)
+    device.index, device.module = 0, Namespace(
+        set_device=lambda index: None, set_per_process_memory_fraction=lambda *limit: limits.append(limit)
+    )
+    hybrid.cap_memory(16_000)
+    device.select()
+    assert device.memory() == MemoryInfo(6_000, 16_000) and limits == [(0.2, 0)]
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_the_device_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_simulated_backend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    config = {**find_architecture("Qwen3MoeForCausalLM").tiny_config(), "num_attention_heads": 4, "num_experts": 64,
+              "num_key_value_heads": 4, "hidden_size": 64, "moe_intermediate_size": 64}  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    keys = ("backend=simulated", "infer.max_seq_len=128", "infer.max_reqs=2", "infer.step_tokens=64", "dtype=float32",
+            "infer.kv_memory=4MiB")  # fmt: skip
+    program(
+        "hybrid.py", tmp_path / "model", "--cap", "16MiB", "--forms", "bf16", "--layers", "1", "--residents", "8",
+        "--cases", "2x16", "--steps", "3", "--apart", "8MiB", "--out", tmp_path,
+        *(word for pair in keys for word in ("--set", pair)),
+    )  # fmt: skip
+    host, resident = (json.loads(line) for line in (tmp_path / "hybrid.jsonl").read_text().splitlines())
+    assert (host["way"], host["host_layers"], resident["way"], resident["residents"]) == ("host", 1, "resident", 8)
+    for row in (host, resident):
+        assert row["step_ms"] > 0 and row["moved_ms"] > 0 and row["cap_gb"] == 0.02
+    assert host["step_host_share"] > 0 and host["counted_a_step"]["host_expert_read_bytes"] > 0
+    assert resident["counted_a_step"]["expert_hits"] > 0
 
 
 @pytest.mark.slow

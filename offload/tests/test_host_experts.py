@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from evener.config import from_overrides
 from evener.contracts.device import Readback
 from evener.engine.processes.start import build_controller
 from evener.errors import ConfigError, MemoryPlanError
+from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.rank_threads import rank_threads
@@ -25,6 +28,7 @@ from evener_conformance.reference.engine import play, small_config
 from evener_conformance.simulated.device import SimulatedDevice
 from evener_inspection.explanation import explain
 from evener_inspection.explanation_text import render
+from evener_offload.host_experts import HostExperts
 
 
 @pytest.mark.parametrize(
@@ -167,6 +171,117 @@ def test_the_device_computes_shared_experts_while_rows_are_on_their_way(
     assert not play(controller, traffic()["messages"][:1]).dead
     steps = "".join({"start": "s", "wait": "w", "upload": "u", "launch": "l"}[each] for each in log)
     assert len(re.findall(r"sssl+wwwu", steps)) == steps.count("wwwu") > 10, steps[:200]
+
+
+HALVED = {"offload.halves": "on"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_in_two_halves_give_the_same_tokens(configured: Configured, family: str) -> None:
+    """With chunks, preemption, prefix hits and aborts together."""
+    want = on_the_cpu(configured, family)
+    controller, ready = build_controller(configured(family, **HALVED, **{"infer.cpu_layer_num": FAMILIES[family][1]}))
+    shrink(controller, FEW_BLOCKS[family])
+    assert_same(play(controller, **traffic()), want)
+    stats = controller.scheduler.stats
+    assert stats.preemptions and 10 < stats.counters["host_expert_halved_steps"] < stats.steps
+    assert "steps are halved: always" in "\n".join(ready.info.manifest["notes"])
+
+
+def test_ranks_and_stages_compute_their_parts_in_halves(configured: Configured) -> None:
+    want = on_the_cpu(configured)
+    for groups in ({"infer.tp_size": 2}, {"infer.pp_size": 2}):
+        config = configured(**groups, **HALVED, **{"infer.cpu_layer_num": 2})
+        with rank_threads(config) as (controller, ranks):
+            assert_same(play(controller, **traffic()), want)
+            placed = [worker.assembly.placement for worker in ranks.workers]
+            assert min(place.counters()["host_expert_halved_steps"] for place in placed if place) > 5
+
+
+def test_without_the_key_sizes_are_timed_in_both_ways(configured: Configured) -> None:
+    controller, ready = build_controller(configured(**{"infer.cpu_layer_num": 3}))
+    assert_same(play(controller, **traffic()), on_the_cpu(configured))
+    stats = controller.scheduler.stats
+    assert stats.counters["host_expert_halved_steps"] >= 4
+    assert "steps are halved: where that is measured to be faster" in "\n".join(ready.info.manifest["notes"])
+
+
+def test_the_device_computes_one_half_while_the_host_computes_experts_of_the_other(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host finishes the experts of a first half only when the device has got work of the second one."""
+    controller, _ = build_controller(configured(**HALVED, **{"infer.cpu_layer_num": 3}))
+    assembly = worker_of(controller).assembly
+    device, place = assembly.device, assembly.placement
+    assert isinstance(device, SimulatedDevice) and isinstance(place, HostExperts)
+    launched = threading.Condition()
+    count, asked, met = 0, 0, 0
+
+    class Launched(dict[str, int]):
+        def __setitem__(self, kernel: str, number: int) -> None:
+            nonlocal count
+            with launched:
+                count += 1
+                launched.notify_all()
+            super().__setitem__(kernel, number)
+
+    compute = place._halves.compute
+
+    def computed(work: Callable[[], Any]) -> Callable[[], Any]:
+        nonlocal asked
+        asked += 1
+        first, before = asked % 2 == 1, count
+
+        def slowed() -> Any:
+            nonlocal met
+            with launched:
+                if first:
+                    assert launched.wait_for(lambda: count > before, 20), "the device waits for the host"
+                    met += 1
+            return work()
+
+        return compute(slowed)
+
+    monkeypatch.setattr(place._halves, "compute", computed)
+    monkeypatch.setattr(device.launch, "launches", Launched())
+    two = traffic()["messages"][:2]
+    assert not play(controller, two).dead
+    assert met == asked / 2 > 20
+
+
+def test_one_thread_submits_work_to_the_device_while_the_others_compute(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, _ = build_controller(configured(**HALVED, **{"infer.cpu_layer_num": 3, "infer.threads": 4}))
+    place = worker_of(controller).assembly.placement
+    assert isinstance(place, HostExperts) and isinstance(place._host, CpuDevice)
+    host, compute, seen = place._host, place._halves.compute, set[int]()
+
+    def watched(work: Callable[[], Any]) -> Callable[[], Any]:
+        seen.add(host.threads)
+        return compute(work)
+
+    monkeypatch.setattr(place._halves, "compute", watched)
+    assert not play(controller, traffic()["messages"][:2]).dead
+    assert seen == {3} and host.threads == 4
+
+
+def test_halves_have_three_settings(configured: Configured) -> None:
+    with pytest.raises(ConfigError, match=r"offload.halves=sometimes is not a value .* auto, on or off"):
+        build_controller(configured(**{"infer.cpu_layer_num": 1, "offload.halves": "sometimes"}))
+
+
+def test_what_the_host_reads_and_computes_is_counted(configured: Configured) -> None:
+    controller, _ = build_controller(configured(**{"infer.cpu_layer_num": 3, "offload.halves": "off"}))
+    start = dict(worker_of(controller).assembly.placement.counters())  # type: ignore[union-attr]  # a warm-up's
+    message = traffic()["messages"][3]
+    assert not play(controller, [message]).dead
+    found = {name: value - start[name] for name, value in controller.scheduler.stats.counters.items()}
+    (steps, layers, top, bytes_of_one) = (message.max_tokens - 1, 3, 2, 3 * 64 * 50 * 4)
+    prompt = found["host_expert_read_bytes"] - steps * layers * top * bytes_of_one
+    assert layers * top * bytes_of_one <= prompt <= layers * top * len(message.prompt) * bytes_of_one
+    assert prompt % bytes_of_one == 0 and found["host_expert_microseconds"] > 0
+    assert found["host_expert_halved_steps"] == 0
 
 
 def test_a_host_kernel_that_fails_is_named(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,18 @@ def test_experts_that_were_copied_are_counted_in_runs_that_copy_them(
     assert [found[f"evener:{name}_total"] for name in names] == [7, 3, 4096]
 
 
+def test_experts_that_the_host_computes_are_counted_in_such_runs(
+    make_api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("host_expert_read_bytes", "host_expert_microseconds", "host_expert_halved_steps")
+    api = make_api()
+    assert not any(f"evener:{name}_total" in read(api) for name in names)
+    report, counters = FakeEngine._stats, dict(zip(names, (4096, 70, 5), strict=True))
+    monkeypatch.setattr(FakeEngine, "_stats", lambda engine: structs.replace(report(engine), counters=counters))
+    found = read(api)
+    assert [found[f"evener:{name}_total"] for name in names] == [4096, 70, 5]
+
+
 def test_state_in_host_memory_is_counted_in_runs_that_have_some(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("kv_host_hits", "kv_host_hit_tokens", "kv_host_stored_bytes", "kv_host_loaded_bytes")
     api = make_api()

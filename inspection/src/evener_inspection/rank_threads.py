@@ -144,7 +144,8 @@ class RankThreads(Executor):
             if isinstance(result, BaseException):
                 raise result
             found.append(result)
-        alike = [structs.replace(result, transfers=found[0].transfers) for result in found]  # ranks copy at their speed
+        own = {"transfers": found[0].transfers, "counters": found[0].counters}  # ranks copy and compute at their speed
+        alike = [structs.replace(result, **own) for result in found]
         assert all(result == found[0] for result in alike), f"ranks sampled different tokens: {found}"
         return found[0]
 

@@ -10,6 +10,9 @@ module                holds
 ``placed_layers``     their call sites and weights, and the placement that these get
 ``host_backend``      the host's backend beside the device's: its kernels and packings
 ``host_experts``      experts that the host computes, and the copies to and from it
+``half_plans``        a step's rows, divided into two halves
+``halves``            two halves in turns, and the thread in which the host computes meanwhile
+``halving``           which steps are computed in halves: decided, or measured
 ``residents``         which experts of a layer are on the device: the last used ones
 ``expert_slots``      a stack of experts in host memory, and its slots on the device
 ``resident_experts``  experts that the device computes, some after they were copied to it
@@ -40,6 +43,11 @@ descriptor = Descriptor(
     cache_listeners={"files": "evener_kv.files.settings:check_files"},
     connectors={"host": "evener_kv.host:HostConnector", "transfer": "evener_kv.transfer.connector:TransferConnector"},
     options={
+        "halves": Option(
+            type=str, default="auto", choices=("auto", "on", "off"), help="With infer.cpu_layer_num or "
+            "infer.host_experts: whether steps are computed in two halves, so that the host computes experts of one "
+            "while the device computes the other; auto: where that is measured to be faster."
+        ),
         "kv_transfer": Option(
             type=str, default=None, help="HOST:PORT under which other servers fetch KV cache blocks from this one, or "
             "from which it fetches theirs: prompts are computed on one, answers on another. Each rank needs one port "

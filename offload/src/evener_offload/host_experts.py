@@ -1,5 +1,6 @@
 """Experts on the host. Of a step, each layer's normed rows, expert ids and weights are copied to the host; its result
-is copied back. Meanwhile the device computes the layer's shared experts.
+is copied back. Meanwhile the device computes the layer's shared experts, and the other half of the step's rows if it is
+computed in two halves (``halves``).
 
 The weights are packed by the host's backend and never pass the device. With tensor parallelism each rank computes its
 own part of each expert on its own threads, and the results are added up as for experts on the device.
@@ -7,9 +8,12 @@ own part of each expert on its own threads, and the results are added up as for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 
 from evener.config.resolve import ResolvedConfig
@@ -18,11 +22,19 @@ from evener.contracts.device import Device
 from evener.contracts.experts import Placement
 from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.weights import MoEWeights
+from evener.distributed.agreement import Agreement
+from evener.engine.wire.plan import Plan
 from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import memory_demand
+from evener.engine.worker.runner import ForwardStep, Runner
+from evener.engine.worker.step_layout import StepLayout
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
+from evener_offload import descriptor
 from evener_offload.automatic import agreed, lacking_bytes
+from evener_offload.half_plans import half_plans
+from evener_offload.halves import Halves
+from evener_offload.halving import Halving
 from evener_offload.host_backend import open_host
 from evener_offload.layers import layer_number, ranges
 from evener_offload.placed_layers import place, placed_sites, stacks
@@ -31,6 +43,17 @@ from evener_offload.placed_layers import place, placed_sites, stacks
 _AS_INTEGERS = {torch.bfloat16: torch.int16}
 #: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
 _PLACED = ("gate_up", "down", "gate_up_bias", "down_bias", "slots", "copies")
+#: With so many threads or more, one of them does not compute while there are two halves.
+_SPARING = 4
+
+
+@dataclass
+class _Work:
+    """What the host has computed: bytes of experts that it read, nanoseconds that it computed, and halved steps."""
+
+    read_bytes: int = 0
+    nanoseconds: int = 0
+    halved: int = 0
 
 
 class HostExperts(Placement):
@@ -51,16 +74,64 @@ class HostExperts(Placement):
         sites = placed_sites(config, own, builds)
         self._device = device
         host, self._resolver = open_host(config, resolver)
+        self._host, self._threads = host, config.threads
         self.name, self.torch_device = host.name, host.torch_device
         self.packings, self.free = self._resolver.packings_by_layout, host.memory().free // config.config.infer.tp_size
         self.layers = tuple(layer_number(site.path) for site in sites)
+        self._work, self._expert_bytes = _Work(), dict[str, int]()
         for site in sites:
             place(site, own, self, _PLACED)
             self._resolver.packings(stacks(site))
-        resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}")
+            each = (self.packings[s.layout].nbytes(s.parts, s.dtype) for s in stacks(site))
+            self._expert_bytes[site.path] = sum(each)
+
+        def select() -> None:
+            device.select()
+            host.select()
+
+        self._halves = Halves(select)
+        mode = str(config.config.options.get("offload", {}).get("halves", descriptor.options["halves"].default))
+        self._halving = Halving(mode, Agreement(own.communicator, device.torch_device))
+        resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}; "
+                                       f"steps are halved: {self._halving}")  # fmt: skip
 
     def __str__(self) -> str:
         return f"the host ({self.name})"
+
+    def counters(self) -> Mapping[str, int]:
+        """Bytes of experts that the host has read, each once in a layer's step or half of it; microseconds that it
+        computed; steps that were computed in two halves."""
+        return {
+            "host_expert_read_bytes": self._work.read_bytes,
+            "host_expert_microseconds": self._work.nanoseconds // 1000,
+            "host_expert_halved_steps": self._work.halved,
+        }
+
+    def divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
+        """Hidden states of the step, in two halves if that pays. Not if no layer of this stage has its experts here, if
+        rows of media are embedded, or if a drafter reads what layers gave for the whole step."""
+        whole = not self.layers or step.embedding_overrides is not None or runner.after is not None
+        if whole or (plans := half_plans(plan, runner.geometry.block_size)) is None:
+            return runner.model.forward(step)
+        halved, began = self._halving(step.bucket), time.perf_counter()
+        hidden = self._halved(runner, plans, step) if halved else runner.model.forward(step)
+        self._halving.record(step.bucket, halved, time.perf_counter() - began)
+        return hidden
+
+    def _halved(self, runner: Runner, plans: Sequence[Plan], step: ForwardStep) -> torch.Tensor:
+        layouts = [StepLayout(plan) for plan in plans]
+        halves = [runner.step(layout, layout.upload(runner.device)) for layout in layouts]
+        if step.stream is not None:
+            streams = zip(*(part.split([layout.tokens for layout in layouts]) for part in step.stream), strict=True)
+            halves = [replace(half, stream=stream) for half, stream in zip(halves, streams, strict=True)]
+        self._work.halved += 1
+        # Meanwhile this thread needs a core. If the host computed on all of them, the thread that shares its core would
+        # hold up the others in every product.
+        self._host.limit_threads(self._threads - (self._threads >= _SPARING))
+        try:
+            return torch.cat(self._halves.run(*(partial(runner.model.forward, half) for half in halves)))
+        finally:
+            self._host.limit_threads(self._threads)
 
     @staticmethod
     def settled(a: Assembly) -> tuple[InferConfig, str]:
@@ -73,20 +144,31 @@ class HostExperts(Placement):
 
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
         compute = self._resolver.resolve(op, f"{path} on the host", {**static, "placement": None}, bucket)
-        device = self._device
+        device, halves, work = self._device, self._halves, self._work
+        nbytes, experts_of_layer = self._expert_bytes[path], static["experts"]
 
         def start(
             x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights
         ) -> Callable[[], torch.Tensor]:
             copies = [device.readback(tensor) for tensor in (x, ids, weights)]
 
-            def finish() -> torch.Tensor:
-                rows = compute(*(copy.wait() for copy in copies), experts)
-                return _upload(device, rows)
+            def rows() -> torch.Tensor:
+                x, ids, weights = (copy.wait() for copy in copies)
+                began = time.perf_counter_ns()
+                found: torch.Tensor = compute(x, ids, weights, experts)
+                work.nanoseconds += time.perf_counter_ns() - began
+                work.read_bytes += nbytes * _distinct(ids, experts_of_layer)
+                return found
 
-            return finish
+            wait = halves.compute(rows) if halves.active else rows
+            return lambda: _upload(device, wait())
 
         return start
+
+
+def _distinct(ids: torch.Tensor, experts: int) -> int:
+    """How many experts are chosen by some row of ``ids`` [T, k]."""
+    return int(np.count_nonzero(np.bincount(ids.numpy().reshape(-1), minlength=experts)))
 
 
 def _upload(device: Device, rows: torch.Tensor) -> torch.Tensor:

@@ -245,9 +245,12 @@ class RequestTimer:
         self._metrics.request_max_generation_tokens.add(max(self._tokens.values(), default=0))
 
 
-#: Counters of ``infer.resident_experts``, ``infer.kv_host_memory``, ``offload.kv_files`` and ``offload.kv_transfer``:
-#: only such runs have them.
+#: Counters of ``infer.cpu_layer_num``, ``infer.resident_experts``, ``infer.kv_host_memory``, ``offload.kv_files`` and
+#: ``offload.kv_transfer``: only such runs have them.
 _OF_HOST_MEMORY = {
+    "host_expert_read_bytes": "Bytes of experts that the host read to compute them.",
+    "host_expert_microseconds": "Microseconds in which the host computed experts.",
+    "host_expert_halved_steps": "Steps that were computed in two halves.",
     "expert_hits": "Experts that layers needed and that were on the device.",
     "expert_misses": "Experts that layers needed and that were copied to the device.",
     "expert_copied_bytes": "Bytes of experts that were copied to the device.",

@@ -7,6 +7,7 @@ that is opened later replace those of an earlier one.
 from __future__ import annotations
 
 import logging
+import threading
 
 import torch
 from torch.utils.backend_registration import rename_privateuse1_backend
@@ -18,6 +19,8 @@ from evener_conformance.simulated.build import compiled
 from evener_conformance.simulated.namespace import Namespace
 
 log = logging.getLogger("evener.simulated")
+#: Ranks that are threads may open the first devices of a process at the same time.
+_REGISTERING = threading.Lock()
 
 
 def open_namespace(python: bool) -> Namespace:
@@ -26,8 +29,9 @@ def open_namespace(python: bool) -> Namespace:
     Raises:
         BackendError: the Python one was asked for, but the compiled one is registered.
     """
-    there: Namespace | None = getattr(torch, NAME, None)
-    namespace = _register(python) if there is None else there
+    with _REGISTERING:
+        there: Namespace | None = getattr(torch, NAME, None)
+        namespace = _register(python) if there is None else there
     if python and namespace.compiled:
         raise BackendError(
             "simulated.python=true, but this process has the compiled device already and torch allows only one; "

@@ -7,7 +7,7 @@ Expert parallelism, redundant copies and experts that are stored elsewhere chang
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,8 +33,7 @@ class ExpertMap:
     def __call__(self, logical: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
         """Physical slots for logical ids [T, k], -1 for an expert that is not on this rank. ``salt``: int [T], spreads
         tokens over the copies."""
-        pick = (salt[:, None] % self.copies[logical].clamp(min=1)).to(logical.dtype)
-        return self.slots[logical, pick]
+        return self.slots[logical, (salt[:, None] % self.copies[logical].clamp(min=1)).to(logical.dtype)]
 
 
 class Placement(ABC):
@@ -46,12 +45,16 @@ class Placement(ABC):
         packings: that backend's, by layout.
         layers: numbers of the layers.
         free: bytes that this rank may use there.
+        divided: (optional) runs the rows of a step in parts: takes the runner, the plan and the step of
+            ``evener.engine.worker`` and returns what ``Architecture.forward`` does. Each part must write a layer's
+            state before later ones read it. None: all rows at once.
     """
 
     torch_device: torch.device
     packings: Mapping[str, Packing]
     layers: tuple[int, ...]
     free: int
+    divided: Callable[..., torch.Tensor] | None = None
 
     def counters(self) -> Mapping[str, int]:
         """(optional) What it has counted since the start, for a server's metrics. Default: nothing."""

@@ -4,23 +4,27 @@ memory-mapped. Imports torch only to read a tensor."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.checkpoint import Checkpoint, Headers
-from evener.contracts.quant import BLOCKS
+from evener.contracts.quant import BLOCKS, WeightPart, block_format, plain
 from evener.errors import CheckpointError, did_you_mean
-from evener_formats.gguf.families import FAMILIES, Llama
+from evener_formats.gguf.families import FAMILIES, Llama, family_of_file
 from evener_formats.gguf.header import GgufHeader, GgufTensor, read_header
 from evener_formats.tokenizers.gguf_tokenizer import tokenizer_files
 
 if TYPE_CHECKING:
     import torch
 
+#: Tensors of a model, each expert's counted. DeepSeek V3 has 45,000.
+_MOST_TENSORS = 1 << 20
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -39,18 +43,24 @@ class GgufCheckpoint(Checkpoint):
         header = read_header(path)
         parts = header.metadata.get("split.count", 1)
         self._header = header if parts in (0, 1) else _merge_split_files(path, header, parts)
-        name = str(self._header.metadata.get("general.architecture"))
-        if name not in FAMILIES:
+        name, family = str(self._header.metadata.get("general.architecture")), family_of_file(self._header)
+        if family is None:
             raise CheckpointError(
                 f"{path} holds a model of architecture {name[:80]!r}, which is not supported in GGUF"
                 f"{did_you_mean(name, FAMILIES)}; use the model's safetensors, or upgrade: "
                 "pip install -U evener-models"
             )
-        self.family: Llama = FAMILIES[name](self._header, _read_floats)
-        self._stored = {
-            folder_name: name for name in self._header.tensors if (folder_name := self.family.name(name)) is not None
-        }
-        self.copied = frozenset(n for n, s in self._stored.items() if self._offset(n) or self.family.permuted_heads(s))
+        self.family: Llama = family(self._header, _read_floats)
+        self._stored: dict[str, str] = {}
+        self._entries: dict[str, GgufTensor] = {}
+        for name, entry in self._header.tensors.items():
+            folder_name = self.family.name(name)
+            if folder_name is not None:
+                for one, part in self._matrices(folder_name, name, entry):
+                    self._stored[one], self._entries[one] = name, part
+        self._joined = {name: self._parts(name, names) for name, names in self.family.joined().items()}
+        changed = (n for n, s in self._stored.items() if self._offset(n) or self.family.permuted_heads(s))
+        self.copied = frozenset((*changed, *self._joined))
 
     def where(self, name: str) -> str:
         return f"{self.path} ({name})"
@@ -71,21 +81,58 @@ class GgufCheckpoint(Checkpoint):
 
     @cached_property
     def headers(self) -> Headers:
-        return {
-            name: (self._header.tensors[stored].dtype, self._header.tensors[stored].shape)
-            for name, stored in self._stored.items()
-        }
+        found = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
+        for name, (keys, values) in self._joined.items():
+            heads, rank, width = keys.shape
+            found[name] = ("float32", (heads * (width + values.shape[1]), rank))
+        return found
 
     def tensor(self, name: str) -> torch.Tensor:
+        if name in self._joined:
+            import torch
+
+            keys, values = (_dequantized(entry) for entry in self._joined[name])
+            return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
         if name not in self._stored:
             raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self._stored)}")
         stored = self._stored[name]
-        tensor = _memory_map(self._header.tensors[stored])
+        tensor = _memory_map(self._entries[name])
         heads = self.family.permuted_heads(stored)
         if heads:
             # Every row is stored as whole blocks, so rows can be permuted without dequantizing.
             tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape).contiguous()
         return tensor - self.family.norm_offset if self._offset(name) else tensor
+
+    def _parts(self, name: str, stored: tuple[str, str]) -> tuple[GgufTensor, GgufTensor]:
+        """The stacks of keys [heads, rank, width] and of values [heads, width, rank] of a joined weight."""
+        if name in self._entries:
+            raise CheckpointError(f"{self.path} has {name} as a whole and in parts; fetch the file again")
+        if missing := [each for each in stored if each not in self._header.tensors]:
+            raise CheckpointError(f"{self.path} lacks the tensor {missing[0]}; fetch the file again")
+        keys, values = (self._header.tensors[each] for each in stored)
+        if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != (values.shape[0], values.shape[2]):
+            raise CheckpointError(
+                f"{self.path}: {stored[0]} is {list(keys.shape)}, and {stored[1]} {list(values.shape)}: they are no "
+                "keys and values of the same heads; fetch the file again"
+            )
+        return keys, values
+
+    def _matrices(self, folder_name: str, stored: str, entry: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+        """The tensor by its name in a folder; of a stack of experts each matrix."""
+        if "{}" not in folder_name:
+            yield folder_name, entry
+            return
+        count = self.family.expert_count()
+        if len(entry.shape) != 3 or entry.shape[0] != count or len(self._entries) + count > _MOST_TENSORS:
+            raise CheckpointError(
+                f"{self.path}: {stored} is {entry.dtype} {list(entry.shape)}, and the file says that a layer has "
+                f"{count} experts; fetch the file again"
+            )
+        size = (entry.end - entry.begin) // count
+        for expert in range(count):
+            begin = entry.begin + expert * size
+            one = replace(entry, shape=entry.shape[1:], begin=begin, end=begin + size)
+            yield folder_name.replace("{}", str(expert)), one
 
     def _offset(self, name: str) -> bool:
         return bool(self.family.norm_offset) and name.endswith("norm.weight")
@@ -122,6 +169,16 @@ def _memory_map(entry: GgufTensor) -> torch.Tensor:
         return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
     elements, nbytes = BLOCKS[entry.dtype]
     return flat.view(-1, entry.shape[-1] // elements * nbytes)
+
+
+def _dequantized(entry: GgufTensor) -> torch.Tensor:
+    """A tensor in float32."""
+    from evener_formats.gguf.scheme import GgufScheme
+
+    rows = math.prod(entry.shape[:-1])
+    kind = block_format(entry.dtype) if entry.dtype in BLOCKS else plain(entry.dtype)
+    part = WeightPart("", rows, entry.shape[-1], kind, {"weight": _memory_map(entry)})
+    return GgufScheme().dequantize(part, "float32").view(entry.shape)
 
 
 def _read_floats(entry: GgufTensor) -> list[float]:

@@ -32,12 +32,15 @@ class Llama:
         norm_offset: what the file has added to the weights of norms.
         activation: the key and value of the activation in ``config.json``.
         top: from GGUF's names of the tensors outside layers to a model folder's, without ``.weight`` or ``.bias``.
-        names: the same for a layer's tensors.
+        names: the same for a layer's tensors. A name with ``{}``, in place of an expert's number, is that of a matrix
+            in a stack of all experts.
+        experts: the key of their number in ``config.json``; empty for a family without experts.
     """
 
     architecture, model_type = "LlamaForCausalLM", "llama"
     permuted = True
     norm_offset = 0.0
+    experts = ""
     activation: Mapping[str, str] = {"hidden_act": "silu"}
     top: Mapping[str, str] = {
         "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -60,7 +63,7 @@ class Llama:
             CheckpointError: a key is missing or has a wrong value.
             ArchitectureError: the file asks for a variant that is not implemented.
         """
-        if self.get("expert_count", 0):
+        if self.get("expert_count", 0) and not self.experts:
             raise ArchitectureError(
                 f"the GGUF file is a {self._prefix} with {self.get('expert_count')} experts, which is not implemented "
                 "for GGUF; use the model's safetensors"
@@ -77,7 +80,17 @@ class Llama:
         }  # fmt: skip
         if any(tensor.dtype in BLOCKS for tensor in self.tensors.values()):
             config["quantization_config"] = {"quant_method": "gguf"}
+        if self.experts:
+            config |= {self.experts: self.expert_count(), "num_experts_per_tok": self.count("expert_used_count")}
         return config | self.more(config)
+
+    def expert_count(self) -> int:
+        """How many experts a layer has; 0 if the family has none.
+
+        Raises:
+            CheckpointError: the file does not say it.
+        """
+        return self.count("expert_count") if self.experts else 0
 
     def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """(optional) The family's further entries of ``config``."""
@@ -108,6 +121,11 @@ class Llama:
         if layer is not None and layer[2] in self.names:
             return f"model.layers.{layer[1]}.{self.names[layer[2]]}{dot}{kind}"
         return f"{self.top[stem]}{dot}{kind}" if stem in self.top else stored
+
+    def joined(self) -> Mapping[str, tuple[str, str]]:
+        """(optional) Weights of a model folder that the file has as two stacks of matrices of each head: keys
+        transposed, and values. From their names to the names of these. Default: none."""
+        return {}
 
     def permuted_heads(self, stored: str) -> int:
         """The number of heads within which this tensor's rows are permuted; 0 if they are not."""
@@ -247,5 +265,111 @@ class Gemma3(Llama):
         return {**super().rope(), "rope_theta": self.number("rope.freq_base", 1000000.0)}
 
 
+class Mixtral(Llama):
+    """Mixtral, whose files are Llama's with experts."""
+
+    architecture, model_type = "MixtralForCausalLM", "mixtral"
+    experts = "num_local_experts"
+    names: Mapping[str, str] = {
+        **Llama.names, "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3", "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    }  # fmt: skip
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"sliding_window": None}
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen 3 with experts in all layers."""
+
+    architecture, model_type = "Qwen3MoeForCausalLM", "qwen3_moe"
+    experts = "num_experts"
+    names: Mapping[str, str] = {
+        **Llama.names, "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
+    }  # fmt: skip
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        # llama.cpp always divides the weights of the chosen experts by their sum, and has experts in every layer.
+        return super().more(config) | {
+            "moe_intermediate_size": self.count("expert_feed_forward_length"), "norm_topk_prob": True,
+            "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
+
+
+class Deepseek2(Llama):
+    """DeepSeek V2 and V3, R1 and their like. Files since 2025 have the up-projection of keys and values in two."""
+
+    architecture, model_type = "DeepseekV3ForCausalLM", "deepseek_v3"
+    permuted = False
+    experts = "n_routed_experts"
+    names: Mapping[str, str] = {
+        **Llama.names, "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj", "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    }  # fmt: skip
+
+    def name(self, stored: str) -> str | None:
+        if re.fullmatch(r"blk\.\d+\.attn_[kv]_b\.weight", stored):
+            return None
+        if bias := re.fullmatch(r"blk\.(\d+)\.exp_probs_b\.bias", stored):
+            return f"model.layers.{bias[1]}.mlp.gate.e_score_correction_bias"
+        return super().name(stored)
+
+    def joined(self) -> Mapping[str, tuple[str, str]]:
+        layers = [key[1] for name in self.tensors if (key := re.fullmatch(r"blk\.(\d+)\.attn_k_b\.weight", name))]
+        return {
+            f"model.layers.{n}.self_attn.kv_b_proj.weight": (f"blk.{n}.attn_k_b.weight", f"blk.{n}.attn_v_b.weight")
+            for n in layers
+        }
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        rotated = self.count("rope.dimension_count")
+        key = self.count("attention.key_length_mla", self.get("attention.key_length"))
+        sigmoid, groups = self.get("expert_gating_func", 1) == 2, self.get("expert_group_count", 1)
+        found = {
+            "num_key_value_heads": config["num_attention_heads"], "kv_lora_rank": self.count("attention.kv_lora_rank"),
+            "q_lora_rank": self.get("attention.q_lora_rank"), "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": key - rotated, "attention_bias": False, "num_nextn_predict_layers": 0,
+            "v_head_dim": self.count("attention.value_length_mla", self.get("attention.value_length")),
+            "first_k_dense_replace": self.get("leading_dense_block_count", 0), "moe_layer_freq": 1,
+            "moe_intermediate_size": self.count("expert_feed_forward_length"),
+            "n_shared_experts": self.get("expert_shared_count", 0),
+            "routed_scaling_factor": self.number("expert_weights_scale", 1.0),
+            "norm_topk_prob": bool(self.get("expert_weights_norm", False)), "n_group": groups,
+            "topk_group": self.get("expert_group_used_count", 1),
+        }  # fmt: skip
+        if sigmoid:
+            return found | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        method = "greedy" if groups == 1 else "group_limited_greedy"
+        return found | {
+            "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "topk_method": method,
+            "scoring_func": "softmax",
+        }  # fmt: skip
+
+    def rope(self) -> dict[str, Any]:
+        found = super().rope()
+        if "rope_scaling" in found and (scale := self.get("rope.scaling.yarn_log_multiplier")) is not None:
+            # The file has a tenth of it. In all published models both numbers are the same.
+            both = float(f"{10 * scale:.6g}")
+            found["rope_scaling"] |= {"mscale": both, "mscale_all_dim": both}
+        return found
+
+    def _head_dim(self, heads: int) -> int:
+        return self.count("rope.dimension_count")
+
+
 #: The supported families, by ``general.architecture``.
-FAMILIES: Mapping[str, type[Llama]] = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3, "gemma3": Gemma3}
+FAMILIES: Mapping[str, type[Llama]] = {
+    "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3, "qwen3moe": Qwen3Moe, "gemma3": Gemma3,
+    "deepseek2": Deepseek2,
+}  # fmt: skip
+
+
+def family_of_file(header: GgufHeader) -> type[Llama] | None:
+    """The family of a file; None if it is not supported."""
+    name = str(header.metadata.get("general.architecture"))
+    return Mixtral if name == "llama" and header.metadata.get("llama.expert_count", 0) else FAMILIES.get(name)

@@ -39,7 +39,8 @@ def family_of(architecture: str) -> str:
     Raises:
         ArchitectureError: there is none.
     """
-    found = {family.architecture: name for name, family in FAMILIES.items()}
+    # Stacks of experts are read, not written.
+    found = {family.architecture: name for name, family in FAMILIES.items() if not family.experts}
     if architecture not in found:
         raise ArchitectureError(
             f"a {architecture} cannot be written as GGUF; what can is {', '.join(sorted(found))}. Give the name of a "

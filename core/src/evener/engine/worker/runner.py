@@ -57,6 +57,8 @@ class Runner:
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
         self.adapters, self.stages, self.media = adapters, stages, media
+        #: Runs a step's rows in parts, as ``Placement.divided``; None: all at once.
+        self.divided: Callable[..., torch.Tensor] | None = None
         #: What follows a step once it has sampled: gets the plan, the step, and what ``forward`` returned.
         self.after: Callable[..., PendingStep | Draw] | None = None
         #: What takes the place of sampling, for a model that generates nothing: gets the plan and what ``forward``
@@ -91,7 +93,7 @@ class Runner:
             step.stream = self.stages.layer_input(self.stages.receive_stream(buffer))
         if plan.media is not None and self.media is not None:
             step.embedding_overrides = self.media.take(plan.media)
-        return self.model.forward(step), step, parts
+        return self.divided(self, plan, step) if self.divided else self.model.forward(step), step, parts
 
     def step(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
         """Make the model's step from the arrays of a layout. It only runs device work, so it can be captured."""
@@ -128,12 +130,10 @@ class Runner:
                     group.provider.copy_blocks(slot.views, source, target)
 
     def _metas(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        size = self.geometry.block_size
-        positions = parts["positions"]
+        size, positions = self.geometry.block_size, parts["positions"]
         column = torch.div(positions, size, rounding_mode="floor")
         offset = positions - column * size
-        columns = -(-shape.max_kv // size)
-        metas: list[Any] = []
+        columns, metas = -(-shape.max_kv // size), list[Any]()
         for table, group in zip(self.tables.blocks, self.geometry.groups, strict=True):
             if not group.slots:
                 metas.append(None)

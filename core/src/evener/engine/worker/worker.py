@@ -71,6 +71,7 @@ class Worker:
         stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, hidden, dtype, tables)
         media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media)
+        self.runner.divided = a.placement.divided if a.placement else None
         if a.pooling is not None:
             pooling_part("pooler")(a.pooling, resolved.max_reqs, self.runner)
         drafter = installed_catalog().lazy_imports("worker drafter").get(resolved.config.infer.proposes)
