@@ -152,6 +152,14 @@ def test_an_answer_can_be_sent_back_as_it_came(make_api: Any) -> None:
     )
 
 
+def test_a_call_that_was_put_together_from_a_stream_can_be_sent_back(says: Any) -> None:
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed": {}}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": "b"}]  # fmt: skip
+    response = says("Hi.").chat(messages=messages)
+    assert response.status_code == 200, response.text
+
+
 def test_a_model_without_a_template_says_so(make_api: Any, error: Any, tmp_path: Any) -> None:
     from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
 from evener.contracts.pooling import PoolingSettings
 from evener_conformance.fake_engine import FakeEngine
+from evener_server.vector_bytes import NumberType, item_size, vector_bytes
 
 Make = Callable[..., Any]
 HELLO, HI = list(b"hello"), list(b"hi")
@@ -91,6 +94,72 @@ def test_base64_has_the_numbers_as_float32(api: Any) -> None:
     assert struct.unpack("<4f", base64.b64decode(str(text))) == (2, 7, 8, 1)
 
 
+@pytest.mark.parametrize("order", ["little", "big", "native"])
+@pytest.mark.parametrize(("kind", "item"), [("float32", "f4"), ("float16", "f2"), ("bfloat16", "u2")])
+def test_base64_and_bytes_have_the_numbers_in_the_type_and_order_of_the_request(
+    api: Any, kind: str, item: str, order: str
+) -> None:
+    asked = {"embed_dtype": kind, "endianness": order}
+    texts = vectors(embed(api, [[7, 8], [5, 6, 9]], encoding_format="base64", **asked))
+    stored = np.dtype(item).newbyteorder({"little": "<", "big": ">", "native": "="}[order])
+    numbers = np.frombuffer(b"".join(base64.b64decode(str(text)) for text in texts), stored)
+    # A bfloat16 is the upper half of a float32.
+    values = (numbers.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else numbers
+    assert values.tolist() == [2, 7, 8, 1, 3, 5, 9, 1]
+    answer = embed(api, [[7, 8], [5, 6, 9]], encoding_format="bytes_only", **asked)
+    assert answer.content == numbers.tobytes() and answer.headers["content-type"] == "application/octet-stream"
+    assert "metadata" not in answer.headers
+
+
+def test_an_answer_in_bytes_says_in_a_header_where_each_vector_is(api: Any) -> None:
+    answer = embed(api, [[7, 8], [5]], encoding_format="bytes", embed_dtype="float16")
+    head = json.loads(answer.headers["metadata"])
+    assert head["usage"] == {"prompt_tokens": 3, "total_tokens": 3} and head["model"] == "fake"
+    assert head["data"] == [
+        {"index": 0, "embed_dtype": "float16", "endianness": "little", "start": 0, "end": 8, "shape": [4]},
+        {"index": 1, "embed_dtype": "float16", "endianness": "little", "start": 8, "end": 16, "shape": [4]},
+    ]
+    assert struct.unpack("<4e", answer.content[8:16]) == (1, 5, 5, 1)
+
+
+def test_a_header_lists_no_more_vectors_than_clients_read_of_it(api: Any, error: Callable[..., Any]) -> None:
+    most = embed(api, [[1]] * 512, encoding_format="bytes")
+    assert most.status_code == 200 and len(most.headers["metadata"]) < 65_536
+    found = error(embed(api, [[1]] * 513, encoding_format="bytes"))
+    assert found["param"] == "encoding_format" and "send bytes_only" in found["message"]
+    assert len(embed(api, [[1]] * 513, encoding_format="bytes_only").content) == 513 * 4 * 4
+
+
+def test_the_type_of_numbers_that_are_written_as_text_is_named_as_unused(api: Any) -> None:
+    answer = embed(api, [7], embed_dtype="float16", endianness="big")
+    assert answer.headers["x-ignored-fields"] == "embed_dtype, endianness"
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8_e4m3", "fp8_e5m2", "float16"])
+def test_numbers_are_rounded_as_torch_rounds_them(kind: NumberType) -> None:
+    torch = pytest.importorskip("torch")
+    types = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+             "float16": torch.float16}  # fmt: skip
+    # Each power of two that one of them has, and steps around it: halves between two numbers are among them.
+    powers = np.ldexp(1.0, np.arange(-30, 20))[:, None]
+    steps = np.concatenate([np.arange(0, 2, 1 / 64), np.arange(0, 2, 1 / 64) + 2**-20])
+    values = np.append(powers * steps, [0.0, 448, 464, 57344, 61440, 61441, np.inf, np.nan]).astype(np.float32)
+    if kind == "fp8_e4m3":  # beyond it, versions of torch differ
+        values = values[~(values > 464)]
+    values = np.concatenate([values, -values])
+    expected = torch.from_numpy(values).to(types[kind])
+    found = np.frombuffer(vector_bytes(values, kind, "native"), np.uint8).copy()
+    read = torch.from_numpy(found).view(types[kind])
+    assert torch.equal(read.float().nan_to_num(-12345.0), expected.float().nan_to_num(-12345.0))
+    assert item_size(kind) == expected.element_size()
+
+
+def test_numbers_beyond_a_type_without_infinity_are_its_largest() -> None:
+    values = np.array([465, -1e9, np.inf], np.float32)
+    assert vector_bytes(values, "fp8_e4m3", "big") == b"\x7e\xfe\x7e"
+    assert vector_bytes(values, "fp8_e5m2", "big")[2:] == b"\x7c"
+
+
 def test_vectors_are_cut_and_then_normalized(make_api: Make) -> None:
     api = make_api(embeds(normalize=True))
     (whole,), (cut,) = vectors(embed(api, [3, 4])), vectors(embed(api, [3, 4], dimensions=2))
@@ -122,7 +191,9 @@ def test_long_texts_are_refused_or_cut_as_asked(api: Any, error: Callable[..., A
         ({"dimensions": 0}, "dimensions", "invalid_value"),
         ({"dimensions": 5}, "dimensions", None),
         ({"encoding_format": "int8"}, "encoding_format", "invalid_value"),
-        ({"embed_dtype": "float16"}, "embed_dtype", "unsupported_parameter"),
+        ({"embed_dtype": "int8"}, "embed_dtype", "invalid_value"),
+        ({"endianness": "middle"}, "endianness", "invalid_value"),
+        ({"padding": "max_length"}, "padding", "unsupported_parameter"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
     ],
 )

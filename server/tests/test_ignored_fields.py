@@ -9,6 +9,7 @@ import pytest
 
 from evener_conformance.fake_engine import FakeEngine
 from evener_server.generation import Generation
+from evener_server.protocol import ChatBody, parse_body
 from evener_server.streaming import ChunkEnd
 from evener_server.unknown_fields import IGNORED, distance, header
 
@@ -36,6 +37,13 @@ def test_unknown_fields_in_messages_and_parts_are_left_out(api: Any) -> None:
     response = api.chat(messages=[{"role": "user", "content": [part, part][:1], "mood": "good", "annotations": [1]}])
     assert ignored(response) == ["messages[].mood", "messages[].annotations", "messages[].content[].cache_control"]
     assert response.json()["usage"]["prompt_tokens"] == plain
+
+
+@pytest.mark.parametrize(("detail", "named"), [("high", True), ("low", True), ("original", True), ("auto", False)])
+def test_the_detail_of_an_image_changes_nothing_and_is_named(detail: str, named: bool) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:,", "detail": detail}}
+    _, ignored = parse_body(ChatBody, {"messages": [{"role": "user", "content": [part]}]})
+    assert ignored == ["messages[].content[].image_url.detail"] * named
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def test_a_whole_answer_has_the_fields_of_ksanallm(api: Any) -> None:
 
 def test_a_stream_is_the_default_and_each_piece_has_all_so_far(api: Any) -> None:
     response = api.post("/generate", {"prompt": "hello", "sampling_config": {"max_new_tokens": 4}})
-    assert response.headers["content-type"] == "application/json"
+    # The whole is no JSON: a program that goes by the type must not read it as such.
+    assert response.headers["content-type"] == "application/octet-stream"
     *pieces, end = response.content.split(b"\0")
     answers = [json.loads(piece) for piece in pieces]
     assert end == b"" and answers
@@ -135,6 +136,29 @@ def test_sampling_has_ksanallms_names_and_defaults(api: Any) -> None:
     found = sent(stop_token_ids=[9, 11], no_repeat_ngram_size=0, max_new_tokens=-1)
     assert {9, 11, 258} <= set(found.stop_token_ids) and len(found.prompt) + found.max_tokens == 128
     assert 258 not in sent(ignore_eos=True).stop_token_ids
+
+
+def test_the_operators_default_bounds_requests_that_name_no_number_of_new_tokens(make_api: Make) -> None:
+    config = {"request.max_new_tokens": {"value": 5, "source": "set", "reason": ""}}
+    api = make_api(FakeEngine(info_overrides={"config": config}), max_tokens=5)
+
+    def new_tokens(**sampling: Any) -> int:
+        body = {"input_tokens": [7, 8], "sampling_config": sampling, "stream": False}
+        assert api.post("/generate", body).status_code == 200
+        return last(api).max_tokens
+
+    assert new_tokens() == 5
+    assert (new_tokens(max_new_tokens=3), new_tokens(max_new_tokens=-1)) == (3, 126)
+
+
+def test_the_description_names_the_types_and_the_form_of_answers(api: Any) -> None:
+    paths = api.get("/openapi.json").json()["paths"]
+    generate, forward = (paths[path]["post"]["responses"]["200"]["content"] for path in ("/generate", "/forward"))
+    assert generate.keys() == {"application/json", "application/x-msgpack", "application/octet-stream"}
+    assert forward.keys() == {"application/json", "application/x-msgpack"}
+    answer = api.post("/generate", {"prompt": "a", "stream": False, "sampling_config": {"max_new_tokens": 1}}).json()
+    assert answer.keys() == set(generate["application/json"]["schema"]["required"])
+    assert set(forward["application/json"]["schema"]["required"]) == {"responses", "message", "code"}
 
 
 def test_several_texts_and_stop_strings(api: Any) -> None:

@@ -209,10 +209,69 @@ def test_what_runs_on_openais_servers_is_left_out_and_named(says: Callable[..., 
     )  # fmt: skip
     assert response.status_code == 200, response.text
     named = response.headers["x-ignored-fields"].split(", ")
-    assert {"tools[0]", "tools[2]", "service_tier", "prompt_cache_key"} <= set(named)
+    assert set(named) == {
+        "tools[0]", "tools[2]", "service_tier", "prompt_cache_key", "include[0]", "reasoning.summary",
+    }  # fmt: skip
     assert [tool["type"] for tool in response.json()["tools"]] == ["function"]
     only = respond(says("Hi."), tools=[{"type": "web_search"}], tool_choice="required")
     assert only.status_code == 200, "nothing is left to choose from"
+
+
+def test_the_verbosity_and_the_detail_of_images_change_nothing_and_are_named(says: Callable[..., Any]) -> None:
+    response = respond(says("Hi."), text={"verbosity": "low"}, include=["message.output_text.logprobs"])
+    assert response.headers["x-ignored-fields"] == "text.verbosity"
+    assert "x-ignored-fields" not in respond(says("Hi."), text={"format": {"type": "text"}}).headers
+
+
+def test_a_subset_of_the_tools_is_allowed(says: Callable[..., Any], error: Callable[..., Any]) -> None:
+    other = {**WEATHER, "name": "get_time"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
+    api = says(CALL)
+    body = answer(api, tools=[WEATHER, other], tool_choice=choice)
+    assert [item["name"] for item in body["output"]] == ["get_weather"] and body["tool_choice"] == choice
+    grammar = api.engine.sent[-1].sampling.grammar
+    assert grammar is not None and "get_weather" in str(grammar) and "get_time" not in str(grammar)
+    for wrong in {"tools": [{"type": "web_search"}]}, {"tools": "x"}, {"mode": "never"}, {"tools": []}:
+        found = error(respond(api, tools=[WEATHER, other], tool_choice={**choice, **wrong}))
+        assert found["param"] == "tool_choice", wrong
+
+
+@pytest.mark.parametrize("limit", [{"max_output_tokens": 100}, {}])
+def test_the_oldest_turns_of_a_conversation_that_is_too_long_are_left_out(
+    says: Callable[..., Any], error: Callable[..., Any], limit: dict[str, int]
+) -> None:
+    api = says("Hi.")  # its context has 4,096 tokens, and each letter is one
+    turns = [
+        item for number in range(12)
+        for item in (
+            {"role": "user", "content": f"question {number} " + "x" * 400},
+            {"type": "function_call", "call_id": f"c{number}", "name": "get_weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": f"c{number}", "output": f"result {number}"},
+        )
+    ]  # fmt: skip
+    asked = {"input": turns, "instructions": "Be brief.", "tools": [WEATHER], **limit}
+    assert "context" in error(respond(api, **asked))["message"]
+    body = answer(api, truncation="auto", **asked)
+    assert body["truncation"] == "auto" and body["status"] == "completed"
+    read = prompt(api)
+    kept = [number for number in range(12) if f"question {number} " in read]
+    assert kept == list(range(kept[0], 12)) and kept[0] > 0
+    # Whole turns, with what goes with every turn; one more would not fit.
+    assert [number for number in range(12) if f"result {number}<" in read] == kept and "Be brief." in read
+    room = 4096 - limit.get("max_output_tokens", 1024)
+    assert room - 500 < len(api.engine.sent[-1].prompt) <= room
+
+
+def test_a_conversation_that_fits_loses_nothing_and_one_long_turn_is_refused(
+    says: Callable[..., Any], error: Callable[..., Any]
+) -> None:
+    api = says("Hi.")
+    said = (("user", "first"), ("assistant", "b"), ("user", "c"))
+    two = [{"role": role, "content": text} for role, text in said]
+    answer(api, input=two, truncation="auto")
+    assert "first" in prompt(api)
+    long = [*two, {"role": "user", "content": "x" * 5000}]
+    assert "context" in error(respond(api, input=long, truncation="auto"))["message"]
 
 
 def test_a_response_in_the_background_is_read_later(says: Callable[..., Any], eventually: Any) -> None:
@@ -318,6 +377,7 @@ def test_the_effort_none_switches_reasoning_off(says: Callable[..., Any], tmp_pa
         ({"background": True, "store": False}, "background", "`store` is true"),
         ({"background": True, "stream": True}, "stream", "stream=false"),
         ({"conversation": "c"}, "conversation", "previous_response_id"),
+        ({"truncation": "left"}, "truncation", "auto"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
         ({"temprature": 1}, "temprature", "temperature"),

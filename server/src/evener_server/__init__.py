@@ -49,9 +49,11 @@ module                  content
 ``translated``          what APIs share that are translated into chat completions
 ``responses``           OpenAI's Responses API
 ``anthropic``           Anthropic's Messages API
+``embeddings``          vectors of texts; ``vector_bytes``: as bytes
 ``ksanallm``            KsanaLLM's /generate and /forward; ``msgpack_body``: requests in msgpack
 ``tools``               the tools of a chat
 ``parsers``             which parsers read tool calls and reasoning
+``turns``               the newest turns of a conversation that is too long
 ``message_parts``       content, reasoning and tool calls of a generated message
 ``tokens``              tokenize and detokenize
 ``echo``                completions that begin with their prompt

@@ -29,8 +29,10 @@ from evener_server.embeddings import EmbeddingBody, EmbeddingChat, EmbeddingJob,
 from evener_server.errors import ERROR_SCHEMA, ApiError, handle_error, handle_unknown_url, log_fields
 from evener_server.ksanallm.body import ForwardBody, GenerateBody
 from evener_server.ksanallm.encoding import ERROR_SCHEMA as KSANALLM_ERROR_SCHEMA
-from evener_server.ksanallm.encoding import Encoding
+from evener_server.ksanallm.encoding import Encoding, described
+from evener_server.ksanallm.forward import ANSWER_SCHEMA as FORWARD_SCHEMA
 from evener_server.ksanallm.forward import ForwardJob
+from evener_server.ksanallm.generate import ANSWER_SCHEMA as GENERATE_SCHEMA
 from evener_server.ksanallm.generate import GenerateJob
 from evener_server.metrics import CONTENT_TYPE
 from evener_server.middleware import HEADER, IGNORED_HEADER, HostCheck, RequestLog, RootPath
@@ -219,7 +221,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_pooled(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/embeddings", openapi_extra=_schema(EmbeddingBody, EmbeddingChat), responses=_errors())
+    answers = _errors(also="application/octet-stream")
+
+    @app.post("/v1/embeddings", openapi_extra=_schema(EmbeddingBody, EmbeddingChat), responses=answers)
     async def embeddings(request: Request) -> Response:
         value = await read_object(request, service.limits)
         body: EmbeddingBody | EmbeddingChat = _accept(request, service, embedding_body(value), value)
@@ -358,15 +362,15 @@ def _add_ksanallm(app: FastAPI, service: Service) -> None:
         return _accept(request, service, kind, value)
 
     errors = _errors(schema="KsanaLLMError")
+    texts = {200: described(GENERATE_SCHEMA, streams=True), **errors}
+    numbers = {200: described(FORWARD_SCHEMA, streams=False), **errors}
 
-    streamed = _errors(schema="KsanaLLMError", also=_STREAM)
-
-    @app.post("/generate", openapi_extra=_schema(GenerateBody), responses=streamed)
+    @app.post("/generate", openapi_extra=_schema(GenerateBody), responses=texts)
     async def generate(request: Request) -> Response:
         encoding = Encoding.of(request)
         return GenerationResponse(GenerateJob(service, await read(request, encoding, GenerateBody), encoding))
 
-    @app.post("/forward", openapi_extra=_schema(ForwardBody), responses=errors)
+    @app.post("/forward", openapi_extra=_schema(ForwardBody), responses=numbers)
     async def forward(request: Request) -> Response:
         encoding = Encoding.of(request)
         return GenerationResponse(ForwardJob(service, await read(request, encoding, ForwardBody), encoding))

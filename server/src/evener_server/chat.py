@@ -27,6 +27,7 @@ from evener_server.protocol import ChatBody
 from evener_server.service import Service
 from evener_server.streaming import DONE, ChunkEnd, Job, event, to_json
 from evener_server.transfers import asked_transfer, transfer_answer, unused_fields
+from evener_server.turns import newest_turns
 
 #: So many characters at a prompt's end are enough to see whether a template opened the reasoning there.
 PROMPT_END = 256
@@ -86,6 +87,14 @@ class ChatJob(Job):
                 if error.param == "template_kwargs":
                     error.param = "chat_template_kwargs"
                 raise
+
+    async def drop_turns(self) -> None:
+        """Leave out the oldest turns if the conversation does not fit the context.
+
+        Raises:
+            RequestError: as ``newest_turns``.
+        """
+        self._body = await newest_turns(self._service.prompts, self._body)
 
     async def submit(self, room: Reservation) -> Submit:
         """What sends the conversation to the engine.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -20,25 +21,38 @@ from evener_server.pooled import PooledJob
 from evener_server.protocol import ChatBody, PromptBody
 from evener_server.service import Service
 from evener_server.streaming import to_json
+from evener_server.vector_bytes import ByteOrder, NumberType, item_size, vector_bytes
 
 #: Texts of one request, as in OpenAI's API.
 MOST_INPUTS = 2048
+#: Texts whose vectors a header can list: Python's clients read 64 KiB of one.
+MOST_LISTED = 512
+_BYTES = ("bytes", "bytes_only")
 
 
 class VectorFields(PromptBody):
     """What both bodies of /v1/embeddings say of the vectors."""
 
-    #: base64: of the numbers as float32, little-endian.
-    encoding_format: Literal["float", "base64"] | None = None
+    #: base64: of the numbers as ``embed_dtype`` and ``endianness`` say. bytes: the answer is the bytes of all vectors,
+    #: and a header says where each is; bytes_only: without that header.
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
     #: Numbers of each vector; default: as many as the model has.
     dimensions: Annotated[int | None, Field(ge=1)] = None
     #: Divide each vector by its length. Default: as the model's folder says.
     normalize: bool | None = None
     #: vLLM's name of the same.
     use_activation: bool | None = None
+    #: Of numbers as bytes; default: float32.
+    embed_dtype: NumberType | None = None
+    #: Of the same; default: little.
+    endianness: ByteOrder | None = None
     # Of vLLM's API: what would change the answer.
-    embed_dtype: Annotated[Any, allowed_values("float32")] = None
-    endianness: Annotated[Any, allowed_values("native", "little")] = None
+    padding: Annotated[Any, allowed_values(False, "do_not_pad")] = None
+
+    def without_effect(self) -> list[str]:
+        as_bytes = self.encoding_format not in (None, "float")
+        unused = [name for name in ("embed_dtype", "endianness") if getattr(self, name) is not None and not as_bytes]
+        return super().without_effect() + unused
 
 
 class EmbeddingBody(VectorFields):
@@ -48,6 +62,12 @@ class EmbeddingBody(VectorFields):
     input: Annotated[
         list[Any], BeforeValidator(as_prompts), WithJsonSchema(PROMPT_SCHEMA), Field(max_length=MOST_INPUTS)
     ]
+
+    def check(self) -> None:
+        super().check()
+        if self.encoding_format == "bytes" and len(self.input) > MOST_LISTED:
+            message = f"a header lists at most {MOST_LISTED} vectors, but input has {len(self.input)} texts"
+            raise RequestError(f"{message}; send bytes_only", "encoding_format")
 
 
 class EmbeddingChat(VectorFields, ChatBody):
@@ -90,6 +110,9 @@ class EmbeddingJob(PooledJob):
         normalize = body.use_activation if body.normalize is None else body.normalize
         if normalize is not None:
             vectors.settings = msgspec.structs.replace(vectors.settings, normalize=normalize)
+        self._number, self._order = body.embed_dtype or "float32", body.endianness or "little"
+        if body.encoding_format in _BYTES:
+            self.media_type = "application/octet-stream"
 
     async def prompt(self, place: int) -> str | list[int]:
         body, prompts = self._body, self._service.prompts
@@ -108,17 +131,31 @@ class EmbeddingJob(PooledJob):
 
     async def full_response(self, generation: Generation) -> bytes:
         rows = await self.rows(generation)
-
-        def write() -> bytes:
-            data = [{"object": "embedding", "index": i, "embedding": self._vector(row)} for i, row in enumerate(rows)]
-            return to_json({**self._head, "data": data, "usage": self.usage(generation)})
-
         # Thousands of vectors take a while to write.
-        return await asyncio.to_thread(write)
+        return await asyncio.to_thread(self._write, rows, self.usage(generation))
 
-    def _vector(self, row: bytes) -> str | list[float]:
-        vector = self._vectors.of_row(row)
-        if self._body.encoding_format == "base64":
-            return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-        numbers: list[float] = vector.tolist()
-        return numbers
+    def _write(self, rows: list[bytes], usage: Mapping[str, int]) -> bytes:
+        vectors, form = [self._vectors.of_row(row) for row in rows], self._body.encoding_format
+        if form in (None, "float"):
+            shown: list[Any] = [vector.tolist() for vector in vectors]
+        else:
+            shown = [vector_bytes(vector, self._number, self._order) for vector in vectors]
+        if form == "bytes":
+            self.headers = {"metadata": self._places([len(vector) for vector in vectors], usage)}
+        if form in _BYTES:
+            return b"".join(shown)
+        if form == "base64":
+            shown = [base64.b64encode(each).decode("ascii") for each in shown]
+        data = [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(shown)]
+        return to_json({**self._head, "data": data, "usage": usage})
+
+    def _places(self, sizes: list[int], usage: Mapping[str, int]) -> str:
+        """The header of an answer in bytes, as vLLM's: which of them are each vector's. ASCII."""
+        data, start = [], 0
+        for index, size in enumerate(sizes):
+            end = start + size * item_size(self._number)
+            data.append({"index": index, "embed_dtype": self._number, "endianness": self._order, "start": start,
+                         "end": end, "shape": [size]})  # fmt: skip
+            start = end
+        head = {name: self._head[name] for name in ("id", "created", "model")}
+        return json.dumps({**head, "data": data, "usage": usage}, separators=(",", ":"))

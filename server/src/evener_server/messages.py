@@ -84,10 +84,11 @@ class TextPart(Body):
 
 
 class ImageUrl(Body):
-    """An image: a data: URL that contains the image. ``detail`` cannot be chosen; the model sets it."""
+    """An image: a data: URL that contains the image. ``detail`` changes nothing: how many tokens an image has is up to
+    the model."""
 
     url: str
-    detail: Annotated[Any, allowed_values("auto")] = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class ImagePart(Body):
@@ -120,12 +121,16 @@ Reasoning: TypeAlias = Annotated[
 class ToolFunction(Body):
     """The function that an earlier answer called; ``arguments`` is JSON text."""
 
+    model_config = ConfigDict(extra="ignore")
+
     name: str
     arguments: str
 
 
 class ToolCall(Body):
-    """A call in an earlier answer."""
+    """A call in an earlier answer. Clients that have put it together from a stream send its ``index`` too."""
+
+    model_config = ConfigDict(extra="ignore")
 
     id: str | None = None
     type: Literal["function"] = "function"

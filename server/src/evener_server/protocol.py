@@ -386,6 +386,11 @@ class ChatBody(TokenOutputs):
     def embedded(self) -> bool:
         return any(message.embedded for message in self.messages)
 
+    def without_effect(self) -> list[str]:
+        images = [part.image_url for m in self.messages for part in m.content or () if isinstance(part, ImagePart)]
+        chosen = any(image.detail not in (None, "auto") for image in images)
+        return super().without_effect() + ["messages[].content[].image_url.detail"] * chosen
+
     @property
     def prompt_ids(self) -> list[int] | None:
         """The ids of the prompt's tokens, if they were sent."""

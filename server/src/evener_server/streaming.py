@@ -71,11 +71,12 @@ class Job(ABC):
     Attributes:
         stream: whether the response is sent as server-sent events.
         without_effect: fields of the request that change nothing, besides those that its body names.
-        media_type: of a response that is not streamed; stream_headers: of a stream.
+        media_type, headers: of a response that is not streamed; stream_headers: of a stream.
     """
 
     stream: bool
     media_type: str = "application/json"
+    headers: Mapping[str, str] = {}
     stream_headers: Sequence[tuple[bytes, bytes]] = _SSE_HEADERS
     without_effect: Sequence[str] = ()
 
@@ -147,7 +148,8 @@ class GenerationResponse(Response):
                     await self._send_events(generation, send, fields)
                 else:
                     body = await self._job.full_response(generation)
-                    await Response(body, media_type=self._job.media_type)({"type": "http"}, _no_receive, send)
+                    answer = Response(body, headers=self._job.headers, media_type=self._job.media_type)
+                    await answer({"type": "http"}, _no_receive, send)
             finally:
                 fields["prompt_tokens"] = generation.prompt_tokens
                 fields["completion_tokens"] = generation.completion_tokens

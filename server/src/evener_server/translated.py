@@ -49,12 +49,13 @@ class Names:
         """Let the error speak of the fields that the client sent."""
         if error.param is None:
             return
-        theirs = self._path(error.param)
+        theirs = self.path(error.param)
         if theirs != error.param:
             error.args = (str(error).replace(error.param, theirs), *error.args[1:])
             error.param = theirs
 
-    def _path(self, param: str) -> str:
+    def path(self, param: str) -> str:
+        """The client's path of what has the path ``param`` in the chat completion."""
         if (found := _MESSAGE.match(param)) is not None and int(found[1]) < len(self.messages):
             # What a message was made of has other names: its place is what both have.
             return self.messages[int(found[1])]
@@ -91,7 +92,19 @@ class TranslatedJob(Job):
 
     def __init__(self, service: Service, body: ChatBody, names: Names) -> None:
         self.chat, self.stream, self._names = ChatJob(service, body), bool(body.stream), names
-        self.without_effect = self.chat.without_effect
+        self.without_effect = [*self.chat.without_effect, *map(names.path, body.without_effect())]
+
+    async def _drop_turns(self) -> None:
+        """Leave out the oldest turns of a conversation that does not fit the context.
+
+        Raises:
+            RequestError: as ``newest_turns``.
+        """
+        try:
+            await self.chat.drop_turns()
+        except RequestError as error:
+            self._names.translate(error)
+            raise
 
     async def start(self) -> Generation:
         try:

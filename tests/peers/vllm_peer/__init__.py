@@ -10,5 +10,6 @@ module        content
 ``server``    its ``RemoteOpenAIServer``, which starts ``evener serve``
 ``flags``     vLLM's command-line flags as keys of evener
 ``adapters``  an adapter of the served model, for tests that download one
+``vectors``   reads and compares vectors that a server sends
 ============  ==============================================================================
 """

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .package import Package
 from .server import Launcher
+from .vectors import stand_ins
 
 
 def tests_utils(launcher: Launcher, root: Path, package: Package) -> ModuleType:
@@ -39,6 +40,7 @@ def real_things(launcher: Launcher) -> dict[str, Any]:
         "vllm.tokenizers.get_tokenizer": lambda tokenizer_name, **_: AutoTokenizer.from_pretrained(tokenizer_name),
         "vllm.transformers_utils.repo_utils.hf_api": _NoHub,
         "vllm.version._prev_minor_version": lambda: "previous",
+        **stand_ins(),
     }
 
 

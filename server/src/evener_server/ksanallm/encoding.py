@@ -16,6 +16,9 @@ from evener_server.errors import ApiError
 from evener_server.msgpack_body import MEDIA_TYPE, is_msgpack
 from evener_server.streaming import to_json
 
+#: Of a stream in JSON: its pieces are JSON, but the whole is not, and each ends with a zero byte. KsanaLLM's server
+#: names no type, its router this one.
+STREAM_MEDIA_TYPE = "application/octet-stream"
 #: The body of every error, for the API's description.
 ERROR_SCHEMA: Mapping[str, Any] = {
     "type": "object", "required": ["message", "code", "error"],
@@ -43,6 +46,11 @@ class Encoding:
         """Of an answer."""
         return MEDIA_TYPE if self.packed else "application/json"
 
+    @property
+    def stream_media_type(self) -> str:
+        """Of a stream."""
+        return MEDIA_TYPE if self.packed else STREAM_MEDIA_TYPE
+
     def write(self, value: Any) -> bytes:
         """An answer."""
         return msgspec.msgpack.encode(value) if self.packed else to_json(value)
@@ -61,6 +69,23 @@ class Encoding:
         write: Callable[[Any], bytes] = self.write if self.packed else _ascii
         request.state.error_media_type = self.media_type
         request.state.error_format = lambda error: write(error_object(error))
+
+
+def described(schema: Mapping[str, Any], streams: bool) -> dict[str, Any]:
+    """What an endpoint answers, for the API's description.
+
+    Args:
+        schema: of a whole answer in JSON; ``streams``: the answer may be a stream.
+    """
+    content: dict[str, Any] = {"application/json": {"schema": schema}, MEDIA_TYPE: {"schema": {}}}
+    if not streams:
+        return {"description": "In the type of the request.", "content": content}
+    content[STREAM_MEDIA_TYPE] = {"schema": {"type": "string", "format": "binary"}}
+    text = (
+        "Whole in the type of the request. A stream to a request in JSON has JSON objects, each with all so far and a "
+        "zero byte after it; to one in msgpack, such objects one after another."
+    )
+    return {"description": text, "content": content}
 
 
 def error_object(error: ApiError) -> Mapping[str, Any]:

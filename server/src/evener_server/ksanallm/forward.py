@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,30 @@ from evener_server.streaming import Job
 
 #: KsanaLLM's names of what the engine gives.
 _KINDS: dict[str, Any] = {"transformer": "hidden", "layernorm": "normed", "logits": "logits"}
+_TENSOR: Mapping[str, Any] = {
+    "type": "object", "required": ["data", "shape", "dtype"],
+    "properties": {
+        "data": {"type": "string"}, "shape": {"type": "array", "items": {"type": "integer"}},
+        "dtype": {"enum": ["float32"]},
+    },
+}  # fmt: skip
+#: An answer, for the API's description.
+ANSWER_SCHEMA: Mapping[str, Any] = {
+    "type": "object", "required": ["responses", "message", "code"],
+    "properties": {
+        "message": {"type": "string"}, "code": {"type": "integer"},
+        "responses": {"type": "array", "items": {
+            "type": "object", "required": ["input_token_ids", "response"],
+            "properties": {
+                "input_token_ids": {"type": "array", "items": {"type": "integer"}},
+                "response": {"type": "array", "items": {
+                    "type": "object", "required": ["target_name", "tensor"],
+                    "properties": {"target_name": {"type": "string"}, "tensor": _TENSOR},
+                }},
+            },
+        }},
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

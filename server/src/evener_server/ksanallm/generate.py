@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,28 @@ from evener_server.ksanallm.body import GenerateBody, SamplingConfig
 from evener_server.ksanallm.encoding import Encoding, error_object
 from evener_server.ksanallm.prompt import ids_of, with_rows
 from evener_server.protocol import CompletionBody
+from evener_server.router_info import setting
 from evener_server.service import Service
 
 #: A piece of a stream has all text so far, as KsanaLLM's. So long answers are sent in at most so many pieces for each
 #: time that they double: otherwise the bytes of a stream would grow with the square of its length.
 _PIECES_PER_DOUBLING = 256
+
+_IDS: Mapping[str, Any] = {"type": "array", "items": {"type": "integer"}}
+_PAIR = {
+    "type": "array", "prefixItems": [{"type": "integer"}, {"type": ["number", "null"]}], "minItems": 2, "maxItems": 2,
+}  # fmt: skip
+#: A whole answer, for the API's description: of each sample its text, its ids, and of each of its tokens the likeliest
+#: ids with their log-probabilities.
+ANSWER_SCHEMA: Mapping[str, Any] = {
+    "type": "object", "required": ["texts", "output_token_ids", "logprobs", "input_token_ids"],
+    "properties": {
+        "texts": {"type": "array", "items": {"type": "string"}},
+        "output_token_ids": {"type": "array", "items": _IDS},
+        "logprobs": {"type": "array", "items": {"type": "array", "items": {"type": "array", "items": _PAIR}}},
+        "input_token_ids": _IDS,
+    },
+}  # fmt: skip
 
 
 class GenerateJob(CompletionJob):
@@ -49,13 +66,16 @@ class GenerateJob(CompletionJob):
         self._generate, self._encoding = body, encoding
         self._count = config.logprobs or 0
         self.media_type = encoding.media_type
-        self.stream_headers = [(b"content-type", encoding.media_type.encode()), (b"cache-control", b"no-cache")]
+        self.stream_headers = [(b"content-type", encoding.stream_media_type.encode()), (b"cache-control", b"no-cache")]
 
     async def _prompt(self, prompt: str | list[int]) -> Prompt:
-        """KsanaLLM's own prompt, and the rest of the context if no number of new tokens was sent."""
+        """KsanaLLM's own prompt, and the rest of the context if neither the request nor the operator says how many new
+        tokens there may be."""
         body, service = self._generate, self._service
         ids = await ids_of(service.prompts, body.prompt, body.input_tokens)
-        if self._body.max_tokens is None:
+        asked = body.sampling_config and body.sampling_config.max_new_tokens
+        default = setting(service.info, "request.max_new_tokens", None) if asked is None else None
+        if self._body.max_tokens is None and default is None:
             self._params = replace(self._params, max_tokens=max(service.max_model_len - len(ids), 1))
         found = await asyncio.to_thread(with_rows, ids, body.input_refit_embedding, service.info.hidden_size)
         if isinstance(found, MediaPrompt) and self._body.beams is not None:

@@ -25,6 +25,8 @@ class ReasoningOptions(Body):
     model_config = ConfigDict(extra="ignore")
 
     effort: Annotated[str | None, Field(max_length=32)] = None
+    summary: Any = None
+    generate_summary: Any = None
 
 
 class TextFormat(Body):
@@ -54,6 +56,8 @@ class TextOptions(Body):
     model_config = ConfigDict(extra="ignore")
 
     format: TextFormat | None = None
+    #: It changes nothing.
+    verbosity: Any = None
 
 
 class ResponsesBody(GenerationBody):
@@ -84,7 +88,8 @@ class ResponsesBody(GenerationBody):
     #: Tokens that the reasoning may have.
     thinking_token_budget: Annotated[int | None, Field(ge=0, lt=2**31)] = None
 
-    truncation: Annotated[Any, allowed_values("disabled")] = None
+    #: auto: the oldest turns of a conversation that does not fit the context are left out.
+    truncation: Literal["auto", "disabled"] | None = None
     conversation: Annotated[Any, allowed_values(hint="; send previous_response_id")] = None
     prompt: Annotated[Any, allowed_values(hint="; send input")] = None
     n: Annotated[Any, allowed_values(1)] = None
@@ -135,7 +140,13 @@ class ResponsesBody(GenerationBody):
 
     def without_effect(self) -> list[str]:
         kept = [tool.get("type") == "function" or _is_namespace(tool) for tool in self.tools or ()]
-        return [f"tools[{i}]" for i, each in enumerate(kept) if not each]
+        inner = [(self.reasoning, "reasoning", "summary"), (self.reasoning, "reasoning", "generate_summary"),
+                 (self.text, "text", "verbosity")]  # fmt: skip
+        return [
+            *super().without_effect(), *(f"tools[{i}]" for i, each in enumerate(kept) if not each),
+            *(f"include[{i}]" for i, each in enumerate(self.include or ()) if each != _LOGPROBS),
+            *(f"{name}.{field}" for part, name, field in inner if getattr(part, field, None) is not None),
+        ]  # fmt: skip
 
     def chat_tool_choice(self) -> Any:
         """``tool_choice`` of a chat completion.
@@ -147,12 +158,23 @@ class ResponsesBody(GenerationBody):
         if not isinstance(choice, dict):
             # Without functions there is nothing to choose from.
             return choice if any(self.functions()) else None
-        if choice.get("type") == "function" and isinstance(choice.get("name"), str):
-            return {"type": "function", "function": {"name": choice["name"]}}
+        allowed = choice.get("tools")
+        if (function := _chosen(choice)) is not None:
+            return function
+        if choice.get("type") == "allowed_tools" and isinstance(allowed, list) and None not in map(_chosen, allowed):
+            inner = {"mode": choice.get("mode"), "tools": list(map(_chosen, allowed))}
+            return {"type": "allowed_tools", "allowed_tools": inner}
         raise RequestError(
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": …}', "tool_choice",
-            "unsupported_parameter",
+            'tool_choice must be "none", "auto", "required", {"type": "function", "name": …} or '
+            '{"type": "allowed_tools", "mode": …, "tools": […]} with functions', "tool_choice", "unsupported_parameter",
         )  # fmt: skip
+
+
+def _chosen(value: Any) -> dict[str, Any] | None:
+    """The function that an object names, as a chat completion names it."""
+    if not isinstance(value, dict) or value.get("type") != "function" or not isinstance(value.get("name"), str):
+        return None
+    return {"type": "function", "function": {"name": value["name"]}}
 
 
 def _is_namespace(tool: dict[str, Any]) -> bool:

@@ -52,6 +52,11 @@ class ResponseJob(TranslatedJob):
         self._id, self._created = self.chat.request_id.replace("chatcmpl-", "resp_"), int(time.time())
         self._model = service.adapter(body.model) or service.model_name
 
+    async def start(self) -> Generation:
+        if self._body.truncation == "auto":
+            await self._drop_turns()
+        return await super().start()
+
     async def full_response(self, generation: Generation) -> bytes:
         async for _ in self._events(generation):
             continue
@@ -153,7 +158,7 @@ class ResponseJob(TranslatedJob):
             "text": {"format": _text_format(body)}, "tool_choice": body.tool_choice or "auto",
             "tools": [{"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
                       for i, tool in enumerate(body.tools or ()) if f"tools[{i}]" not in body.without_effect()],
-            "top_logprobs": body.top_logprobs or 0, "truncation": "disabled",
+            "top_logprobs": body.top_logprobs or 0, "truncation": body.truncation or "disabled",
             "metadata": body.metadata or {},
             # OpenAI's document has no null for these.
             **({} if body.user is None else {"user": body.user}),
