@@ -35,6 +35,10 @@ def message(api: Any, **fields: Any) -> dict[str, Any]:
     return body
 
 
+def _user(block: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [block]}]}
+
+
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     assert response.status_code == 200, response.text
     found = []
@@ -150,6 +154,21 @@ def test_blocks_of_every_kind_reach_the_template(says: Callable[..., Any]) -> No
     assert f"<|im_start|>assistant\nI look.{calls}<|im_end|>" in read and results in read
 
 
+def test_documents_and_results_of_searches_are_read_as_texts(says: Callable[..., Any]) -> None:
+    api = says("Hi.")
+    plain = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "one"}, "title": "A",
+             "context": "of b", "citations": {"enabled": True}, "cache_control": {"type": "ephemeral"}}  # fmt: skip
+    parts = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "two"}]}}
+    texts = [{"type": "text", "text": "three"}]
+    found = {"type": "search_result", "source": "http://c", "title": "C", "content": texts}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [found]}
+    call = {"type": "tool_use", "id": "t", "name": "get_weather", "input": {}}
+    message(api, messages=[{"role": "user", "content": [plain]}, {"role": "assistant", "content": [call]},
+                           {"role": "user", "content": [result, parts]}])  # fmt: skip
+    read = prompt(api)
+    assert all(f"{text}<|im_end|>" in read for text in ("A\nof b\none", "C\nhttp://c\nthree", "two"))
+
+
 def test_why_a_message_ended(says: Callable[..., Any]) -> None:
     api = says("One, two, three.")
     assert message(api, max_tokens=3)["stop_reason"] == "max_tokens"
@@ -221,7 +240,14 @@ def test_a_forced_tool_is_a_grammar(says: Callable[..., Any]) -> None:
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role must be one of"),
         ({"messages": [{"role": "user"}]}, "messages[0].content must be"),
         ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content must be"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        (_user({"type": "container_upload"}), "messages[0].content[0].type"),
+        (_user({"type": []}), "messages[0].content[0].type"),
+        (_user({"type": "document"}), "messages[0].content[0].source.type"),
+        (_user({"type": "document", "source": {"type": "base64", "data": "x"}}), "messages[0].content[0].source.type"),
+        (_user({"type": "document", "source": {"type": "text"}}), "messages[0].content[0].source.data"),
+        (_user({"type": "document", "source": {"type": "text", "data": "x"}, "title": 5}), "content[0].title"),
+        (_user({"type": "search_result", "content": [{"type": "document"}]}), "content[0].content[0].type"),
+        ({"system": [{"type": "document", "source": {"type": "text", "data": "x"}}]}, "system[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "source.type must be"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id must be"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 1}]}]}, "input must be"),

@@ -160,6 +160,15 @@ def test_a_call_that_was_put_together_from_a_stream_can_be_sent_back(says: Any) 
     assert response.status_code == 200, response.text
 
 
+def test_a_refusal_is_read_as_the_text_that_it_is(make_api: Any) -> None:
+    api = make_api()
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    response = api.chat(messages=[{"role": "user", "content": "a"}, refusal, {"role": "user", "content": "b"}])
+    assert response.status_code == 200 and "x-ignored-fields" not in response.headers
+    text = bytes(i for i in _sent(api).prompt if i < 256).decode()
+    assert text == "user\na\nassistant\nNo.\nuser\nb\nassistant\n"
+
+
 def test_a_model_without_a_template_says_so(make_api: Any, error: Any, tmp_path: Any) -> None:
     from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from evener_conformance.fake_engine import FakeEngine
+from evener_server.batch import BatchBody
 from evener_server.generation import Generation
 from evener_server.protocol import ChatBody, parse_body
 from evener_server.streaming import ChunkEnd
@@ -42,8 +43,10 @@ def test_unknown_fields_in_messages_and_parts_are_left_out(api: Any) -> None:
 @pytest.mark.parametrize(("detail", "named"), [("high", True), ("low", True), ("original", True), ("auto", False)])
 def test_the_detail_of_an_image_changes_nothing_and_is_named(detail: str, named: bool) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:,", "detail": detail}}
-    _, ignored = parse_body(ChatBody, {"messages": [{"role": "user", "content": [part]}]})
-    assert ignored == ["messages[].content[].image_url.detail"] * named
+    message = {"role": "user", "content": [part]}
+    for kind, messages in (ChatBody, [message]), (BatchBody, [[USER], [message], [message]]):
+        _, ignored = parse_body(kind, {"messages": messages})
+        assert ignored == ["messages[].content[].image_url.detail"] * named
 
 
 @pytest.mark.parametrize(

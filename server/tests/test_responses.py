@@ -14,9 +14,11 @@ import tokenizers
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from evener.errors import RequestError
 from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 from evener_server.errors import ApiError
+from evener_server.responses.references import References, item_id
 from evener_server.responses.store import ResponseStore
 
 WEATHER = {
@@ -272,6 +274,64 @@ def test_a_conversation_that_fits_loses_nothing_and_one_long_turn_is_refused(
     assert "first" in prompt(api)
     long = [*two, {"role": "user", "content": "x" * 5000}]
     assert "context" in error(respond(api, input=long, truncation="auto"))["message"]
+
+
+def test_items_of_kept_answers_can_be_named_instead_of_sent(says: Callable[..., Any]) -> None:
+    api = says(ALL)
+    first = answer(api, tools=[WEATHER], input="What is the weather?")
+    names = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "sun"}
+               for item in first["output"] if item["type"] == "function_call"]  # fmt: skip
+    user = {"role": "user", "content": "What is the weather?"}
+    assert len(set(map(str, names))) == 4 and len(results) == 2
+    answer(api, tools=[WEATHER], input=[user, *first["output"], *results])
+    sent = prompt(api)
+    answer(api, tools=[WEATHER], input=[user, *names, *results])
+    assert prompt(api) == sent and "Let me see." in sent
+
+
+def test_a_named_item_must_be_kept_and_is_named_once(says: Callable[..., Any], error: Callable[..., Any]) -> None:
+    api = says("Hi.")
+    (kept,), (lost,) = answer(api)["output"], answer(api, store=False)["output"]
+
+    def name(*ids: Any) -> httpx.Response:
+        return respond(api, input=[{"type": "item_reference", "id": each} for each in ids])
+
+    for unknown in (lost["id"], "msg_1", "", None, [], "msg_" + "0" * 36):
+        response = name(unknown)
+        assert response.status_code == 404 and error(response)["param"] == "input[0].id", unknown
+    assert error(name(kept["id"], kept["id"]))["param"] == "input[1].id"
+    assert error(name(kept["id"][:-1] + "9"))["param"] == "input[0].id"
+
+
+def test_named_items_are_read_up_to_the_size_of_a_request() -> None:
+    store = ResponseStore()
+    for digit in "abc":
+        name = digit * 32
+        item = {"id": item_id("msg", name, 0), "text": "x" * 500}
+        store.add(f"resp_{name}", json.dumps({"output": [item]}).encode(), [])
+    references = References(store, 1500)
+    assert [references.take(item_id("msg", digit * 32, 0), "")["text"] for digit in "ab"] == ["x" * 500] * 2
+    with pytest.raises(RequestError, match="too long together"):
+        references.take(item_id("msg", "c" * 32, 0), "input[2]")
+
+
+def test_the_tokens_of_a_request_are_counted_before_it_is_sent(
+    says: Callable[..., Any], error: Callable[..., Any]
+) -> None:
+    api = says("Hi.")
+    asked = {"input": "What is the weather?", "instructions": "Be brief.", "tools": [WEATHER]}
+    found = api.post("/v1/responses/input_tokens", asked).json()
+    assert found == {"object": "response.input_tokens", "input_tokens": answer(api, **asked)["usage"]["input_tokens"]}
+    assert error(api.post("/v1/responses/input_tokens", {"input": [5]}))["param"] == "input[0]"
+    assert error(api.post("/v1/responses/input_tokens", {"input": "x" * 100_000}))["param"] == "input"
+
+
+def test_a_kept_response_is_not_streamed_again(says: Callable[..., Any], error: Callable[..., Any]) -> None:
+    api = says("Hi.")
+    place = f"/v1/responses/{answer(api)['id']}"
+    assert error(api.get(f"{place}?stream=true"))["param"] == "stream"
+    assert api.get(f"{place}?stream=false").status_code == 200
 
 
 def test_a_response_in_the_background_is_read_later(says: Callable[..., Any], eventually: Any) -> None:

@@ -42,7 +42,7 @@ from evener_server.page import add_page
 from evener_server.protocol import ChatBody, CompletionBody, PromptBody, parse_body
 from evener_server.responses.background import BackgroundResponses
 from evener_server.responses.body import ResponsesBody
-from evener_server.responses.job import ResponseJob
+from evener_server.responses.job import InputCounter, ResponseJob
 from evener_server.responses.store import ResponseStore
 from evener_server.router_info import add_router_info
 from evener_server.scores import RerankBody, RerankJob, ScoreBody, ScoreJob
@@ -320,8 +320,20 @@ def _add_translated(app: FastAPI, service: Service) -> None:
             return Response(background.start(job), media_type="application/json")
         return GenerationResponse(job)
 
-    @app.get("/v1/responses/{response_id}", responses=_errors({404: "The server does not keep this response."}))
-    async def get_response(response_id: str) -> Response:
+    counts = InputCounter(service, responses)
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=_schema(ResponsesBody), responses=_errors())
+    async def count_input_tokens(request: Request) -> Response:
+        body = await _read(request, service, ResponsesBody)
+        return Response(await counts.count(body), media_type="application/json")
+
+    kept = _errors({400: _ERROR_TEXTS[400], 404: "The server does not keep this response."})
+
+    @app.get("/v1/responses/{response_id}", responses=kept)
+    async def get_response(request: Request, response_id: str) -> Response:
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            message = "a response that is kept is not streamed again; leave stream out, and ask until it has ended"
+            raise ApiError(400, message, "stream", "unsupported_parameter")
         return Response(responses.response(response_id), media_type="application/json")
 
     @app.post("/v1/responses/{response_id}/cancel", responses=_errors({404: "The server does not keep this response."}))

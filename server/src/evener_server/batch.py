@@ -32,6 +32,9 @@ class BatchBody(ChatBody):
     def embedded(self) -> bool:
         return any(chat.embedded for chat in self.chats())
 
+    def without_effect(self) -> list[str]:
+        return list(dict.fromkeys(name for chat in self.chats() for name in chat.without_effect()))
+
     def chats(self) -> Iterator[ChatBody]:
         """The same request for each conversation."""
         fields = {name: getattr(self, name) for name in ChatBody.model_fields}

@@ -73,7 +73,16 @@ def _format_value(value: object) -> str:
 
 
 def _as_parts(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    return [_as_text(part) for part in value] if isinstance(value, list) else value
+
+
+def _as_text(part: object) -> object:
+    """A refusal as the text that it is."""
+    if isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
+        return {"type": "text", "text": part["refusal"]}
+    return part
 
 
 class TextPart(Body):
@@ -105,7 +114,14 @@ class RowsPart(Body):
     data: Annotated[str, Field(min_length=1)]
 
 
-ContentPart: TypeAlias = Annotated[TextPart | ImagePart | RowsPart, Field(discriminator="type")]
+class RefusalPart(Body):
+    """A refusal of an earlier answer, which the model reads as a text: it is made a ``TextPart`` before all checks."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart: TypeAlias = Annotated[TextPart | ImagePart | RowsPart | RefusalPart, Field(discriminator="type")]
 
 
 def _reasoning_kind(value: object) -> str:

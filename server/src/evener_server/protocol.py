@@ -22,7 +22,7 @@ from evener.sampling_params import MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION,
 from evener_server.bad_words import BadWords
 from evener_server.beams import BeamFields
 from evener_server.field_types import INT32, MAX_SHOWN_CHARS, Biases, Embeds, Likeliest, Prompts, Stops, TokenId, short
-from evener_server.messages import Body, ImagePart, Message, Messages, RowsPart, TextPart, allowed_values
+from evener_server.messages import Body, ImagePart, Message, Messages, RefusalPart, RowsPart, TextPart, allowed_values
 from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only, only_ids
 from evener_server.tools import Choice, ToolChoice, Tools
 from evener_server.unknown_fields import drop_unknown
@@ -525,7 +525,8 @@ def parse_body(kind: type[B], value: Mapping[str, Any]) -> tuple[B, list[str]]:
     Raises:
         RequestError: the first field that is wrong; ``param`` is its path, ``code`` one of OpenAI's error codes.
     """
-    parts = {"message": _fields(Message), "part": _fields(TextPart) | _fields(ImagePart) | _fields(RowsPart)}
+    kinds = (TextPart, ImagePart, RowsPart, RefusalPart)
+    parts = {"message": _fields(Message), "part": set[str]().union(*map(_fields, kinds))}
     parts = parts if issubclass(kind, ChatBody) else {}
     known, ignored = drop_unknown(value, kind.model_fields, parts, samples=issubclass(kind, GenerationBody))
     try:

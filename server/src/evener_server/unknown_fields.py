@@ -26,7 +26,7 @@ SAMPLING = (
 #: Fields that clients send and that change no token here.
 IGNORED = (
     "metadata", "store", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "verbosity",
-    "service_tier", "prediction",
+    "service_tier", "prediction", "speed",
 )  # fmt: skip
 
 

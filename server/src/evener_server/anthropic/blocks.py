@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evener.errors import RequestError
@@ -108,9 +108,12 @@ def _part(block: Mapping[str, Any], where: str, kinds: Sequence[str] = ("text", 
     kind = block.get("type")
     if kind == "text":
         return {"type": "text", "text": _field(block, "text", where)}
+    if isinstance(kind, str) and kind in _WRITTEN and "image" in kinds:
+        return {"type": "text", "text": _WRITTEN[kind](block, where)}
     if kind not in kinds:
         raise RequestError(
-            f"{where}.type is {str(kind)[:60]!r}, which this server does not support here: send {' or '.join(kinds)}",
+            f"{where}.type is {str(kind)[:60]!r}, which this server does not support here: send "
+            + " or ".join([*kinds, *(_WRITTEN if "image" in kinds else ())]),
             f"{where}.type", "unsupported_parameter",
         )  # fmt: skip
     source = block.get("source")
@@ -122,3 +125,36 @@ def _part(block: Mapping[str, Any], where: str, kinds: Sequence[str] = ("text", 
         kind, data = _field(source, "media_type", f"{where}.source"), _field(source, "data", f"{where}.source")
         url = f"data:{kind};base64,{data}"
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _document(block: Mapping[str, Any], where: str) -> str:
+    """A document as a text: its title and its context before it."""
+    source, inner = block.get("source"), f"{where}.source"
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind not in ("text", "content"):
+        raise RequestError(
+            f"{inner}.type is {str(kind)[:60]!r}, which this server does not support: send the document's text, as "
+            "text or content", f"{inner}.type", "unsupported_parameter",
+        )  # fmt: skip
+    text = _field(source, "data", inner) if kind == "text" else _texts(source.get("content"), f"{inner}.content")
+    return _with_heads(block, ("title", "context"), text, where)
+
+
+def _search_result(block: Mapping[str, Any], where: str) -> str:
+    """What a search found as a text: its title and where it is from before it."""
+    return _with_heads(block, ("title", "source"), _texts(block.get("content"), f"{where}.content"), where)
+
+
+def _texts(content: Any, where: str) -> str:
+    return "\n".join(_text(block, f"{where}[{i}]") for i, block in _blocks(content, where))
+
+
+def _with_heads(block: Mapping[str, Any], names: Sequence[str], text: str, where: str) -> str:
+    heads = [_field(block, name, where) for name in names if block.get(name) is not None]
+    return "\n".join([*heads, text])
+
+
+#: Blocks that the model reads as texts.
+_WRITTEN: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
+    "document": _document, "search_result": _search_result,
+}  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from evener.errors import RequestError
 from evener_server.responses.body import SEPARATOR
+from evener_server.responses.references import References
 
 Message = dict[str, Any]
 _ROLES = ("user", "assistant", "system", "developer")
@@ -20,14 +21,15 @@ class Conversation:
 
     Args:
         messages: what was said before, which is changed.
+        references: finds items that are named instead of sent.
 
     Attributes:
         messages: all messages.
         origins: the path of the item that each message began with.
     """
 
-    def __init__(self, messages: list[Message] | None = None) -> None:
-        self.messages = messages or []
+    def __init__(self, messages: list[Message] | None, references: References) -> None:
+        self.messages, self._references = messages or [], references
         self.origins = ["previous_response_id"] * len(self.messages)
 
     def add_text(self, role: str, text: str, origin: str) -> None:
@@ -39,12 +41,16 @@ class Conversation:
 
         Raises:
             RequestError: an item has a wrong form or a type that this server does not have.
+            ApiError: an item that is named is not known.
         """
         for i, item in enumerate(items):
             where = f"{place}[{i}]"
             if not isinstance(item, dict):
                 raise RequestError(f"{where} must be an object", where, "invalid_type")
             kind = item.get("type") or ("message" if "role" in item else None)
+            if kind == "item_reference":
+                item = self._references.take(item.get("id"), where)
+                kind = item["type"]
             if kind == "message":
                 self._message(item, where)
             elif kind == "function_call":
@@ -58,7 +64,8 @@ class Conversation:
             else:
                 raise RequestError(
                     f"{where}.type is {str(kind)[:60]!r}, which this server does not support: send message, "
-                    "function_call, function_call_output or reasoning", f"{where}.type", "unsupported_parameter",
+                    "function_call, function_call_output, reasoning or item_reference", f"{where}.type",
+                    "unsupported_parameter",
                 )  # fmt: skip
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:

@@ -7,15 +7,19 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from evener.contracts.outputs import Delta
+from evener.errors import RequestError
 from evener_server.errors import ApiError
 from evener_server.generation import Generation
 from evener_server.logprobs import TokenNames, chat_logprobs
+from evener_server.protocol import ChatBody
 from evener_server.responses.body import ResponsesBody
 from evener_server.responses.conversation import Conversation
 from evener_server.responses.output import Event, ResponseOutput
+from evener_server.responses.references import References
 from evener_server.responses.store import ResponseStore
 from evener_server.service import Service
 from evener_server.streaming import named_event, to_json
+from evener_server.tokens import TokenService
 from evener_server.translated import Names, TranslatedJob, chat_body, sampling_fields
 
 _CUT_OFF = ("function_call", "incomplete")
@@ -32,24 +36,14 @@ class ResponseJob(TranslatedJob):
     """
 
     def __init__(self, service: Service, store: ResponseStore, body: ResponsesBody) -> None:
-        said = Conversation(store.messages(body.previous_response_id) if body.previous_response_id else None)
-        if isinstance(body.input, str):
-            said.add_text("user", body.input, "input")
-        else:
-            said.add(body.input, "input")
-        # Instructions are this request's alone: those of earlier ones do not go on.
-        system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-        origins = [*(["instructions"] if system else []), *said.origins]
-        # The API's tools have no inner object "function".
-        tools = {f"tools[{i}].function": place for i, (place, _) in enumerate(body.functions())}
-        names = Names(origins, {**tools, **_FIELDS})
-        super().__init__(service, chat_body(_chat_fields(body, [*system, *said.messages]), names), names)
+        said, chat, names = _translated(service, store, body)
+        super().__init__(service, chat, names)
         self._body, self._said, self._store, self._top = body, said, store, body.num_logprobs()
         self._service, self._tokenizer = service, service.llm.tokenizer
         self._names_of_tokens = TokenNames(self._tokenizer)
-        self._output, self._reasoning_tokens, self._sent = ResponseOutput(body.namespaces()), 0, 0
-        self._ids: list[int] = []
+        self._reasoning_tokens, self._sent, self._ids = 0, 0, list[int]()
         self._id, self._created = self.chat.request_id.replace("chatcmpl-", "resp_"), int(time.time())
+        self._output = ResponseOutput(self._id.removeprefix("resp_"), body.namespaces())
         self._model = service.adapter(body.model) or service.model_name
 
     async def start(self) -> Generation:
@@ -164,6 +158,45 @@ class ResponseJob(TranslatedJob):
             **({} if body.user is None else {"user": body.user}),
             **({} if generation is None else {"usage": _usage(generation, self._reasoning_tokens)}),
         }  # fmt: skip
+
+
+class InputCounter:
+    """Counts the tokens of what the model reads of a request."""
+
+    def __init__(self, service: Service, store: ResponseStore) -> None:
+        self._service, self._store, self._tokens = service, store, TokenService(service)
+
+    async def count(self, body: ResponsesBody) -> bytes:
+        """The answer of ``/v1/responses/input_tokens``.
+
+        Raises:
+            RequestError: as ``ResponseJob``, or the template refuses the messages, or they are far longer than the
+                context, or the model has no tokenizer.
+        """
+        _, chat, names = _translated(self._service, self._store, body)
+        try:
+            count = len(await self._tokens.chat_ids(chat))
+        except RequestError as error:
+            names.translate(error)
+            raise
+        return to_json({"object": "response.input_tokens", "input_tokens": count})
+
+
+def _translated(service: Service, store: ResponseStore, body: ResponsesBody) -> tuple[Conversation, ChatBody, Names]:
+    """The conversation that a request goes on with, and the chat completion that answers it."""
+    before = store.messages(body.previous_response_id) if body.previous_response_id else None
+    said = Conversation(before, References(store, service.limits.max_bytes))
+    if isinstance(body.input, str):
+        said.add_text("user", body.input, "input")
+    else:
+        said.add(body.input, "input")
+    # Instructions are this request's alone: those of earlier ones do not go on.
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    origins = [*(["instructions"] if system else []), *said.origins]
+    # The API's tools have no inner object "function".
+    tools = {f"tools[{i}].function": place for i, (place, _) in enumerate(body.functions())}
+    names = Names(origins, {**tools, **_FIELDS})
+    return said, chat_body(_chat_fields(body, [*system, *said.messages]), names), names
 
 
 def _chat_fields(body: ResponsesBody, messages: list[dict[str, Any]]) -> dict[str, Any]:

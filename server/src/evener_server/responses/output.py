@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
+
+from evener_server.responses.references import item_id
 
 Event = dict[str, Any]
 #: For each type of item: the prefix of its id, and the type of its part of content.
@@ -17,14 +18,15 @@ class ResponseOutput:
     """Items that grow with the deltas of a chat message. One item is open at a time.
 
     Args:
+        response: the 32 digits of the response's id, which its items have in theirs.
         namespaces: for functions of a namespace, the namespace and their names there.
 
     Attributes:
         items: all items so far; complete after ``finish``.
     """
 
-    def __init__(self, namespaces: Mapping[str, tuple[str, str]] | None = None) -> None:
-        self._namespaces = namespaces or {}
+    def __init__(self, response: str, namespaces: Mapping[str, tuple[str, str]] | None = None) -> None:
+        self._response, self._namespaces = response, namespaces or {}
         self.items: list[dict[str, Any]] = []
         self._open = False
         self._logprobs: list[dict[str, Any]] = []
@@ -80,7 +82,8 @@ class ResponseOutput:
 
     def _begin(self, kind: str, more: Mapping[str, Any]) -> Iterator[Event]:
         yield from self._end("completed")
-        item = {"id": f"{_KINDS[kind][0]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **more}
+        name = item_id(_KINDS[kind][0], self._response, len(self.items))
+        item = {"id": name, "type": kind, "status": "in_progress", **more}
         if kind != "function_call":
             item["content"] = []
         self.items.append(item)
