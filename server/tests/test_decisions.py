@@ -95,6 +95,14 @@ def test_images_are_refused(api: Any, error: Callable[..., Any]) -> None:
     assert found["param"] == "input[0]" and "text input only" in found["message"]
 
 
+def test_items_of_kept_answers_are_refused_as_the_server_keeps_none_for_decisions(
+    api: Any, error: Callable[..., Any]
+) -> None:
+    found = error(ask(api, PREDICATE, input=[{"type": "item_reference", "id": "msg_1"}]))
+    assert found["param"] == "input[0].type" and "item_reference'" in found["message"]
+    assert not found["message"].endswith("item_reference")
+
+
 def test_a_model_that_always_reasons_first_says_so(
     make_api: Callable[..., Any], tmp_path: Path, error: Callable[..., Any]
 ) -> None:

@@ -118,3 +118,30 @@ def test_vercels_ai_sdk_streams_fills_a_form_and_calls_tools_over_two_apis(ask: 
     for name, arguments in (*found["called"], *found["used"]):
         assert name == "weather" and is_city(arguments)
     assert found["called"] and found["used"] and {"tool-call", "tool-result"} <= set(found["parts"])
+
+
+def test_openais_client_sets_the_options_that_its_documents_name(ask: Ask) -> None:
+    what = "options of chats and responses; named items; a count; in the background"
+    found = ask("openai", what, "openai_options.py", of_agents=False)
+    unused = ("store", "metadata", "service_tier", "prompt_cache_key", "verbosity", "prediction", "safety_identifier")
+    refused = {name: f"refused: {name}" for name in ("web_search_options", "audio")}
+    used = dict.fromkeys(("modalities", "parallel_tool_calls", "reasoning_effort"), "")
+    assert found["chat"] == {name: name for name in unused} | used | refused
+    unused = ("max_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key")
+    used = dict.fromkeys(("store", "truncation", "parallel_tool_calls", "metadata", "tool_choice"), "")
+    part = {"include": "include[0]", "reasoning": "reasoning.summary", "text": "text.verbosity"}
+    refused = {name: f"refused: {name}" for name in ("conversation", "prompt")}
+    assert found["responses"] == {name: name for name in unused} | used | part | refused
+    assert found["background_stream"] == "refused: stream"
+    assert found["named"] and found["counted"] and found["background"]
+
+
+def test_anthropics_client_sets_the_options_that_its_documents_name(ask: Ask) -> None:
+    found = ask("anthropic", "options of messages; a count with tools", "anthropic_options.py", of_agents=False)
+    used = dict.fromkeys(("none", "any", "metadata", "history", "adaptive"), "")
+    # The model is served as one that does not reason.
+    unused = {"cache_control": "cache_control", "service_tier": "service_tier", "thinking": "thinking.budget_tokens"}
+    beta = {"beta": "speed, context_management", "container": "refused: container"}
+    assert {**found, "beta": ", ".join(sorted(found["beta"].split(", "), reverse=True))} == {
+        **used, **unused, **beta, "counted": True,
+    }  # fmt: skip

@@ -525,7 +525,7 @@ def parse_body(kind: type[B], value: Mapping[str, Any]) -> tuple[B, list[str]]:
     Raises:
         RequestError: the first field that is wrong; ``param`` is its path, ``code`` one of OpenAI's error codes.
     """
-    kinds = (TextPart, ImagePart, RowsPart, RefusalPart)
+    kinds: tuple[type[Body], ...] = (TextPart, ImagePart, RowsPart, RefusalPart)
     parts = {"message": _fields(Message), "part": set[str]().union(*map(_fields, kinds))}
     parts = parts if issubclass(kind, ChatBody) else {}
     known, ignored = drop_unknown(value, kind.model_fields, parts, samples=issubclass(kind, GenerationBody))

@@ -27,7 +27,7 @@ _NAN_8, _NAN_16 = 0x7F, 0x7FC0
 
 def item_size(kind: NumberType) -> int:
     """Bytes of one number."""
-    return np.dtype(_STORED[kind]).itemsize
+    return int(np.dtype(_STORED[kind]).itemsize)
 
 
 def vector_bytes(vector: Array, kind: NumberType, order: ByteOrder) -> bytes:
@@ -40,7 +40,7 @@ def vector_bytes(vector: Array, kind: NumberType, order: ByteOrder) -> bytes:
     else:
         with np.errstate(over="ignore"):
             stored = vector.astype(_STORED[kind])
-    return stored.astype(np.dtype(_STORED[kind]).newbyteorder(_ORDERS[order])).tobytes()
+    return bytes(stored.astype(np.dtype(_STORED[kind]).newbyteorder(_ORDERS[order])).data)
 
 
 def _bfloat16(vector: Array) -> Array:

@@ -21,14 +21,14 @@ class Conversation:
 
     Args:
         messages: what was said before, which is changed.
-        references: finds items that are named instead of sent.
+        references: finds items that are named instead of sent; None: they are refused.
 
     Attributes:
         messages: all messages.
         origins: the path of the item that each message began with.
     """
 
-    def __init__(self, messages: list[Message] | None, references: References) -> None:
+    def __init__(self, messages: list[Message] | None = None, references: References | None = None) -> None:
         self.messages, self._references = messages or [], references
         self.origins = ["previous_response_id"] * len(self.messages)
 
@@ -48,7 +48,7 @@ class Conversation:
             if not isinstance(item, dict):
                 raise RequestError(f"{where} must be an object", where, "invalid_type")
             kind = item.get("type") or ("message" if "role" in item else None)
-            if kind == "item_reference":
+            if kind == "item_reference" and self._references is not None:
                 item = self._references.take(item.get("id"), where)
                 kind = item["type"]
             if kind == "message":
@@ -62,10 +62,11 @@ class Conversation:
                 if text := _reasoning(item, where):
                     self._append({"role": "assistant", "reasoning_content": text}, where)
             else:
+                known = ["message", "function_call", "function_call_output", "reasoning"]
+                known += [] if self._references is None else ["item_reference"]
                 raise RequestError(
-                    f"{where}.type is {str(kind)[:60]!r}, which this server does not support: send message, "
-                    "function_call, function_call_output, reasoning or item_reference", f"{where}.type",
-                    "unsupported_parameter",
+                    f"{where}.type is {str(kind)[:60]!r}, which this server does not support: send "
+                    f"{', '.join(known[:-1])} or {known[-1]}", f"{where}.type", "unsupported_parameter",
                 )  # fmt: skip
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:

@@ -18,8 +18,15 @@ from agents import (
     set_tracing_disabled,
 )
 from forms import City
+from openai.types.shared import Reasoning
 
 called: list[str] = []
+#: What users set besides, of which the server uses what it has.
+_OPTIONS = {
+    "max_tokens": 2000, "temperature": 1, "truncation": "auto", "store": True, "metadata": {"a": "b"},
+    "verbosity": "low", "reasoning": Reasoning(effort="low", summary="auto"),
+    "response_include": ["reasoning.encrypted_content"],
+}  # fmt: skip
 
 
 @function_tool
@@ -36,14 +43,13 @@ async def main(url: str, name: str) -> None:
     found = {}
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         model = kind(model=name, openai_client=client)
-        must = ModelSettings(tool_choice="required", max_tokens=2000, temperature=1)
+        must = ModelSettings(tool_choice="required", parallel_tool_calls=False, **_OPTIONS)
         agent = Agent(name="one", instructions="Be brief.", model=model, tools=[weather], model_settings=must,
                       tool_use_behavior="stop_on_first_tool")  # fmt: skip
         output = (await Runner.run(agent, "What is the weather in Paris?")).final_output
         streaming = Runner.run_streamed(agent, "What is the weather in Paris?")
         kinds = {event.type async for event in streaming.stream_events()}
-        free = ModelSettings(max_tokens=2000, temperature=1)
-        typed = Agent(name="two", model=model, output_type=City, model_settings=free)
+        typed = Agent(name="two", model=model, output_type=City, model_settings=ModelSettings(**_OPTIONS))
         formed = (await Runner.run(typed, "Name a city.")).final_output
         found[kind.__name__] = {
             "output": output, "streamed": streaming.final_output, "kinds": sorted(kinds), "formed": formed.model_dump()
