@@ -424,9 +424,9 @@ def _check(
         return "not applicable", refused[0]
     rounding = rounding_references(schemas, model.resolver.manifest.rounded)
     inputs, near = _inputs(family, family.steps, dtype, seed), None
-    if rounding:
+    if rounding or family.storage:  # stored weights are the checked model's own
         want = _run(TinyModel(HostDevice(0), "float32", family, rounding, ReferenceState(), schemas, model), inputs)
-        if dtype in _UNITS:
+        if rounding and dtype in _UNITS:
             other = TinyModel(HostDevice(0), "float32", family, rounding, ReferenceState(), schemas, model)
             near = _run(other, _jittered(inputs, _UNITS[dtype], seed))
     else:
