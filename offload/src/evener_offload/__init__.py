@@ -12,6 +12,8 @@ module                holds
 ``host_experts``      experts that the host computes, and the copies to and from it
 ``residents``         which experts of a layer are on the device: the last used ones
 ``expert_slots``      a stack of experts in host memory, and its slots on the device
+``resident_layer``    a layer's slots, and the order of copies to them and products with them
+``next_router``       which experts the next layer will probably need
 ``resident_experts``  experts that the device computes, some after they were copied to it
 ====================  ===================================================================
 """
@@ -40,6 +42,10 @@ descriptor = Descriptor(
     cache_listeners={"files": "evener_kv.files.settings:check_files"},
     connectors={"host": "evener_kv.host:HostConnector", "transfer": "evener_kv.transfer.connector:TransferConnector"},
     options={
+        "prefetch_experts": Option(
+            type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "
+            "the next layer's router would choose for its rows."
+        ),
         "kv_transfer": Option(
             type=str, default=None, help="HOST:PORT under which other servers fetch KV cache blocks from this one, or "
             "from which it fetches theirs: prompts are computed on one, answers on another. Each rank needs one port "

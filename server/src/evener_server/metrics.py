@@ -249,8 +249,11 @@ class RequestTimer:
 #: only such runs have them.
 _OF_HOST_MEMORY = {
     "expert_hits": "Experts that layers needed and that were on the device.",
-    "expert_misses": "Experts that layers needed and that were copied to the device.",
+    "expert_misses": "Experts that layers needed and that were not on the device.",
     "expert_copied_bytes": "Bytes of experts that were copied to the device.",
+    "expert_guesses": "Experts that were guessed for the next layer.",
+    "expert_guess_hits": "Experts that were guessed for the next layer and that it needed.",
+    "expert_wasted_bytes": "Bytes of experts that were copied because of wrong guesses.",
     "kv_host_hits": "Requests that got KV cache blocks from host memory.",
     "kv_host_hit_tokens": "Tokens whose KV cache came from host memory.",
     "kv_host_stored_bytes": "Bytes of KV cache blocks that were copied to host memory.",
