@@ -40,7 +40,8 @@ descriptor = Descriptor(
         "assemble": "evener_stages.assembly:assemble_split",
     },
     cache_listeners={"files": "evener_kv.files.settings:check_files"},
-    connectors={"host": "evener_kv.host:HostConnector", "transfer": "evener_kv.transfer.connector:TransferConnector"},
+    connectors={"host": "evener_kv.host:HostConnector", "transfer": "evener_kv.transfer.connector:TransferConnector",
+                "host+transfer": "evener_kv.shared:SharedConnector"},
     options={
         "prefetch_experts": Option(
             type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "
