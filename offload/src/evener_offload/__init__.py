@@ -14,6 +14,8 @@ module                holds
 ``expert_slots``      a stack of experts in host memory, and its slots on the device
 ``resident_layer``    a layer's slots, and the order of copies to them and products with them
 ``next_router``       which experts the next layer will probably need
+``expert_costs``      which missing experts the host computes, so that all is done soonest
+``host_share``        the host's part of experts that the device computes
 ``resident_experts``  experts that the device computes, some after they were copied to it
 ====================  ===================================================================
 """
@@ -46,6 +48,11 @@ descriptor = Descriptor(
         "prefetch_experts": Option(
             type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "
             "the next layer's router would choose for its rows."
+        ),
+        "host_when_sooner": Option(
+            type=str, default="off", help="infer.resident_experts: the host computes missing experts of small steps if "
+            "that is sooner than copying them: off, auto (measured at the start), or a number: those with at most so "
+            "many rows."
         ),
         "kv_transfer": Option(
             type=str, default=None, help="HOST:PORT under which other servers fetch KV cache blocks from this one, or "

@@ -34,6 +34,7 @@ from evener.resolution.resolver import Resolver
 from evener_offload import descriptor
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.host_backend import host_memory
+from evener_offload.host_share import MOST_TOKENS, HostShare
 from evener_offload.layers import layer_number, ranges
 from evener_offload.next_router import NextRouter, likeliest
 from evener_offload.placed_layers import place, placed_sites, stacks
@@ -74,11 +75,17 @@ class ResidentExperts(Placement):
             place(site, own, self, _PLACED)
             resolver.packings(stacks(site))
             self.layer[site.path] = ResidentLayer(site, own, resolver, count, device, stream)
+        #: What the host computes of the missing ones; None: nothing.
+        self.share: HostShare | None = None
+        if (most_rows := HostShare.asked(_option(config, "host_when_sooner"))) != 0:
+            self.share = HostShare(config, device, resolver, most_rows)
+            for layer in self.layer.values():
+                self.share.check(layer)
         shown = f"{count} experts of each of {len(sites)} layers are on the device, the others in host memory"
         resolver.manifest.notes.append(f"{shown}: {ranges(self.layers)}")
         #: By path: the router of the next layer with experts, and what that layer has, if some are in host memory.
         self._next: dict[str, tuple[NextRouter, ResidentLayer]] = {}
-        if stream is not None and _prefetches(config):
+        if stream is not None and _option(config, "prefetch_experts"):
             every = [site for site in own.sites if site.op == "moe_block"]
             self._next = {
                 site.path: (NextRouter(following, own), self.layer[following.path])
@@ -89,13 +96,15 @@ class ResidentExperts(Placement):
         return "host memory"
 
     def counters(self) -> Mapping[str, int]:
-        """Over all layers: experts that were needed and on the device, or were not; bytes that were copied; experts
+        """Over all layers: experts that were needed and on the device, or were not and were copied, or were
+        computed by the host; bytes that were copied; experts
         that were guessed for a next layer, and that it needed; bytes that were copied for wrong guesses."""
         layers = [(layer.residents, layer.nbytes) for layer in self.layer.values()]
         return {
             "expert_hits": sum(held.hits for held, _ in layers),
             "expert_misses": sum(held.misses for held, _ in layers),
             "expert_copied_bytes": sum(held.copied * nbytes for held, nbytes in layers),
+            "expert_host_computed": 0 if self.share is None else self.share.computed,
             "expert_guesses": sum(held.guesses for held, _ in layers),
             "expert_guess_hits": sum(held.right for held, _ in layers),
             "expert_wasted_bytes": sum(held.wasted * nbytes for held, nbytes in layers),
@@ -122,6 +131,9 @@ class ResidentExperts(Placement):
         layer, top, experts, device = self.layer[path], static["top"], static["experts"], self._device
         following = self._next.get(path)
         guess = following and following[0].resolve(self._resolver, bucket)
+        share, on_host = self.share, None
+        if share is not None and bucket.high <= MOST_TOKENS:
+            on_host = share.resolve(layer, path, static, bucket)
 
         def use(part: str, sizes: dict[str, int], **inner: Any) -> OpFunction:
             return self._resolver.resolve(part, path, inner, bucket, sizes)
@@ -142,10 +154,14 @@ class ResidentExperts(Placement):
         ) -> Callable[[], torch.Tensor]:
             chosen = device.readback(ids)
             guessed = device.readback(guess(x)) if guess is not None else None
+            copied = device.readback(x) if on_host is not None else None
 
             def finish() -> torch.Tensor:
-                numbers, total = chosen.wait().numpy(), None
-                for wave in layer.filled(numbers.flatten().tolist()):
+                numbers, total, others = chosen.wait().numpy(), None, list[int]()
+                if share is not None and on_host is not None and copied is not None:
+                    others = share.choose(layer, numbers, on_host, copied.wait(), w)
+                needed = numbers.flatten().tolist()
+                for wave in layer.filled(needed, others):
                     # -1: the expert is not in the wave.
                     slot_of = np.full(experts, -1, dtype=np.int32)
                     slot_of[list(wave.slots)] = list(wave.slots.values())
@@ -153,6 +169,10 @@ class ResidentExperts(Placement):
                     total = one if total is None else total.add_(one)  # a pair's row is 0 in all waves but one
                 if following is not None and guessed is not None:
                     following[1].ahead(likeliest(guessed.wait().numpy(), following[1].experts))
+                if share is not None and on_host is not None and copied is not None and others:
+                    share.learn(layer, others[-1], needed)
+                    one = share.rows(others, numbers, on_host, copied.wait(), w)
+                    total = one if total is None else total.add_(one)
                 assert total is not None, "a step has tokens"
                 return mix(total.view(*numbers.shape, -1), weights)  # type: ignore[no-any-return]
 
@@ -180,9 +200,8 @@ def _biases(device: Device, wave: Wave, count: int, w: MoEWeights) -> list[torch
     return [None if bias is None else bias.index_select(0, index) for bias in biases]
 
 
-def _prefetches(config: ResolvedConfig) -> bool:
-    options = config.config.options.get("offload", {})
-    return bool(options.get("prefetch_experts", descriptor.options["prefetch_experts"].default))
+def _option(config: ResolvedConfig, name: str) -> Any:
+    return config.config.options.get("offload", {}).get(name, descriptor.options[name].default)
 
 
 def _new_stream(device: Device) -> Any:

@@ -6,7 +6,7 @@ what the slot held before, and a product for the copies to its slots: the host w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from evener.contracts.declared import CallSite
@@ -46,11 +46,11 @@ class ResidentLayer:
         self._used: list[Any] = [None] * count
         self._copied: list[Any] = [None] * count
 
-    def filled(self, needed: Iterable[int]) -> Iterator[Wave]:
+    def filled(self, needed: Iterable[int], elsewhere: Collection[int] = ()) -> Iterator[Wave]:
         """Wave after wave of the ``needed`` experts, each in its slots for work that is submitted to the current stream
         before the next wave is asked for. Experts that are on the device come first. Copies of the others are submitted
-        as early as their slots allow it."""
-        waves = self.residents.waves(needed, self._late())
+        as early as their slots allow it. Those that are computed ``elsewhere`` are left out."""
+        waves = self.residents.waves(needed, self._late(), elsewhere)
         missing = [number for number, wave in enumerate(waves) if wave.copied]
         for number, wave in enumerate(waves):
             while missing and not _slots(waves[number : missing[0]]) & _slots([waves[missing[0]]]):
@@ -58,6 +58,20 @@ class ResidentLayer:
             self._await_copies(wave)
             yield wave
             self._note_use(wave)
+
+    def learn(self, expert: int, needed: Collection[int]) -> Any:
+        """Start copying an expert that was computed elsewhere, for later steps; not over one that this step has
+        ``needed``. Returns an event after it; None if there is nothing to wait for."""
+        if self._stream is None:
+            return None
+        wave = self.residents.learn(expert, needed)
+        self._copy(wave)
+        return next((self._copied[slot] for slot in wave.slots.values()), None)
+
+    def copy_again(self) -> None:
+        """Copy one expert to where it is, to measure how long that takes. On the current stream."""
+        expert, slot = next(iter(self.residents.slots.items()), (0, 0))
+        self._submit(Wave({expert: slot}, copied=True))
 
     def ahead(self, guessed: Sequence[int]) -> None:
         """Start copying experts that the layer will probably need; the likeliest first."""

@@ -43,15 +43,19 @@ class Residents:
         """The slot of each expert that is in one."""
         return self._slot
 
-    def waves(self, needed: Iterable[int], late: Collection[int] = ()) -> Sequence[Wave]:
+    def waves(
+        self, needed: Iterable[int], late: Collection[int] = (), elsewhere: Collection[int] = ()
+    ) -> Sequence[Wave]:
         """How the ``needed`` experts are computed, in order: first those that are in slots, then the others, copied to
         slots that the wave before does not use. If it uses all, they wait for it. The last ones stay in their slots.
 
         Args:
             late: experts whose copies are under way; of those that are in slots, they are the last.
+            elsewhere: absent experts that are not computed here.
         """
         wanted = sorted(set(needed))
         self._judge(wanted)
+        wanted = [expert for expert in wanted if expert not in elsewhere]
         here = [expert for expert in wanted if expert in self._slot]
         absent = [expert for expert in wanted if expert not in self._slot]
         self.hits, self.misses = self.hits + len(here), self.misses + len(absent)
@@ -96,6 +100,15 @@ class Residents:
             ahead[expert] = self._place(expert, leaves)
         self._ahead = frozenset(ahead)
         return Wave(ahead, copied=True)
+
+    def learn(self, expert: int, needed: Collection[int]) -> Wave:
+        """Give an absent expert the slot of the least recently used one that this step has not ``needed``, if any."""
+        leaves = None
+        if len(self._slot) == self.count:
+            leaves = next((each for each in self._slot if each not in needed), None)
+            if leaves is None:
+                return Wave({}, copied=True)
+        return Wave({expert: self._place(expert, leaves)}, copied=True)
 
     def _judge(self, needed: Sequence[int]) -> None:
         """Compare the last guess with what was needed."""

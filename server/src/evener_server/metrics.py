@@ -249,8 +249,9 @@ class RequestTimer:
 #: only such runs have them.
 _OF_HOST_MEMORY = {
     "expert_hits": "Experts that layers needed and that were on the device.",
-    "expert_misses": "Experts that layers needed and that were not on the device.",
+    "expert_misses": "Experts that layers needed and that were copied to the device first.",
     "expert_copied_bytes": "Bytes of experts that were copied to the device.",
+    "expert_host_computed": "Experts that layers needed and that the host computed.",
     "expert_guesses": "Experts that were guessed for the next layer.",
     "expert_guess_hits": "Experts that were guessed for the next layer and that it needed.",
     "expert_wasted_bytes": "Bytes of experts that were copied because of wrong guesses.",
