@@ -209,8 +209,8 @@ def test_copies_and_products_wait_for_each_other_on_the_device(
         written[place] = order.work()
         copied(slots, expert, slot)
 
-    def filled(layer: ResidentLayer, needed: Any) -> Iterator[Wave]:
-        for wave in waves(layer, needed):
+    def filled(layer: ResidentLayer, *given: Any) -> Iterator[Wave]:
+        for wave in waves(layer, *given):
             places = [(id(slots), slot) for slots in (layer.gate_up, layer.down) for slot in wave.slots.values()]
             assert all(order.follows(written[place]) for place in places)
             unread.update(stamp for stamp in written.values() if not order.follows(stamp))
