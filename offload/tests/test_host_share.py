@@ -29,8 +29,10 @@ def share_of(controller: Any) -> HostShare:
 
 
 @pytest.mark.parametrize(
-    ("family", "rule"), [("Qwen3Moe", "2"), ("GptOss", "2"), ("DeepseekV3", "2"), ("Qwen3Moe", "auto")]
-)
+    ("family", "rule"),
+    [("Qwen3Moe", "2"), ("Qwen3Moe", "auto"), *(pytest.param(family, "2", marks=pytest.mark.slow)
+                                                for family in ("GptOss", "DeepseekV3"))],
+)  # fmt: skip
 def test_the_host_and_the_device_together_give_the_tokens_of_a_device_that_holds_all(
     configured: Configured, family: str, rule: str
 ) -> None:
