@@ -95,6 +95,7 @@ def test_a_later_run_finds_the_blocks_of_an_earlier_one(config: Config, folder: 
         again = one_by_one(controller)
         assert again.tokens == first.tokens
         counters = controller.scheduler.stats.counters
+        assert counters["kv_host_hits"] >= counters["kv_files_hits"]
         assert counters["kv_files_hits"] >= 3 and counters["kv_files_hit_tokens"] >= 3 * 64
         assert [again.cached[name] for name in ("0", "30", "60")] == [64, 64, 64] and first.cached["0"] == 0
         assert counters["kv_files_failures"] == 0 and controller.scheduler.state.pool.used == 0

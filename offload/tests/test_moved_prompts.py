@@ -63,3 +63,30 @@ def test_an_answer_begun_on_one_backend_goes_on_on_another(family: str, backends
     counters = second.scheduler.connector.counters
     # The third prompt begins with the block of the first, so nothing of it is fetched.
     assert counters["kv_transfer_hits"] == 2 and counters["kv_transfer_failures"] == 0
+
+
+def test_chats_go_back_and_forth_between_servers_that_keep_state_in_host_memory(pair: Any) -> None:
+    """Each turn's prompt is computed on the first and answered on the second. Each has the blocks of one chat, so state
+    leaves all the time, and comes back from where it is."""
+    first, second, address = pair("Qwen3Moe", "simulated", "simulated", **{"infer.kv_host_memory": "64MiB"})
+    for engine in (first, second):
+        pool = engine.scheduler.state.pool
+        pool.allocate(pool.free // pool.slab - 2)
+    chats, alone = [list(prompt) for prompt in PROMPTS[:2]], [list(prompt) for prompt in PROMPTS[:2]]
+    judge = pair("Qwen3Moe", "cpu", "cpu")[0]
+    for turn in range(2):
+        names = [f"{turn}.{number}" for number in range(len(chats))]
+        play(first, [NewRequest(id=name, prompt=list(chat), max_tokens=1, sampling=GREEDY, transfer="hold")
+                     for name, chat in zip(names, chats, strict=True)])  # fmt: skip
+        played = play(second, [NewRequest(id=name, prompt=list(chat), max_tokens=6, sampling=GREEDY,
+                                          transfer=f"{address}/{name}")
+                               for name, chat in zip(names, chats, strict=True)])  # fmt: skip
+        want = play(judge, [NewRequest(id=name, prompt=list(chat), max_tokens=6, sampling=GREEDY)
+                            for name, chat in zip(names, alone, strict=True)])  # fmt: skip
+        assert not played.dead and played.tokens == want.tokens
+        for name, *both in zip(names, chats, alone, strict=True):
+            for chat in both:
+                chat += [*played.tokens[name], 3 + turn]
+    found = second.scheduler.connector.counters
+    assert found["kv_host_hits"] > 0 and found["kv_transfer_hits"] > 0
+    assert first.scheduler.connector.counters["kv_host_hits"] > 0

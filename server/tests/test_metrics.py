@@ -152,13 +152,14 @@ def test_gauges_are_the_engines_report(make_api: Any) -> None:
 def test_experts_that_were_copied_are_counted_in_runs_that_copy_them(
     make_api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("expert_hits", "expert_misses", "expert_copied_bytes")
+    names = ("expert_hits", "expert_misses", "expert_copied_bytes", "expert_guesses", "expert_guess_hits",
+             "expert_wasted_bytes", "expert_host_computed")  # fmt: skip
     api = make_api()
     assert not any(f"evener:{name}_total" in read(api) for name in names)
-    report, counters = FakeEngine._stats, dict(zip(names, (7, 3, 4096), strict=True))
+    report, counters = FakeEngine._stats, dict(zip(names, (7, 3, 4096, 8, 6, 2048, 2), strict=True))
     monkeypatch.setattr(FakeEngine, "_stats", lambda engine: structs.replace(report(engine), counters=counters))
     found = read(api)
-    assert [found[f"evener:{name}_total"] for name in names] == [7, 3, 4096]
+    assert [found[f"evener:{name}_total"] for name in names] == [7, 3, 4096, 8, 6, 2048, 2]
 
 
 def test_experts_that_the_host_computes_are_counted_in_such_runs(

@@ -22,6 +22,7 @@ from evener.errors import ConfigError
 from evener_conformance.naive.model import NaiveModel
 from evener_conformance.rank_threads import rank_threads
 from evener_kv.block_bytes import ExportedBlocks
+from evener_kv.shared import SharedMover
 from evener_kv.transfer import remote_blocks
 from evener_kv.transfer.connection import TransferError, connect
 from evener_kv.transfer.messages import Done, Drop, Fetch, Found, Lookup, Read, Release, Released
@@ -294,10 +295,11 @@ def test_places_that_a_rank_could_not_be_told_to_forget_are_named_again(
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
 @pytest.mark.parametrize("free", [9, 14, 10_000])
+@pytest.mark.parametrize("keeps", [None, 1 << 22], ids=["alone", "beside host memory"])
 def test_many_prompts_at_once_in_a_small_pool_change_no_token(
-    family: str, free: int, make_lively: Any, play: Any, pair: Any
+    family: str, free: int, keeps: int | None, make_lively: Any, play: Any, pair: Any
 ) -> None:
-    config = make_lively(family, **{"infer.depth": 2})
+    config = make_lively(family, **{"infer.depth": 2, "infer.kv_host_memory": keeps})
     alone = NaiveModel(config.model, max_positions=128)
     first, second, address = pair(config)
     for index, prompt in enumerate(prompts()):
@@ -321,7 +323,8 @@ def test_many_prompts_at_once_in_a_small_pool_change_no_token(
     while landing(second)._arriving and time.monotonic() < until:
         time.sleep(0.01)
     assert pool.used == len(taken) * pool.slab and landing(second)._rows == {}
-    assert not second.scheduler.connector._fetches
+    connector = second.scheduler.connector
+    assert not getattr(connector, "remote", connector)._fetches
 
 
 def test_who_has_another_key_gets_nothing(make_lively: Any, play: Any, started: Any, tmp_path: Path) -> None:
@@ -363,7 +366,8 @@ def test_a_rank_whose_start_fails_has_opened_no_port(
 
 
 def landing(engine: Controller) -> Any:
-    return engine.executor.worker.mover  # type: ignore[attr-defined]
+    mover = engine.executor.worker.mover  # type: ignore[attr-defined]
+    return mover.remote if isinstance(mover, SharedMover) else mover
 
 
 def test_wrong_questions_are_refused_and_the_engine_goes_on(make_lively: Any, play: Any, started: Any) -> None:
@@ -468,6 +472,68 @@ def test_a_short_key_a_used_port_and_two_connectors_are_refused(make_lively: Any
     (tmp_path / "key").write_bytes(KEY)
     with socket.create_server(("127.0.0.1", port + 1)), pytest.raises(ConfigError, match="cannot be listened on"):
         build_controller(shares)
-    for more in ({"kv_host_memory": 1 << 23}, {"prefix_cache": False}):
-        with pytest.raises(ConfigError, match=r"offload\.kv_transfer .*=true too, and nothing else"):
-            build_controller(replace(shares, infer=replace(shares.infer, **more)))
+    for more in ({}, {"kv_host_memory": 1 << 22}):
+        with pytest.raises(ConfigError, match=r"offload\.kv_transfer.*=true too, and nothing else"):
+            build_controller(replace(shares, infer=replace(shares.infer, prefix_cache=False, **more)))
+
+
+def test_what_host_memory_has_is_not_fetched_and_what_was_fetched_stays_there(
+    make_lively: Any, play: Any, pair: Any
+) -> None:
+    config = make_lively("Llama", **{"infer.kv_host_memory": 1 << 22})
+    alone = NaiveModel(config.model, max_positions=128)
+    first, second, address = pair(config)
+    prompt, rank = prompts()[2], landing(second)
+
+    def ask(tokens: list[int], transfer: str, hits: int) -> int:
+        """Returns how many bytes come from the other server."""
+        before = rank.counters()["kv_transfer_received_bytes"]
+        message = NewRequest(id="d", prompt=tokens, max_tokens=9, sampling=GREEDY, transfer=transfer)
+        played = play(second, [message])
+        assert played.tokens["d"] == alone.greedy(tokens, 9) and played.cached["d"] == (len(tokens) - 1) // 16 * 16
+        assert counters(second)["kv_host_hits"] == hits and counters(second)["kv_transfer_failures"] == 0
+        return int(rank.counters()["kv_transfer_received_bytes"] - before)
+
+    def forget(controller: Controller) -> None:
+        """Let all blocks leave the device."""
+        pool = controller.scheduler.state.pool
+        controller.scheduler.connector.remote._held.expire()
+        pool.release(pool.allocate(pool.free // pool.slab))
+
+    def held(tokens: list[int], name: str) -> str:
+        hold(first, play, tokens, name)
+        return f"{address}/{name}"
+
+    two = ask(prompt[:33], held(prompt[:33], "p0"), hits=0)
+    assert two > 0
+    forget(second)
+    assert ask(prompt[:33], "", hits=1) == 0, "host memory has what came from the other server"
+    forget(second)
+    # Of three blocks, host memory has two.
+    assert ask(prompt[:49], held(prompt[:49], "p1"), hits=2) == two // 2
+    forget(first)  # the prompts left the first one's device too, and its host memory has them
+    assert ask([*prompt[:49], 5, 7, 9], held([*prompt[:49], 5, 7, 9], "p2"), hits=2) == 0
+    assert counters(first)["kv_host_hits"] == 1 and counters(second)["kv_transfer_hits"] == 2
+    first.scheduler.connector.give_back()  # nobody has asked for the last prompt
+    assert first.scheduler.state.pool.used == second.scheduler.state.pool.used == 0
+
+
+def test_a_block_that_is_taken_before_its_contents_come_is_neither_kept_nor_written(
+    make_lively: Any, play: Any, pair: Any
+) -> None:
+    first, second, address = pair(make_lively("Llama", **{"infer.kv_host_memory": 1 << 22}))
+    hold(first, play, prompts()[2])
+    second.handle([NewRequest(id="d", prompt=prompts()[2], max_tokens=9, sampling=GREEDY, transfer=f"{address}/p")])
+    connector, pool = second.scheduler.connector, second.scheduler.state.pool
+    request, until = second.scheduler.waiting[0], time.monotonic() + 60
+    while not connector.ready(request, True):
+        assert time.monotonic() < until
+    assert len(connector.remote.unwritten) == 3
+    assert connector.give_back()
+    taken = pool.allocate(pool.free)
+    assert taken and not connector.host.places._by_key
+    assert connector.moves() is None
+    pool.release(taken)
+    while landing(second)._rows:
+        assert time.monotonic() < until
+    second.handle([Abort("d")])

@@ -10,6 +10,8 @@ module                holds
 ``block_bytes``       blocks of a group as rows of bytes, whatever their layout
 ``files``             a tier behind host memory: files, which outlive the server
 ``transfer``          blocks of other servers
+``counted``           the counts of several parts as one mapping
+``shared``            both together: blocks of other servers beside host memory
 ====================  ======================================================================================
 
 Two designs were read before this one was made: vLLM's connectors (a request waits in a state of its own while its

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from evener.config.schema import Config
-from evener.contracts.connector import BlockMover, Connector
+from evener.contracts.connector import BlockMover
 from evener.engine.controller.state import StateManager
 from evener.engine.wire.worker_facts import WorkerFacts
 from evener.plugins.discover import core_version
@@ -25,7 +25,7 @@ class HostConnector:
     """Makes the halves."""
 
     @staticmethod
-    def controller(config: Config, facts: WorkerFacts, state: StateManager) -> Connector:
+    def controller(config: Config, facts: WorkerFacts, state: StateManager) -> HostBlocks:
         """The half that decides.
 
         Raises:

@@ -17,14 +17,15 @@ whose blocks are all free and have keys. So blocks of all sizes share the memory
 from __future__ import annotations
 
 import time
-from collections import ChainMap, Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from evener.contracts.connector import BlockMove, BlockMoves, BlockTransfer, Connector, StartingRequest
 from evener.engine.controller.blocks import BlockPool, CacheListener
 from evener.engine.controller.state import BlockTable, StateManager
+from evener_kv.counted import Counted
 from evener_kv.files.stored_blocks import FileCopy, StoredBlocks
 
 #: The most requests that wait for blocks at a time. They hold blocks that running ones may need.
@@ -63,14 +64,19 @@ class _FileRead:
 
 
 class HostBlocks(Connector, CacheListener):
-    """Keeps what leaves the prefix cache of ``state`` in ``slabs`` slabs of host memory, and in ``files``."""
+    """Keeps what leaves the prefix cache of ``state`` in ``slabs`` slabs of host memory, and in ``files``.
+
+    Attributes:
+        unwritten: blocks with keys that something else fills with the next plan; they leave without being kept.
+    """
 
     def __init__(self, state: StateManager, slabs: int, files: StoredBlocks | None = None) -> None:
         self._state, self._pool, self.files = state, state.pool, files
         self.places = BlockPool((slabs + 1) * state.pool.slab, state.pool.slab)
+        self.unwritten: Collection[int] = ()
         self._pool.listeners.append(self)
         self._hits = Counter[str](kv_host_hits=0, kv_host_hit_tokens=0)
-        self.counters = self._hits if files is None else ChainMap(files.counters, self._hits)
+        self.counters = self._hits if files is None else Counted(files.counters, self._hits)
         self._loads: dict[str, _Load] = {}
         #: The digests of waiting requests, and the free pages when each was looked up last.
         self._tables: dict[str, BlockTable] = {}
@@ -99,6 +105,9 @@ class HostBlocks(Connector, CacheListener):
     def removed(self, block: int, key: _Key) -> None:
         """A block of the device leaves the prefix cache. One that a transfer still writes to is no exception: the next
         plan waits for that first, because the block was released."""
+        if block in self.unwritten:
+            self._plain.discard(key)
+            return
         place = self.places.find(key)
         if place is None:
             taken = self.places.allocate_all([(1, self._state.spans[key[0]])])

@@ -15,6 +15,10 @@ module                holds
 ``halving``           which steps are computed in halves: decided, or measured
 ``residents``         which experts of a layer are on the device: the last used ones
 ``expert_slots``      a stack of experts in host memory, and its slots on the device
+``resident_layer``    a layer's slots, and the order of copies to them and products with them
+``next_router``       which experts the next layer will probably need
+``expert_costs``      which missing experts the host computes, so that all is done soonest
+``host_share``        the host's part of experts that the device computes
 ``resident_experts``  experts that the device computes, some after they were copied to it
 ====================  ===================================================================
 """
@@ -41,12 +45,21 @@ descriptor = Descriptor(
         "assemble": "evener_stages.assembly:assemble_split",
     },
     cache_listeners={"files": "evener_kv.files.settings:check_files"},
-    connectors={"host": "evener_kv.host:HostConnector", "transfer": "evener_kv.transfer.connector:TransferConnector"},
+    connectors={"host": "evener_kv.host:HostConnector", "transfer": "evener_kv.transfer.connector:TransferConnector",
+                "host+transfer": "evener_kv.shared:SharedConnector"},
     options={
         "halves": Option(
             type=str, default="auto", choices=("auto", "on", "off"), help="With infer.cpu_layer_num or "
             "infer.host_experts: whether steps are computed in two halves, so that the host computes experts of one "
             "while the device computes the other; auto: where that is measured to be faster."
+        "prefetch_experts": Option(
+            type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "
+            "the next layer's router would choose for its rows."
+        ),
+        "host_when_sooner": Option(
+            type=str, default="off", help="infer.resident_experts: the host computes missing experts of small steps if "
+            "that is sooner than copying them: off, auto (measured at the start), or a number: those with at most so "
+            "many rows."
         ),
         "kv_transfer": Option(
             type=str, default=None, help="HOST:PORT under which other servers fetch KV cache blocks from this one, or "

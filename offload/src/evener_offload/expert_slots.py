@@ -26,12 +26,13 @@ class ExpertSlots:
         count: slots.
 
     Attributes:
+        stack: all experts.
         weight: the declaration of the slots, as kernels see it: a stack of ``count`` matrices.
         nbytes: of one expert.
     """
 
     def __init__(self, own: Builder, stack: StackedWeight, packing: Packing, count: int, device: Device) -> None:
-        self._stack, self._device = stack, device
+        self.stack, self._device = stack, device
         self.weight = replace(stack, name=f"{stack.name} on the device", experts=count, placement=None)
         self.nbytes = packing.nbytes(stack.parts, stack.dtype)
         self._table = own.table(("slots of experts", stack.name), count * self.nbytes, self._make)
@@ -43,24 +44,24 @@ class ExpertSlots:
 
     def copy(self, expert: int, slot: int) -> None:
         """Start copying an expert to a slot, on the current stream."""
-        assert self._stack.value is not None, "weights are loaded"
-        pairs = zip(_tensors(self._stack.value.data[expert]), _tensors(self.value.data[slot]), strict=True)
+        assert self.stack.value is not None, "weights are loaded"
+        pairs = zip(_tensors(self.stack.value.data[expert]), _tensors(self.value.data[slot]), strict=True)
         for source, target in pairs:
             target.copy_(source, non_blocking=True)
 
     def _make(self, where: torch.device) -> Any:
         """Empty slots. The experts move to page-locked memory, if the device has any: copies from it are
         asynchronous."""
-        whole, count = self._stack.value, self.weight.experts
+        whole, count = self.stack.value, self.weight.experts
         assert whole is not None, "experts on the host are loaded first"
-        self._stack.value = replace(whole, data=map_tensors(whole.data, self._pinned))
+        self.stack.value = replace(whole, data=map_tensors(whole.data, self._pinned))
 
         def empty(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_like(tensor, device=where)
 
         def some(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.is_contiguous() or tensor.shape[0] != self._stack.experts:
-                raise ConfigError(f"infer.resident_experts cannot copy {self._stack.name}, which is packed as "
+            if not tensor.is_contiguous() or tensor.shape[0] != self.stack.experts:
+                raise ConfigError(f"infer.resident_experts cannot copy {self.stack.name}, which is packed as "
                                   f"{whole.layout}; use infer.cpu_layer_num alone: then the host computes")  # fmt: skip
             return torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=where)
 

@@ -4,13 +4,17 @@ the device, and the others wait in host memory, page-locked where the device has
 A layer's expert ids are read on the host. Experts that are in slots are computed at once; the others are copied
 meanwhile, on a stream of their own, and computed then. A step that needs more experts than there are slots goes on in
 waves: half of the slots are filled while the other half is computed with. The results of the waves are exactly those of
-one product with all experts: each (token, expert) pair is computed in one wave, and all are summed up in the end.
+one product with all experts: each (token, expert) pair is computed in one wave, with all pairs of its expert, and the
+pairs of a token are summed up in the end, in the order of its choices.
+
+While a layer is computed, experts are copied that the next one will probably need (``next_router``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +22,6 @@ import torch
 
 from evener.config.resolve import ResolvedConfig
 from evener.config.schema import InferConfig
-from evener.contracts.declared import CallSite
 from evener.contracts.device import Device
 from evener.contracts.experts import Placement
 from evener.contracts.ops import Bucket, OpFunction, Static
@@ -28,31 +31,18 @@ from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.ops.composites import linear_static
 from evener.resolution.resolver import Resolver
+from evener_offload import descriptor
 from evener_offload.automatic import agreed, lacking_bytes
-from evener_offload.expert_slots import ExpertSlots
 from evener_offload.host_backend import host_memory
+from evener_offload.host_share import MOST_TOKENS, HostShare
 from evener_offload.layers import layer_number, ranges
+from evener_offload.next_router import NextRouter, likeliest
 from evener_offload.placed_layers import place, placed_sites, stacks
-from evener_offload.residents import Residents, Wave
+from evener_offload.resident_layer import ResidentLayer
+from evener_offload.residents import Wave
 
 #: Fields of ``MoEWeights`` that are in host memory.
 _PLACED = ("gate_up", "down")
-
-
-class _Layer:
-    """One layer's slots, and what is in them."""
-
-    def __init__(self, site: CallSite, own: Builder, resolver: Resolver, count: int, device: Device) -> None:
-        packings = resolver.packings_by_layout
-        self.gate_up, self.down = (ExpertSlots(own, s, packings[s.layout], count, device) for s in stacks(site))
-        self.residents = Residents(count)
-        self.nbytes = self.gate_up.nbytes + self.down.nbytes
-
-    def copy(self, wave: Wave) -> None:
-        """Start copying the wave's experts to their slots."""
-        for expert, slot in wave.slots.items():
-            self.gate_up.copy(expert, slot)
-            self.down.copy(expert, slot)
 
 
 class ResidentExperts(Placement):
@@ -78,26 +68,46 @@ class ResidentExperts(Placement):
         self.torch_device, self.packings = torch.device("cpu"), resolver.packings_by_layout
         self.free = host_memory().free // config.config.infer.tp_size
         self.layers = tuple(layer_number(site.path) for site in sites)
-        self.layer: dict[str, _Layer] = {}
+        self.layer: dict[str, ResidentLayer] = {}
+        stream = _new_stream(device)
         for site in sites:
             self._refuse(site.static, count)
             place(site, own, self, _PLACED)
             resolver.packings(stacks(site))
-            self.layer[site.path] = _Layer(site, own, resolver, count, device)
-        self._stream = _new_stream(device)
+            self.layer[site.path] = ResidentLayer(site, own, resolver, count, device, stream)
+        #: What the host computes of the missing ones; None: nothing.
+        self.share: HostShare | None = None
+        if (most_rows := HostShare.asked(_option(config, "host_when_sooner"))) != 0:
+            self.share = HostShare(config, device, resolver, most_rows)
+            for layer in self.layer.values():
+                self.share.check(layer)
         shown = f"{count} experts of each of {len(sites)} layers are on the device, the others in host memory"
         resolver.manifest.notes.append(f"{shown}: {ranges(self.layers)}")
+        #: By path: the router of the next layer with experts, and what that layer has, if some are in host memory.
+        self._next: dict[str, tuple[NextRouter, ResidentLayer]] = {}
+        if stream is not None and _option(config, "prefetch_experts"):
+            every = [site for site in own.sites if site.op == "moe_block"]
+            self._next = {
+                site.path: (NextRouter(following, own), self.layer[following.path])
+                for site, following in pairwise(every) if following.path in self.layer
+            }  # fmt: skip
 
     def __str__(self) -> str:
         return "host memory"
 
     def counters(self) -> Mapping[str, int]:
-        """Over all layers: experts that were needed and on the device, or were not, and bytes that were copied."""
-        layers = self.layer.values()
+        """Over all layers: experts that were needed and on the device, or were not and were copied, or were
+        computed by the host; bytes that were copied; experts
+        that were guessed for a next layer, and that it needed; bytes that were copied for wrong guesses."""
+        layers = [(layer.residents, layer.nbytes) for layer in self.layer.values()]
         return {
-            "expert_hits": sum(layer.residents.hits for layer in layers),
-            "expert_misses": sum(layer.residents.misses for layer in layers),
-            "expert_copied_bytes": sum(layer.residents.misses * layer.nbytes for layer in layers),
+            "expert_hits": sum(held.hits for held, _ in layers),
+            "expert_misses": sum(held.misses for held, _ in layers),
+            "expert_copied_bytes": sum(held.copied * nbytes for held, nbytes in layers),
+            "expert_host_computed": 0 if self.share is None else self.share.computed,
+            "expert_guesses": sum(held.guesses for held, _ in layers),
+            "expert_guess_hits": sum(held.right for held, _ in layers),
+            "expert_wasted_bytes": sum(held.wasted * nbytes for held, nbytes in layers),
         }
 
     @staticmethod
@@ -118,7 +128,12 @@ class ResidentExperts(Placement):
         return replace(infer, resident_experts=count), "resident_experts"
 
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
-        layer, top, device = self.layer[path], static["top"], self._device
+        layer, top, experts, device = self.layer[path], static["top"], static["experts"], self._device
+        following = self._next.get(path)
+        guess = following and following[0].resolve(self._resolver, bucket)
+        share, on_host = self.share, None
+        if share is not None and bucket.high <= MOST_TOKENS:
+            on_host = share.resolve(layer, path, static, bucket)
 
         def use(part: str, sizes: dict[str, int], **inner: Any) -> OpFunction:
             return self._resolver.resolve(part, path, inner, bucket, sizes)
@@ -135,53 +150,35 @@ class ResidentExperts(Placement):
             return found
 
         def start(
-            x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights
+            x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights
         ) -> Callable[[], torch.Tensor]:
             chosen = device.readback(ids)
+            guessed = device.readback(guess(x)) if guess is not None else None
+            copied = device.readback(x) if on_host is not None else None
 
             def finish() -> torch.Tensor:
-                numbers, total = chosen.wait().numpy(), None
-                for slot_of in self._filled(layer, numbers, static["experts"]):
-                    slots = device.upload(slot_of[numbers])
-                    one = rows(x, slots, _by_slot(device, layer, experts))
+                numbers, total, others = chosen.wait().numpy(), None, list[int]()
+                if share is not None and on_host is not None and copied is not None:
+                    others = share.choose(layer, numbers, on_host, copied.wait(), w)
+                needed = numbers.flatten().tolist()
+                for wave in layer.filled(needed, others):
+                    # -1: the expert is not in the wave.
+                    slot_of = np.full(experts, -1, dtype=np.int32)
+                    slot_of[list(wave.slots)] = list(wave.slots.values())
+                    one = rows(x, device.upload(slot_of[numbers]), _biases(device, wave, layer.residents.count, w))
                     total = one if total is None else total.add_(one)  # a pair's row is 0 in all waves but one
+                if following is not None and guessed is not None:
+                    following[1].ahead(likeliest(guessed.wait().numpy(), following[1].experts))
+                if share is not None and on_host is not None and copied is not None and others:
+                    share.learn(layer, others[-1], needed)
+                    one = share.rows(others, numbers, on_host, copied.wait(), w)
+                    total = one if total is None else total.add_(one)
                 assert total is not None, "a step has tokens"
                 return mix(total.view(*numbers.shape, -1), weights)  # type: ignore[no-any-return]
 
             return finish
 
         return start
-
-    def _filled(self, layer: _Layer, numbers: np.ndarray[Any, Any], count: int) -> Iterator[Any]:
-        """The slot of each expert, -1 for one that is not in the wave, wave after wave. A wave's experts are in their
-        slots when it is yielded; the next ones are copied as soon as its work is submitted."""
-        computed: list[Any] = []
-        for wave in layer.residents.waves(numbers.flatten().tolist()):
-            if wave.copied:
-                self._copy(layer, wave, computed)
-            slot_of = np.full(count, -1, dtype=np.int32)
-            slot_of[list(wave.slots)] = list(wave.slots.values())
-            yield slot_of
-            computed.append(self._mark())
-
-    def _copy(self, layer: _Layer, wave: Wave, computed: Sequence[Any]) -> None:
-        if self._stream is None:  # one queue: copies and products keep their order
-            layer.copy(wave)
-            return
-        for event in computed[:-1] if wave.beside else computed:
-            event.synchronize()
-        with self._stream:
-            layer.copy(wave)
-            copied = self._mark()
-        copied.synchronize()
-
-    def _mark(self) -> Any:
-        """An event after what was submitted to the current stream; None on a device with one queue."""
-        if self._stream is None:
-            return None
-        event = self._device.new_event()
-        event.record()
-        return event
 
     def _refuse(self, static: Static, count: int) -> None:
         if count >= static["experts"]:
@@ -192,13 +189,19 @@ class ResidentExperts(Placement):
                               "use infer.cpu_layer_num alone, so that the host computes")  # fmt: skip
 
 
-def _by_slot(device: Device, layer: _Layer, experts: MoEWeights) -> list[torch.Tensor | None]:
-    """The biases of the experts in the slots."""
-    biases = experts.gate_up_bias, experts.down_bias
+def _biases(device: Device, wave: Wave, count: int, w: MoEWeights) -> list[torch.Tensor | None]:
+    """The biases of the wave's experts, by slot; those of other slots are not read."""
+    biases = w.gate_up_bias, w.down_bias
     if biases == (None, None):
         return [None, None]
-    index = device.upload(np.array(layer.residents.experts, dtype=np.int32))
+    expert_of = np.zeros(count, dtype=np.int32)
+    expert_of[list(wave.slots.values())] = list(wave.slots)
+    index = device.upload(expert_of)
     return [None if bias is None else bias.index_select(0, index) for bias in biases]
+
+
+def _option(config: ResolvedConfig, name: str) -> Any:
+    return config.config.options.get("offload", {}).get(name, descriptor.options[name].default)
 
 
 def _new_stream(device: Device) -> Any:

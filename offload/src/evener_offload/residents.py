@@ -1,9 +1,9 @@
-"""Which experts of a layer are on the device: those that were used last. Torch-free."""
+"""Which experts of a layer are on the device: those that were used last, and guesses of what comes next. Torch-free."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -14,12 +14,10 @@ class Wave:
     Attributes:
         slots: the slot of each.
         copied: whether all of them must be copied first; otherwise none.
-        beside: whether no slot of the wave before is written.
     """
 
     slots: Mapping[int, int]
     copied: bool
-    beside: bool = True
 
 
 class Residents:
@@ -27,39 +25,106 @@ class Residents:
 
     Attributes:
         hits, misses: experts that steps needed, and that were in a slot, or were not.
+        guesses, right: experts that were guessed, and those of them that the next step needed.
+        wasted: experts that were copied because of a guess, and that the next step did not need.
+        copied: experts that got a slot.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.hits = self.misses = 0
+        self.hits = self.misses = self.guesses = self.right = self.wasted = self.copied = 0
         self._slot: OrderedDict[int, int] = OrderedDict()
+        #: What was guessed for the next step, and what of it was copied.
+        self._guessed: frozenset[int] = frozenset()
+        self._ahead: frozenset[int] = frozenset()
 
     @property
-    def experts(self) -> list[int]:
-        """The expert in each slot; 0 in an empty one."""
-        found = {slot: expert for expert, slot in self._slot.items()}
-        return [found.get(slot, 0) for slot in range(self.count)]
+    def slots(self) -> Mapping[int, int]:
+        """The slot of each expert that is in one."""
+        return self._slot
 
-    def waves(self, needed: Iterable[int]) -> Sequence[Wave]:
+    def waves(
+        self, needed: Iterable[int], late: Collection[int] = (), elsewhere: Collection[int] = ()
+    ) -> Sequence[Wave]:
         """How the ``needed`` experts are computed, in order: first those that are in slots, then the others, copied to
-        slots that the wave before does not use. If it uses all, they wait for it. The last ones stay in their slots."""
+        slots that the wave before does not use. If it uses all, they wait for it. The last ones stay in their slots.
+
+        Args:
+            late: experts whose copies are under way; of those that are in slots, they are the last.
+            elsewhere: absent experts that are not computed here.
+        """
         wanted = sorted(set(needed))
-        here = {expert: self._slot[expert] for expert in wanted if expert in self._slot}
-        absent = [expert for expert in wanted if expert not in here]
+        self._judge(wanted)
+        wanted = [expert for expert in wanted if expert not in elsewhere]
+        here = [expert for expert in wanted if expert in self._slot]
+        absent = [expert for expert in wanted if expert not in self._slot]
         self.hits, self.misses = self.hits + len(here), self.misses + len(absent)
-        for expert in here:
-            self._slot.move_to_end(expert)
-        found = [Wave(here, copied=False)] if here else []
+        # Half of the slots are computed with while the other half is filled.
+        half = -(-self.count // 2)
+        parts = [[each for each in here if each not in late], [each for each in here if each in late]]
+        if len(absent) > self.count - len(here):
+            last = parts.pop() or parts.pop()
+            parts += [last[:-half], last[-half:]]
+        found = []
+        for part in filter(None, parts):
+            for expert in part:
+                self._slot.move_to_end(expert)
+            found.append(Wave({expert: self._slot[expert] for expert in part}, copied=False))
         while absent:
             used = len(found[-1].slots) if found else 0
-            # Half of the slots are computed with while the other half is filled.
-            room = self.count - used if used or len(absent) <= self.count else -(-self.count // 2)
+            room = self.count - used if used or len(absent) <= self.count else half
             now, absent = absent[: room or self.count], absent[room or self.count :]
-            found.append(Wave({expert: self._place(expert) for expert in now}, copied=True, beside=room > 0))
+            found.append(Wave({expert: self._place(expert) for expert in now}, copied=True))
         return found
 
-    def _place(self, expert: int) -> int:
-        """Give ``expert`` an empty slot, or that of the least recently used one."""
-        slot = len(self._slot) if len(self._slot) < self.count else self._slot.popitem(last=False)[1]
+    def ahead(self, guessed: Sequence[int]) -> Wave:
+        """Give slots to experts that the next step will probably need: to at most half as many as there are slots.
+        Of the experts that are in slots, no guessed one leaves. Guesses that turn out wrong are the first to leave.
+
+        Args:
+            guessed: the likeliest first.
+        """
+        self._judge(())
+        self._guessed, ahead = frozenset(guessed), dict[int, int]()
+        self.guesses += len(self._guessed)
+        for expert in guessed:
+            if expert in self._slot:
+                continue
+            leaves = None
+            if len(self._slot) == self.count:
+                leaves = next((each for each in self._slot if each not in self._guessed), None)
+                if leaves is None:
+                    break
+            if len(ahead) >= max(1, self.count // 2):
+                break
+            ahead[expert] = self._place(expert, leaves)
+        self._ahead = frozenset(ahead)
+        return Wave(ahead, copied=True)
+
+    def learn(self, expert: int, needed: Collection[int]) -> Wave:
+        """Give an absent expert the slot of the least recently used one that this step has not ``needed``, if any."""
+        leaves = None
+        if len(self._slot) == self.count:
+            leaves = next((each for each in self._slot if each not in needed), None)
+            if leaves is None:
+                return Wave({}, copied=True)
+        return Wave({expert: self._place(expert, leaves)}, copied=True)
+
+    def _judge(self, needed: Sequence[int]) -> None:
+        """Compare the last guess with what was needed."""
+        self.right += len(self._guessed.intersection(needed))
+        wrong = self._ahead.difference(needed)
+        self.wasted += len(wrong)
+        for expert in sorted(wrong):
+            self._slot.move_to_end(expert, last=False)
+        self._guessed = self._ahead = frozenset()
+
+    def _place(self, expert: int, leaves: int | None = None) -> int:
+        """Give ``expert`` the slot of the one that ``leaves``, or an empty one, or that of the least recently used."""
+        if leaves is not None:
+            slot = self._slot.pop(leaves)
+        else:
+            slot = len(self._slot) if len(self._slot) < self.count else self._slot.popitem(last=False)[1]
         self._slot[expert] = slot
+        self.copied += 1
         return slot

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from evener.config.schema import Config
-from evener.contracts.connector import BlockMover, Connector
+from evener.contracts.connector import BlockMover
 from evener.engine.controller.state import StateManager
 from evener.engine.wire.worker_facts import WorkerFacts
 from evener_kv.transfer.fingerprint import fingerprint
@@ -22,7 +22,7 @@ class TransferConnector:
     """Makes the halves."""
 
     @staticmethod
-    def controller(config: Config, facts: WorkerFacts, state: StateManager) -> Connector:
+    def controller(config: Config, facts: WorkerFacts, state: StateManager) -> RemoteBlocks:
         """The half that decides.
 
         Raises:

@@ -80,6 +80,10 @@ class RemoteBlocks(Connector, CacheListener):
     """Shares blocks of ``state`` with the peers of ``settings`` that have the same ``fingerprint``; ``ranks``: how many
     this server has.
 
+    Attributes:
+        unwritten: blocks of the pool with keys whose contents come with the next plan.
+        kept: finds what this server has of a key beside the pool, and will load by itself; then it is not fetched.
+
     Raises:
         ConfigError: the address cannot be listened on.
     """
@@ -94,7 +98,10 @@ class RemoteBlocks(Connector, CacheListener):
         self.counters = self._counted
         #: By request, from the first time that it might start until it ends.
         self._fetches: dict[str, _Fetch] = {}
-        self._back: list[BlockTransfer] = []
+        #: For the next plan: what each fetch copies to the device.
+        self._back: list[list[tuple[Key, BlockMove]]] = []
+        self.unwritten: set[int] = set()
+        self.kept: Callable[[Key], int | None] = lambda key: None
         self._next_transfer = 0
         self._quiet_until: dict[str, float] = {}
         self._running = 0
@@ -109,6 +116,10 @@ class RemoteBlocks(Connector, CacheListener):
     # What the scheduler calls.
 
     def ready(self, request: StartingRequest, busy: bool) -> bool:
+        return self.arrived(request, busy) and self.load(request, busy)
+
+    def arrived(self, request: StartingRequest, busy: bool) -> bool:
+        """Whether a waiting request waits for no other server; from the first time on, its blocks are fetched."""
         self._held.expire()
         if request.exclusive:  # nobody may hold a block when it starts
             while self.give_back():
@@ -119,9 +130,7 @@ class RemoteBlocks(Connector, CacheListener):
             if (begun := self._begin(request)) is None:
                 return True
             fetch = begun
-        if fetch.loaded:
-            return True
-        if not fetch.over.is_set():
+        if not (fetch.loaded or fetch.over.is_set()):
             if time.monotonic() < fetch.until:
                 if not fetch.begun and self._running < AT_A_TIME:
                     fetch.begun = True
@@ -132,6 +141,14 @@ class RemoteBlocks(Connector, CacheListener):
                     fetch.over.wait(_PAUSE)
                 return False
             self._give_up(fetch, "it took too long")
+        return True
+
+    def load(self, request: StartingRequest, busy: bool) -> bool:
+        """Whether a request for which everything has ``arrived`` may start. If blocks are free, the next plan copies
+        what was fetched to them."""
+        fetch = self._fetches.get(request.id)
+        if fetch is None or fetch.loaded or request.exclusive:
+            return True
         # Later it keeps its turn, as a request does that fetches nothing: others must not pass it for ever.
         return self._load(fetch) or not busy or time.monotonic() >= fetch.until
 
@@ -159,7 +176,18 @@ class RemoteBlocks(Connector, CacheListener):
 
     def moves(self) -> BlockMoves | None:
         self._held.expire()
-        back, self._back = self._back, []
+        back, stale = list[BlockTransfer](), list[int]()
+        for planned in self._back:
+            # A block may have been released and taken for something else since.
+            moves = [move for key, move in planned if self._pool.find(key) == move.block]
+            stale += [move.place for key, move in planned if self._pool.find(key) != move.block]
+            if moves:
+                back.append(BlockTransfer(self._next_transfer, moves))
+                self._next_transfer += 1
+        self._back = []
+        self.unwritten.clear()
+        if stale:
+            _in_thread(self._drop, stale)
         return BlockMoves(back=back, waits=[each.id for each in back]) if back else None
 
     # Blocks for others.
@@ -213,8 +241,12 @@ class RemoteBlocks(Connector, CacheListener):
         state.extend_digests(table, request.tokens, columns)
         fetch.digests = table.digests
         groups = range(len(state.specs))
-        fetch.have = [[self._pool.find((group, digest)) is not None for digest in table.digests] for group in groups]
-        if state.longest_hit(fetch.digests, self._pool.find) == columns:
+
+        def here(key: Key) -> int | None:
+            return self._pool.find(key) or self.kept(key)
+
+        fetch.have = [[here((group, digest)) is not None for digest in table.digests] for group in groups]
+        if state.longest_hit(fetch.digests, here) == columns:
             fetch.over.set()
         elif message.adapter or columns > _MOST_BLOCKS:
             what = "adapters of two servers may differ" if message.adapter else f"the prompt has {columns} blocks"
@@ -336,14 +368,14 @@ class RemoteBlocks(Connector, CacheListener):
         if taken is None:
             self._pool.release(reversed(held))
             return False
-        moves = []
+        moves = list[tuple[Key, BlockMove]]()
         for group, blocks in zip(by_group, taken, strict=True):
             for key, block in zip(group, blocks, strict=True):
                 self._pool.set_key(block, key)
-                moves.append(BlockMove(key[0], block, fetch.places.pop(key)))
+                moves.append((key, BlockMove(key[0], block, fetch.places.pop(key))))
             held += blocks
-        self._back.append(BlockTransfer(self._next_transfer, moves))
-        self._next_transfer += 1
+        self._back.append(moves)
+        self.unwritten.update(move.block for _, move in moves)
         fetch.blocks, fetch.columns, fetch.tokens = held, found, (found - here) * state.block_size
         fetch.loaded = True
         self._forget(fetch)  # what was fetched and is not needed

@@ -28,19 +28,20 @@ from evener.plugins.discover import installed_catalog
 
 def find_connector(config: Config) -> Any | None:
     """The connector's class, see ``evener.contracts.connector``; None: the engine has none. A connector NAME is asked
-    for by the option ``kv_NAME`` of its package, and "host" by ``infer.kv_host_memory``.
+    for by the option ``kv_NAME`` of its package, and "host" by ``infer.kv_host_memory``. Two that are asked for are one
+    with both names, ``host+transfer``.
 
     Raises:
-        ConfigError: no installed package has it, several are asked for, or there is no prefix cache.
+        ConfigError: no installed package has it, or such a pair; or there is no prefix cache.
     """
     catalog, options = installed_catalog(), config.options
     names = [(name, f"{each.package}.kv_{name}") for name, each in catalog.lazy_imports("connector").items()
              if options.get(each.package, {}).get(f"kv_{name}")]  # fmt: skip
     names += [("host", "infer.kv_host_memory")] * (config.infer.kv_host_memory is not None)
-    if len(names) > 1 or (names and not config.infer.prefix_cache):
-        what = "keeps or fetches blocks of the prefix cache: set infer.prefix_cache=true too"
-        raise ConfigError(f"{names[0][1]} {what}, and nothing else that does it")
-    return catalog.need("connector", *names[0], "evener-offload") if names else None
+    joint = "+".join(sorted(name for name, _ in names))
+    if names and not (config.infer.prefix_cache and (len(names) < 2 or joint in catalog.lazy_imports("connector"))):
+        raise ConfigError(f"{names[0][1]}: set infer.prefix_cache=true too, and nothing else that keeps its blocks")
+    return catalog.need("connector", joint, names[0][1], "evener-offload") if names else None
 
 
 def find_adapters(wanted: object) -> Any | None:

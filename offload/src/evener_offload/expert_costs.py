@@ -1,0 +1,40 @@
+"""Which missing experts of a step the host computes, because that is sooner than copying them. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ExpertCosts:
+    """Seconds that one expert of a layer takes.
+
+    Attributes:
+        copy: its copy to the device.
+        first, more: the host's product with one row, and with each further one.
+    """
+
+    copy: float
+    first: float
+    more: float
+
+    def on_host(self, rows: int) -> float:
+        """The host's products with ``rows`` rows, at least one."""
+        return self.first + self.more * (rows - 1)
+
+
+def host_share(rows: Mapping[int, int], costs: ExpertCosts) -> list[int]:
+    """The experts that the host computes so that it and the copies of the others, which run at the same time, are done
+    soonest. Those with the fewest rows go to the host first (as in HybriMoE, Zhong et al. 2025).
+
+    Args:
+        rows: of each missing expert.
+    """
+    chosen, busy = list[int](), 0.0
+    for expert in sorted(rows, key=lambda each: (rows[each], each)):
+        busy += costs.on_host(rows[expert])
+        if busy >= (len(rows) - len(chosen)) * costs.copy:
+            break
+        chosen.append(expert)
+    return chosen

@@ -1,0 +1,164 @@
+"""Experts that are not on the device and that the host computes, if that is sooner than copying them
+(``offload.host_when_sooner``).
+
+The host's kernels read the same memory that copies are made from, so the layout must be one that both have. For small
+steps, a layer's rows are copied to the host too. While the device computes with what it has and what arrives, the host
+computes its experts' pairs; they are added to the others' at the end, before the sum over a token's pairs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from evener.config.resolve import ResolvedConfig
+from evener.contracts.device import Device
+from evener.contracts.ops import Bucket, OpFunction, Static
+from evener.contracts.weights import MoEWeights
+from evener.errors import ConfigError
+from evener.ops.composites import linear_static
+from evener.resolution.resolver import Resolver
+from evener_offload.expert_costs import ExpertCosts, host_share
+from evener_offload.host_backend import open_host
+from evener_offload.resident_layer import ResidentLayer
+
+log = logging.getLogger("evener.worker")
+#: Tokens of the largest step in which the host may take part: its experts have few rows each, and all rows are copied.
+MOST_TOKENS = 64
+#: Rows with which the host is timed, and how often.
+_TIMED_ROWS, _TIMES = 16, 3
+#: What numpy calls the numbers that it does not know.
+_AS_INTEGERS = {torch.bfloat16: torch.int16}
+
+#: Rows [T, hidden], ids [T, k] with -1 for pairs of others, and the layer's weights, to rows [T * k, 1, hidden].
+OnHost = Callable[[torch.Tensor, "np.ndarray[Any, Any]", MoEWeights], torch.Tensor]
+
+
+class HostShare:
+    """The host's part.
+
+    Args:
+        most_rows: experts with at most so many rows are the host's if they are missing; None: measured costs decide.
+
+    Attributes:
+        computed: experts that the host has computed.
+
+    Raises:
+        ConfigError: the host does not compute in the run's dtype.
+    """
+
+    def __init__(self, config: ResolvedConfig, device: Device, resolver: Resolver, most_rows: int | None) -> None:
+        self._device, self._most_rows, self.computed = device, most_rows, 0
+        _, self._resolver = open_host(config, resolver)
+        #: By bytes of an expert: layers with equal experts share what was measured.
+        self._costs: dict[int, ExpertCosts] = {}
+        self._learned: Any = None
+        self._biases: dict[int, list[torch.Tensor | None]] = {}
+        how = "measured costs decide" if most_rows is None else f"those with at most {most_rows} rows"
+        resolver.manifest.notes.append(f"the host computes missing experts of small steps: {how}")
+
+    @staticmethod
+    def asked(value: str) -> int | None:
+        """What ``offload.host_when_sooner`` says: None: measured costs decide; a number of rows; 0: never.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if value in ("auto", "off"):
+            return None if value == "auto" else 0
+        if not (value.isascii() and value.isdecimal()) or not 0 < int(value) <= MOST_TOKENS:
+            raise ConfigError(f"offload.host_when_sooner={value!r}: set auto, off, or a number from 1 to {MOST_TOKENS}")
+        return int(value)
+
+    def check(self, layer: ResidentLayer) -> None:
+        """Raises:
+        ConfigError: no kernel of the host reads the layer's experts.
+        """
+        for slots in (layer.gate_up, layer.down):
+            if (layout := slots.stack.layout) not in self._resolver.packings_by_layout:
+                raise ConfigError(f"offload.host_when_sooner: {slots.stack.name} is packed as {layout} for the device, "
+                                  "which no kernel of the host reads; leave it out")  # fmt: skip
+
+    def resolve(self, layer: ResidentLayer, path: str, static: Static, bucket: Bucket) -> OnHost:
+        """What computes the host's pairs of one layer."""
+        top = static["top"]
+
+        def use(part: str, sizes: dict[str, int], **inner: Any) -> OpFunction:
+            return self._resolver.resolve(part, f"{path} on the host", inner, bucket, sizes)
+
+        gate_up = use("grouped_linear", {"K": top}, **linear_static(layer.gate_up.stack))
+        act = use("act_and_mul", {"T": top}, inner=static["inner"],
+                  **{k: static[k] for k in ("activation", "alpha", "limit", "dtype")})  # fmt: skip
+        down = use("grouped_linear", {"T": top}, **linear_static(layer.down.stack))
+
+        def compute(x: torch.Tensor, ids: np.ndarray[Any, Any], w: MoEWeights) -> torch.Tensor:
+            slots, biases = torch.from_numpy(ids), self._biases_of(layer, w)
+            h = act(gate_up(x, layer.gate_up.stack.value, slots, biases[0]).flatten(0, 1))
+            found: torch.Tensor = down(h, layer.down.stack.value, slots.reshape(-1, 1), biases[1])
+            return found
+
+        return compute
+
+    def choose(
+        self, layer: ResidentLayer, numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor, w: MoEWeights
+    ) -> list[int]:
+        """The experts of ``numbers`` [T, k] that the host computes. ``x``: the step's rows, on the host."""
+        experts, counts = np.unique(numbers, return_counts=True)
+        held = layer.residents.slots
+        rows = {int(each): int(count) for each, count in zip(experts, counts, strict=True) if int(each) not in held}
+        if self._most_rows is not None:
+            return [expert for expert, count in rows.items() if count <= self._most_rows]
+        costs = self._costs.get(layer.nbytes)
+        if costs is None:
+            costs = self._costs[layer.nbytes] = self._measure(layer, numbers.shape[1], compute, x, w)
+            log.info("an expert of %d bytes is copied in %.0f µs, and computed by the host in %.0f µs with one row and "
+                     "%.1f µs with each more", layer.nbytes, 1e6 * costs.copy, 1e6 * costs.first, 1e6 * costs.more)
+        return host_share(rows, costs)
+
+    def learn(self, layer: ResidentLayer, expert: int, needed: list[int]) -> None:
+        """Copy an expert that the host computes, if no such copy is under way: the slots follow what is used last, and
+        other copies wait for one expert at most."""
+        if self._learned is None or self._learned.query():
+            self._learned = layer.learn(expert, needed)
+
+    def rows(
+        self, chosen: list[int], numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor, w: MoEWeights
+    ) -> torch.Tensor:
+        """The pairs of the chosen experts, on the device: [T * k, 1, hidden], 0 for all others."""
+        self.computed += len(chosen)
+        found = compute(x, np.where(np.isin(numbers, chosen), numbers, -1).astype(np.int32), w)
+        integers = _AS_INTEGERS.get(found.dtype)
+        if integers is None:
+            return self._device.upload(found.numpy())
+        return self._device.upload(found.view(integers).numpy()).view(found.dtype)
+
+    def _biases_of(self, layer: ResidentLayer, w: MoEWeights) -> list[torch.Tensor | None]:
+        if id(layer) not in self._biases:
+            both = w.gate_up_bias, w.down_bias
+            self._biases[id(layer)] = [None if b is None else self._device.readback(b).wait() for b in both]
+        return self._biases[id(layer)]
+
+    def _measure(
+        self, layer: ResidentLayer, top: int, compute: OnHost, x: torch.Tensor, w: MoEWeights
+    ) -> ExpertCosts:
+        """Time one expert. Called in the warm-up, so nothing else runs."""
+
+        def host(count: int) -> float:
+            ids = np.full((count, top), -1, dtype=np.int32)
+            ids[:, 0] = 0
+            many = x[:1].expand(count, -1).contiguous()
+            times = []
+            for _ in range(1 + _TIMES):
+                began = time.perf_counter()
+                compute(many, ids, w)
+                times.append(time.perf_counter() - began)
+            return min(times[1:])
+
+        copy = min(self._device.measure(layer.copy_again) for _ in range(1 + _TIMES))
+        one, several = host(1), host(_TIMED_ROWS)
+        return ExpertCosts(copy, one, max(0.0, several - one) / (_TIMED_ROWS - 1))

@@ -1,0 +1,112 @@
+"""Missing experts that the host computes beside the device: the tokens of one device that holds all experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from expert_families import FEW_BLOCKS, Configured, on_the_cpu, worker_of
+from harsh_traffic import assert_same, shrink, traffic
+
+from evener.engine.processes.start import build_controller
+from evener.errors import ConfigError
+from evener_conformance.rank_threads import rank_threads
+from evener_conformance.reference.engine import play
+from evener_offload.expert_costs import ExpertCosts
+from evener_offload.host_share import HostShare
+from evener_offload.resident_experts import ResidentExperts
+
+#: The chip's own layout of experts is nothing for the host, so its reference computes them.
+KEYS = {"infer.resident_experts": 8, "ops.grouped_linear": "reference", "simulated.host_reads": True}
+
+
+def share_of(controller: Any) -> HostShare:
+    found = worker_of(controller).assembly.placement
+    assert isinstance(found, ResidentExperts) and found.share is not None
+    return found.share
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [("Qwen3Moe", "2"), ("Qwen3Moe", "auto"), *(pytest.param(family, "2", marks=pytest.mark.slow)
+                                                for family in ("GptOss", "DeepseekV3"))],
+)  # fmt: skip
+def test_the_host_and_the_device_together_give_the_tokens_of_a_device_that_holds_all(
+    configured: Configured, family: str, rule: str
+) -> None:
+    """With chunks, preemption, prefix hits and aborts together."""
+    want = on_the_cpu(configured, family)
+    controller, ready = build_controller(configured(family, **KEYS, **{"offload.host_when_sooner": rule}))
+    share = share_of(controller)
+    if rule == "auto":
+        assert share._costs, "measured in the warm-up"
+        for costs in share._costs.values():
+            assert costs.copy > 0 and costs.first > 0 and costs.more >= 0
+        # The chip computes on the host, so what was measured says nothing; now both have something to do.
+        share._costs = dict.fromkeys(share._costs, ExpertCosts(1.0, 0.6, 0.3))
+    shrink(controller, FEW_BLOCKS[family])
+    assert_same(play(controller, **traffic()), want)
+    counters = controller.scheduler.stats.counters
+    assert counters["expert_host_computed"] > 100 and counters["expert_misses"] > 100
+    assert any("the host computes missing experts" in note for note in ready.info.manifest["notes"])
+    assert ready.info.memory["measured_host"] == ready.info.memory["host"]
+
+
+def test_a_block_is_that_of_a_device_that_holds_all_up_to_rounding(configured: Configured) -> None:
+    """With biases, which random weights do not have."""
+    draw = torch.Generator().manual_seed(5)
+    every, few = (
+        worker_of(build_controller(configured("GptOss", **keys))[0]).assembly
+        for keys in ({}, {**KEYS, "offload.host_when_sooner": "64"})
+    )
+    (want, got) = (next(site for site in each.build.sites if site.op == "moe_block") for each in (every, few))
+    weights, same = (
+        next(group.values for group in each.build.groups if group.fields.get("router") is site.static["router"])
+        for each, site in ((every, want), (few, got))
+    )
+    for name in ("gate_up_bias", "down_bias"):
+        bias = getattr(weights, name)
+        bias.copy_(torch.randn(bias.shape, generator=draw))
+        getattr(same, name).copy_(bias)
+    assert few.placement is not None
+    few.placement.share._biases.clear()  # type: ignore[attr-defined]
+    before: Mapping[str, int] = few.placement.counters()
+    for tokens in (1, 3, 24):
+        x, residual = (torch.randn(tokens, want.static["hidden"], generator=draw) for _ in range(2))
+        with torch.inference_mode():
+            rows = [site.at(tokens)(x.to("simulated"), residual.to("simulated"), group)[0]
+                    for site, group in ((want, weights), (got, same))]  # fmt: skip
+        torch.testing.assert_close(*(every.device.readback(each).wait() for each in rows))
+    after = few.placement.counters()
+    assert after["expert_host_computed"] > before["expert_host_computed"]
+    assert after["expert_misses"] == before["expert_misses"]
+
+
+def test_what_the_host_computes_comes_to_the_device_little_by_little(configured: Configured) -> None:
+    controller, _ = build_controller(configured(**KEYS, **{"offload.host_when_sooner": "64"}))
+    assert not play(controller, traffic()["messages"][:2]).dead
+    placement = worker_of(controller).assembly.placement
+    assert isinstance(placement, ResidentExperts)
+    layers = [layer.residents for layer in placement.layer.values()]
+    assert all(each.copied > each.misses and each.hits for each in layers)
+
+
+def test_two_ranks_let_the_host_compute_their_parts(configured: Configured) -> None:
+    want = on_the_cpu(configured)
+    keys = {**KEYS, "infer.tp_size": 2, "offload.host_when_sooner": "2"}
+    with rank_threads(configured(**keys)) as (controller, _):
+        assert_same(play(controller, **traffic()), want)
+        assert controller.scheduler.stats.counters["expert_host_computed"] > 100
+
+
+@pytest.mark.parametrize("value", ["sometimes", "0", "65", "-1"])
+def test_a_rule_that_is_none_is_refused(configured: Configured, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"offload.host_when_sooner='.*': set auto, off, or a number from 1 to 64"):
+        build_controller(configured(**KEYS, **{"offload.host_when_sooner": value}))
+
+
+def test_a_layout_that_the_host_cannot_read_is_refused(configured: Configured) -> None:
+    with pytest.raises(ConfigError, match=r"packed as simulated.columns_first for the device, which no kernel of the"):
+        build_controller(configured(**{"infer.resident_experts": 8, "offload.host_when_sooner": "auto"}))
