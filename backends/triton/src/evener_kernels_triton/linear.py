@@ -22,7 +22,7 @@ from evener_kernels_triton.packed import PACKED, PackedMatrix
 from evener_kernels_triton.packed_linear import packed_bytes, packed_linear, unpacked, unpacked_bytes
 from evener_kernels_triton.primitives import rows_of
 from evener_kernels_triton.rounded import rounded_bytes, rounded_linear, rounds
-from evener_kernels_triton.stored import STORED, Form, StoredMatrix, in_words, pieces, words
+from evener_kernels_triton.stored import STORED, WORD, Form, StoredMatrix, in_words, pieces, words
 from evener_kernels_triton.tuning import Product, Sizes, Tuning, memoized
 from evener_kernels_triton.variants import packed_products, products, rounded_products, stored_products
 
@@ -168,7 +168,8 @@ def _grid(p: Product, tokens: int, rows: int, columns: int) -> tuple[int, int, i
 def partial_sums(tuning: Tuning, call: OpCall, rows: int, columns: int, stored: bool = False) -> int:
     """Bytes of the partial sums of ``few_tokens_linear``, if it serves the tokens of ``call``."""
     tokens = call.bucket.high
-    if tokens == 1 or not tuning.uses_own_product(tokens, rows, stored):
+    by_rows = tokens == 1 and not (stored and columns % WORD)
+    if by_rows or not tuning.uses_own_product(tokens, rows, stored):
         return 0
     rule = tuning.stored if stored else tuning.skinny
     p = rule(tokens, rows, columns, getattr(torch, call.static["dtype"]).itemsize)

@@ -13,6 +13,7 @@ import torch
 from evener.contracts.ops import OpCall, Variant
 from evener.contracts.quant import WeightPart
 from evener_kernels_triton.packed import segments_of
+from evener_kernels_triton.stored import WORD
 from evener_kernels_triton.tuning import MAX_SUMMED_TOKENS, Grouped, Product, Tuning
 
 #: Up to this many tokens our products are tried where the rule uses the library's.
@@ -54,7 +55,7 @@ def _single_token(tuning: Tuning, rows: int, columns: int, halves: int, stored: 
 def stored_products(tuning: Tuning, call: OpCall, rows: int, columns: int, halves: int = 1) -> Sequence[Variant]:
     """As ``products``, for weights of one byte an element."""
     tokens, element = call.bucket.high, _size(call)
-    if tokens == 1:
+    if tokens == 1 and columns % WORD == 0:
         return _single_token(tuning, rows // halves, columns, halves, True)
     if not tuning.uses_own_product(tokens, rows, stored=True):
         return []
