@@ -38,8 +38,8 @@ CUDA = torch.device("cuda")
 def tuning() -> Tuning:
     """Launch sizes of this card."""
     found: Any = torch.cuda.get_device_properties(0)  # torch's types do not know all fields
-    shared = found.shared_memory_per_block_optin
-    return Tuning(found.multi_processor_count, shared, True, warpgroups=True, ptx=True)
+    shared, able = found.shared_memory_per_block_optin, torch.cuda.get_device_capability() >= (8, 9)
+    return Tuning(found.multi_processor_count, shared, True, warpgroups=True, ptx=True, float8=able)
 
 
 def made(form: str, rows: int, columns: int, seed: int) -> tuple[Matrix, torch.Tensor]:

@@ -332,6 +332,9 @@ def test_activations_are_rounded_only_where_that_is_faster() -> None:
     assert [asked(own, tokens, row, 512, 512) for tokens in (64, 128, 8192)] == [True, False, True]
     assert all(asked(TORCH, tokens, form, 512, 512) for tokens in (64, 128, 8192) for form in (block, row))
     assert not asked(TORCH, 16, row, 512, 512)
+    part = replace(rounding_part(512, 512, block), tensors={})
+    stack = LinearWeight("w", (part,), 512, 512, "bfloat16", experts=8, layout=STORED.layout)
+    assert [rounds(own, tokens, stack) for tokens in (1, 4, 5, 16)] == [False, False, True, True], "experts"
 
 
 @pytest.mark.parametrize("storage", ["float8_e4m3fn", "int8"])

@@ -199,7 +199,9 @@ def test_a_prompt_has_the_log_probabilities_of_rounded_activations(
     # A sum that another order rounds otherwise may move one element to its neighbour, a step of 6 %.
     off, effect = float((got - want).abs().max()), float((exact - want).abs().max())
     assert off < 0.05 and effect > 8 * off, (off, effect)
-    assert len(told) == 1 and "at 17..32 tokens" in told[0]
+    # Experts are rounded in smaller steps than dense layers.
+    wanted_rows = ["at 17..32 tokens", *(["at 5..32 tokens"] if family == "Qwen3Moe" else [])]
+    assert [row[row.index("at ") :] for row in told] == wanted_rows
 
 
 def test_activations_are_kept_where_the_operator_asks(tmp_path: Path, interpreted_backend: None) -> None:

@@ -9,7 +9,7 @@ import torch
 from interpreted import every_access_checked
 
 from evener.contracts.quant import QuantFormat, WeightPart
-from evener_kernels_triton.linear import dequantized, few_tokens_linear
+from evener_kernels_triton.linear import dequantized, few_tokens_linear, gemv, persistent_gemv
 from evener_kernels_triton.stored import KINDS, STORED, StoredMatrix
 from evener_kernels_triton.tuning import Tuning
 
@@ -82,6 +82,61 @@ def test_products_with_a_stored_matrix_are_those_of_its_values(
     with every_access_checked():
         got = few_tokens_linear(tuning, torch.float32, x, packed(parts), bias)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("tuning", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(("group", "high"), FORMS)
+@pytest.mark.parametrize("storage", KINDS)
+def test_one_token_with_a_norm_before_and_an_activation_after(
+    tuning: Tuning, storage: str, group: int, high: int
+) -> None:
+    parts = [part(40, 200, storage, group, high, seed) for seed in range(2)]
+    draw = torch.Generator().manual_seed(7)
+    x, residual, gain = (torch.randn(size, generator=draw) for size in ((1, 200), (1, 200), (200,)))
+    bias, total = torch.randn(80, generator=draw), torch.full((1, 200), torch.nan)
+    with every_access_checked():
+        got = persistent_gemv(
+            tuning, x, packed(parts), torch.float32, bias=bias, activation="silu", residual=residual, total=total,
+            gain=gain, eps=0.1, offset=1.0,
+        )  # fmt: skip
+    stream = x + residual
+    normed = stream * (stream.square().mean() + 0.1).rsqrt() * (gain + 1)
+    gate, up = (normed @ torch.cat([values(p) for p in parts]).T + bias).chunk(2, 1)
+    torch.testing.assert_close(total, stream)
+    torch.testing.assert_close(got, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize(("columns", "kernels"), [(9000, {"stored_gemv_kernel"}), (202, {"stored_kernel"})])
+def test_one_token_with_long_rows_or_rows_of_no_whole_words(columns: int, kernels: set[str]) -> None:
+    one = part(24, columns, "float8_e4m3fn", 128, 16)
+    x = torch.randn(1, columns, generator=torch.Generator().manual_seed(7)).bfloat16()
+    with every_access_checked() as programs:
+        got = few_tokens_linear(LARGE, torch.float32, x, packed([one]))
+    torch.testing.assert_close(got, x.float() @ values(one).T, rtol=1e-4, atol=1e-2)
+    assert set(programs) == kernels
+
+
+def test_an_activation_in_a_product_of_one_token_with_long_rows() -> None:
+    parts = [part(12, 9000, "float8_e4m3fn", 128, 1, seed) for seed in range(2)]
+    x, bias = (torch.randn(size, generator=torch.Generator().manual_seed(7)) for size in ((1, 9000), (24,)))
+    with every_access_checked() as programs:
+        got = gemv(LARGE, x, packed(parts), torch.float32, bias=bias, activation="gelu")
+    gate, up = (x @ torch.cat([values(p) for p in parts]).T + bias).chunk(2, 1)
+    torch.testing.assert_close(got, torch.nn.functional.gelu(gate) * up, rtol=1e-4, atol=2e-2)
+    assert set(programs) == {"stored_gemv_kernel"}
+
+
+@pytest.mark.parametrize("storage", KINDS)
+def test_every_element_is_multiplied_exactly_by_one_token(storage: str) -> None:
+    """Each of the 256, subnormal numbers too, alone in its row."""
+    bytes = torch.zeros(256, 16, dtype=torch.uint8)
+    bytes[torch.arange(256), torch.arange(256) % 16] = torch.arange(256, dtype=torch.uint8)
+    weight = bytes.view(getattr(torch, storage))
+    form = QuantFormat(storage, 0, scale="float32")
+    one = WeightPart("all", 256, 16, form, {"weight": weight, "scale": torch.ones(256)})
+    want = weight.float().sum(1)
+    got = few_tokens_linear(LARGE, torch.float32, torch.ones(1, 16), packed([one]))[0]
+    assert torch.equal(got[want.isfinite()], want[want.isfinite()])
 
 
 def test_every_float8_keeps_its_value_without_the_devices_own_conversion() -> None:

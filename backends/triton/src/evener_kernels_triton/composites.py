@@ -20,17 +20,18 @@ from evener_kernels_triton.linear import (
     Matrix,
     ProductKernel,
     gemv,
+    is_packed,
     is_stored,
     persistent_gemv,
     product_bytes,
     product_variants,
     project_rows,
 )
-from evener_kernels_triton.packed import PACKED
+from evener_kernels_triton.packed import PACKED, PackedMatrix
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.rounded import act_round, norm_round, rounded_product, rounds
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
-from evener_kernels_triton.stored import STORED, StoredMatrix
+from evener_kernels_triton.stored import STORED, StoredMatrix, in_words
 from evener_kernels_triton.tuning import Tuning, power_of_two
 from evener_kernels_triton.variants import combined
 
@@ -45,7 +46,8 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
     project = project_rows(tuning, call, dtype, weight)
 
     def one(
-        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor | StoredMatrix,
+        bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         x = rows_of(x)
         if residual is None:
@@ -67,7 +69,7 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
         y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
         after = x.float() if total is None else total
         # Measured: for more tokens, gate and up rows in one tile are slower.
-        if activation and call.bucket.high == 1 and isinstance(w, torch.Tensor):
+        if activation and call.bucket.high == 1 and not isinstance(w, PackedMatrix) and in_words(w):
             return gemv(tuning, y, w, dtype, bias=bias, activation=activation), after
         wide = project(y, w, bias)
         return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), after
@@ -83,8 +85,10 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
     if rounds(tuning, call.bucket.high, weight):
         return rounding
     halves = 2 if activation else 1
-    fits = tuning.persistent_gemv(weight.rows // halves, s["hidden"], halves) is not None and not is_stored(weight)
-    return one if call.bucket.high == 1 and fits else some
+    if call.bucket.high > 1 or is_packed(weight):
+        return some
+    fits = tuning.persistent_gemv(weight.rows // halves, s["hidden"], halves, is_stored(weight)) is not None
+    return one if fits else some
 
 
 class _Composite(ProductKernel):

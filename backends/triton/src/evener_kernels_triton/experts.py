@@ -41,7 +41,7 @@ from evener_kernels_triton.packed_experts import ExpertAssignment, packed_groupe
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.rounded import RoundedRows, norm_round, rounding_bytes, rounds
 from evener_kernels_triton.rounded_experts import rounded_grouped
-from evener_kernels_triton.stored import STORED, pieces
+from evener_kernels_triton.stored import STORED, WORD, pieces, words
 from evener_kernels_triton.tuning import SingleToken, Tuning, power_of_two
 from evener_kernels_triton.variants import (
     combined,
@@ -305,6 +305,11 @@ def _shared_weights(s: MoEStatic) -> list[LinearWeight]:
     return [weight for weight in declared if weight is not None]
 
 
+def _needs_own_launch(weight: LinearWeight) -> bool:
+    """Whether products of one token with ``weight`` have neither norm nor activation in them."""
+    return is_packed(weight) or (is_stored(weight) and weight.columns % WORD > 0)
+
+
 #: From normed rows (for one token, the stream) and weights to the sum of all experts.
 Experts = Callable[[torch.Tensor, MoEWeights], torch.Tensor]
 
@@ -360,8 +365,8 @@ class TritonMoeBlock(ProductKernel):
         dtype = getattr(torch, s["dtype"])
         single_token = tuning.single_token(s["hidden"], s["inner"], s["top"])
         first = tuning.persistent_gemv(s["experts"], s["hidden"], 1)
-        packed = is_packed(s["gate_up"]) or is_packed(s["down"])
-        if call.bucket.high == 1 and single_token is not None and first is not None and not packed:
+        whole = not any(_needs_own_launch(s[name]) for name in ("gate_up", "down"))
+        if call.bucket.high == 1 and single_token is not None and first is not None and whole:
             run = _single_token_block(tuning, call, single_token)
         else:
             run = _multi_token_block(tuning, call)
@@ -389,6 +394,8 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
     names = ("shared_gate_up", "shared_down", "shared_gate")
     declared = {name: s[name] for name in names if s["shared_inner"]}  # type: ignore[literal-required]
     rounding = rounds(tuning, call.bucket.high, s["gate_up"])
+    # Products of rounded activations are of pairs that are listed.
+    list_all = rounding or rounds(tuning, call.bucket.high, s["down"])
     gate_up = project_pairs(tuning.part("up"), call, s["gate_up"])
     down = project_pairs(tuning.part("down"), call, s["down"])
     projects = {name: project_rows(tuning, call, dtype, w) for name, w in declared.items() if w is not None}
@@ -420,7 +427,7 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
             )
             gate = project("shared_gate", y, w.shared_gate) if s["shared_gate"] is not None else None
         matrices, lists, counts = w.gate_up.data.shape[0], None, None
-        if tokens > MAX_DIRECT_TOKENS:
+        if list_all or tokens > MAX_DIRECT_TOKENS:
             # A token's experts are distinct, and so are their slots: a slot gets a token at most once.
             lists = torch.empty(matrices, tokens, dtype=torch.int32, device=y.device)
             counts = torch.empty(matrices, dtype=torch.int32, device=y.device)
@@ -445,22 +452,22 @@ def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Blo
     choice, top, inner, hidden = Choice.of(s), s["top"], s["inner"], s["hidden"]
     norm: dict[str, Any] = {"eps": s["eps"], "offset": s["offset"]}
     up, down = sizes.up, sizes.down
-    # Products with stored weights have neither norm nor activation in them.
-    stored = any(is_stored(w) for w in _shared_weights(s))
+    apart = any(_needs_own_launch(w) for w in _shared_weights(s))
+    stored = any(is_stored(w) for w in _shared_weights(s)[:1])
 
     def shared(total: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not s["shared_inner"]:
             return None, None
         assert w.shared_gate_up is not None and w.shared_down is not None, "declared with shared experts"
         gate_up_weight, down_weight, gate = w.shared_gate_up.data, w.shared_down.data, None
-        if stored:
+        if apart:
             y, _ = norm_rows(tuning, total, None, w.norm, s["eps"], s["offset"], dtype)
             wide = few_tokens_linear(tuning, dtype, y, gate_up_weight)
             if w.shared_gate is not None:
                 gate = few_tokens_linear(tuning, torch.float32, y, w.shared_gate.data)
             inside = act_rows(tuning, wide, s["shared_inner"], s["activation"])
             return few_tokens_linear(tuning, dtype, inside, down_weight), gate
-        if tuning.persistent_gemv(s["shared_inner"], hidden, 2) is not None:
+        if tuning.persistent_gemv(s["shared_inner"], hidden, 2, stored) is not None:
             inside = persistent_gemv(
                 tuning, total, gate_up_weight, dtype, gain=w.norm, activation=s["activation"], **norm
             )
@@ -483,16 +490,16 @@ def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Blo
         y = torch.empty(1, hidden, dtype=dtype, device=x.device)
         common = {"CORRECT": w.correction is not None, "OVERLAP": tuning.overlap, **choice.sizes, **tuning.launch}
         correction, most = w.correction if w.correction is not None else logits, w.slots.shape[1]
-        up_elements, up_scales, up_blocks, up_form = pieces(w.gate_up.data)
-        down_elements, down_scales, down_blocks, down_form = pieces(w.down.data)
-        tile = within(down, down_form).k
+        up_elements, up_scales, up_blocks, up_form = words(w.gate_up.data)
+        down_elements, down_scales, down_blocks, down_form = words(w.down.data)
+        tile = down.k
         # Keep these two in order: the second reads what the first has waited for.
         single_token_up_kernel[(top, min(up.m, -(-inner // up.n)))](
             logits, correction, w.slots, total, w.norm, up_elements, up_scales,
             w.gate_up_bias if w.gate_up_bias is not None else x, inside, most, inner, hidden, up_blocks,
             up_scales.stride(0) if up_form.kind else 0, choice.scale, s["eps"], s["offset"], float(s["alpha"]),
             float(s["limit"]), BIAS=w.gate_up_bias is not None, ACT=s["activation"], BN=up.n, BK=up.k,
-            num_warps=up.warps, **up_form.constants(tuning.ptx), **common,
+            num_warps=up.warps, **up_form.word_constants(tuning.converts), **common,
         )  # fmt: skip
         single_token_down_kernel[(-(-hidden // down.n),)](
             logits, correction, w.slots, inside, down_elements, down_scales,
@@ -500,7 +507,8 @@ def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Blo
             gate if gate is not None else x, y, most, hidden, inner, down_blocks,
             down_scales.stride(0) if down_form.kind else 0, choice.scale, BIAS=w.down_bias is not None,
             ADD=extra is not None, GATE=gate is not None, TP=power_of_two(top), BN=down.n, BK=tile,
-            AHEAD=min(3, -(-inner // tile)), num_warps=down.warps, **down_form.constants(tuning.ptx), **common,
+            AHEAD=min(3, -(-inner // tile)), num_warps=down.warps, **down_form.word_constants(tuning.converts),
+            **common,
         )  # fmt: skip
         return y, total
 

@@ -15,14 +15,14 @@ from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.quant import DTYPE_BYTES, PackedWeight
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.launch import PreparedLaunch
-from evener_kernels_triton.jit.linear import gemv_kernel, persistent_gemv_kernel, skinny_kernel
+from evener_kernels_triton.jit.linear import gemv_kernel, persistent_gemv_kernel, skinny_kernel, stored_gemv_kernel
 from evener_kernels_triton.jit.stored import dequantize_kernel, stored_kernel
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.packed import PACKED, PackedMatrix
 from evener_kernels_triton.packed_linear import packed_bytes, packed_linear, unpacked, unpacked_bytes
 from evener_kernels_triton.primitives import rows_of
 from evener_kernels_triton.rounded import rounded_bytes, rounded_linear, rounds
-from evener_kernels_triton.stored import STORED, Form, StoredMatrix, pieces
+from evener_kernels_triton.stored import STORED, WORD, Form, StoredMatrix, in_words, pieces, words
 from evener_kernels_triton.tuning import Product, Sizes, Tuning, memoized
 from evener_kernels_triton.variants import packed_products, products, rounded_products, stored_products
 
@@ -33,64 +33,78 @@ _DEQUANTIZED_ROWS, _DEQUANTIZED_COLUMNS = 16, 256
 
 
 def persistent_gemv(
-    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
-    activation: str = "", residual: torch.Tensor | None = None, total: torch.Tensor | None = None,
-    gain: torch.Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor | StoredMatrix, out: torch.dtype, *,
+    bias: torch.Tensor | None = None, activation: str = "", residual: torch.Tensor | None = None,
+    total: torch.Tensor | None = None, gain: torch.Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """One token [1, columns] to [1, rows], if ``Tuning.stream`` has sizes for it; see ``persistent_gemv_kernel``."""
+    """One token [1, columns] to [1, rows], if ``Tuning.persistent_gemv`` has sizes for it; see
+    ``persistent_gemv_kernel``."""
     wide, columns = weight.shape
+    elements, scales, blocks, form = words(weight)
     launch, grid, rows = _persistent_gemv(
-        tuning, wide, columns, activation, residual is not None, gain is not None, bias is not None, eps, offset
+        tuning, wide, columns, blocks, form, activation, residual is not None, gain is not None, bias is not None, eps,
+        offset,
     )  # fmt: skip
     y = torch.empty(1, rows, dtype=out, device=x.device)
     launch(
         grid, x, residual if residual is not None else x, total if total is not None else y,
-        gain if gain is not None else x, weight, bias if bias is not None else x, y,
+        gain if gain is not None else x, elements, scales, bias if bias is not None else x, y,
     )  # fmt: skip
     return y
 
 
 @memoized
 def _persistent_gemv(
-    tuning: Tuning, wide: int, columns: int, activation: str, add: bool, norm: bool, bias: bool, eps: float,
-    offset: float,
+    tuning: Tuning, wide: int, columns: int, blocks: int, form: Form, activation: str, add: bool, norm: bool,
+    bias: bool, eps: float, offset: float,
 ) -> tuple[PreparedLaunch, tuple[int, int, int], int]:  # fmt: skip
     """(launch for a weight of ``wide`` rows, its grid, rows of the result)."""
     halves = 2 if activation else 1
-    rows, p = wide // halves, tuning.persistent_gemv(wide // halves, columns, halves)
+    rows = wide // halves
+    p = tuning.persistent_gemv(rows, columns, halves, bool(form.kind))
     assert p is not None, "the caller asked"
     launch = PreparedLaunch(
-        persistent_gemv_kernel, rows=rows, columns=columns, eps=eps, offset=offset, ADD=add, NORM=norm, BIAS=bias,
-        ACT=activation, BN=p.n, BK=p.k, OVERLAP=tuning.overlap, num_warps=p.warps, **tuning.launch,
+        persistent_gemv_kernel, rows=rows, columns=columns, blocks=blocks, eps=eps, offset=offset, ADD=add, NORM=norm,
+        BIAS=bias, ACT=activation, BN=p.n, BK=p.k, OVERLAP=tuning.overlap, num_warps=p.warps,
+        **form.word_constants(tuning.converts), **tuning.launch,
     )  # fmt: skip
     return launch, (min(-(-rows // p.n), p.m * tuning.units), 1, 1), rows
 
 
 def gemv(
-    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor, out: torch.dtype, *, bias: torch.Tensor | None = None,
-    activation: str = "",
+    tuning: Tuning, x: torch.Tensor, weight: torch.Tensor | StoredMatrix, out: torch.dtype, *,
+    bias: torch.Tensor | None = None, activation: str = "",
 ) -> torch.Tensor:  # fmt: skip
     """One token [1, columns] to [1, rows]."""
     halves, (wide, columns) = 2 if activation else 1, weight.shape
-    if tuning.persistent_gemv(wide // halves, columns, halves) is not None:
+    elements, scales, blocks, form = words(weight)
+    if tuning.persistent_gemv(wide // halves, columns, halves, bool(form.kind)) is not None:
         return persistent_gemv(tuning, x, weight, out, bias=bias, activation=activation)
-    launch, grid, rows = _gemv(tuning, wide, columns, activation, bias is not None)
+    launch, grid, rows = _gemv(tuning, wide, columns, blocks, form, activation, bias is not None)
     y = torch.empty(1, rows, dtype=out, device=x.device)
-    launch(grid, x, weight, bias if bias is not None else x, y)
+    extra = bias if bias is not None else x
+    if form.kind:
+        launch(grid, x, elements, scales, extra, y)
+    else:
+        launch(grid, x, elements, extra, y)
     return y
 
 
 @memoized
 def _gemv(
-    tuning: Tuning, wide: int, columns: int, activation: str, bias: bool
+    tuning: Tuning, wide: int, columns: int, blocks: int, form: Form, activation: str, bias: bool
 ) -> tuple[PreparedLaunch, tuple[int, int, int], int]:
     """As ``_persistent_gemv``."""
     halves = 2 if activation else 1
     rows = wide // halves
-    p = tuning.gemv(rows, columns, halves)
+    p = tuning.gemv(rows, columns, halves, bool(form.kind))
+    kernel: Any = stored_gemv_kernel if form.kind else gemv_kernel
+    more: dict[str, Any] = {"TWO": columns > p.k}
+    if form.kind:
+        more = {"blocks": blocks, **form.word_constants(tuning.converts)}
     launch = PreparedLaunch(
-        gemv_kernel, rows=rows, columns=columns, BIAS=bias, ACT=activation, BN=p.n, BK=p.k,
-        EVEN=rows % p.n == 0 and columns % p.k == 0, TWO=columns > p.k, OVERLAP=tuning.overlap, num_warps=p.warps,
+        kernel, rows=rows, columns=columns, BIAS=bias, ACT=activation, BN=p.n, BK=p.k,
+        EVEN=rows % p.n == 0 and columns % p.k == 0, OVERLAP=tuning.overlap, num_warps=p.warps, **more,
         **tuning.launch,
     )  # fmt: skip
     return launch, (-(-rows // p.n), 1, 1), rows
@@ -154,7 +168,8 @@ def _grid(p: Product, tokens: int, rows: int, columns: int) -> tuple[int, int, i
 def partial_sums(tuning: Tuning, call: OpCall, rows: int, columns: int, stored: bool = False) -> int:
     """Bytes of the partial sums of ``few_tokens_linear``, if it serves the tokens of ``call``."""
     tokens = call.bucket.high
-    if (tokens == 1 and not stored) or not tuning.uses_own_product(tokens, rows, stored):
+    by_rows = tokens == 1 and not (stored and columns % WORD)
+    if by_rows or not tuning.uses_own_product(tokens, rows, stored):
         return 0
     rule = tuning.stored if stored else tuning.skinny
     p = rule(tokens, rows, columns, getattr(torch, call.static["dtype"]).itemsize)
@@ -173,7 +188,7 @@ def few_tokens_linear(
         return x.new_empty(0, weight.shape[0], dtype=out)
     if isinstance(weight, PackedMatrix):
         return packed_linear(tuning, out, x, weight, bias)
-    if tokens > 1 or isinstance(weight, StoredMatrix):
+    if tokens > 1 or not in_words(weight):
         return skinny(tuning, x, weight, out, bias=bias)
     return gemv(tuning, rows_of(x), weight, out, bias=bias)
 
@@ -291,7 +306,7 @@ def product_variants(tuning: Tuning, call: OpCall, weight: LinearWeight, halves:
     if rounds(tuning, call.bucket.high, weight):
         return rounded_products(tuning, call, weight.rows, weight.columns)
     if is_stored(weight):
-        return stored_products(tuning, call, weight.rows, weight.columns)
+        return stored_products(tuning, call, weight.rows, weight.columns, halves)
     return products(tuning, call, weight.rows, weight.columns, halves)
 
 

@@ -20,6 +20,8 @@ from evener_kernels_triton.kernel import DTYPES
 KINDS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
 _SCALES = ("float32", "float16", "bfloat16", "float8_e8m0fnu")
 _SCALE_BYTES = 4
+#: Elements of a word, by which kernels for one token read them.
+WORD = 4
 #: A tile of columns is at least so wide, and has whole blocks or is within one.
 _LEAST_WIDE = 16
 
@@ -40,6 +42,11 @@ class Form(NamedTuple):
     def constants(self, ptx: bool) -> dict[str, str | int | bool]:
         """Arguments of the kernels. ``ptx``: the device takes PTX of compute capability 8.0."""
         return {"KIND": self.kind, "PTX": ptx, "HIGH": self.high, "WIDE": self.wide}
+
+
+    def word_constants(self, cast: bool) -> dict[str, str | int | bool]:
+        """Arguments of the kernels that read words. ``cast``: the device converts e4m3 itself."""
+        return {"KIND": self.kind, "CAST": cast and self.kind == "e4m3", "HIGH": self.high, "WIDE": self.wide}
 
 
 PLAIN_FORM = Form()
@@ -79,6 +86,17 @@ def pieces(weight: torch.Tensor | StoredMatrix) -> tuple[torch.Tensor, torch.Ten
     if isinstance(weight, StoredMatrix):
         return weight.elements, weight.scales, weight.scales.shape[-1], weight.form
     return weight, weight, 1, PLAIN_FORM
+
+
+def in_words(weight: torch.Tensor | StoredMatrix) -> bool:
+    """Whether rows of stored elements are whole words of four; plain numbers are not asked."""
+    return not isinstance(weight, StoredMatrix) or weight.shape[-1] % WORD == 0
+
+
+def words(weight: torch.Tensor | StoredMatrix) -> tuple[torch.Tensor, torch.Tensor, int, Form]:
+    """``pieces``, with stored elements as words of four, int32 [rows, columns / 4]."""
+    elements, scales, blocks, form = pieces(weight)
+    return elements.view(torch.int32) if form.kind else elements, scales, blocks, form
 
 
 class StoredPacking(Packing):

@@ -13,6 +13,7 @@ import torch
 from evener.contracts.ops import OpCall, Variant
 from evener.contracts.quant import WeightPart
 from evener_kernels_triton.packed import segments_of
+from evener_kernels_triton.stored import WORD
 from evener_kernels_triton.tuning import MAX_SUMMED_TOKENS, Grouped, Product, Tuning
 
 #: Up to this many tokens our products are tried where the rule uses the library's.
@@ -30,12 +31,7 @@ def products(tuning: Tuning, call: OpCall, rows: int, columns: int, halves: int 
     activation, which halves the rows of one token."""
     tokens, element = call.bucket.high, _size(call)
     if tokens == 1:
-        p = tuning.persistent_gemv(rows // halves, columns, halves)
-        return (
-            persistent_gemv_variants(p)
-            if p is not None
-            else gemv_variants(tuning.gemv(rows // halves, columns, halves))
-        )
+        return _single_token(tuning, rows // halves, columns, halves)
     if tokens > _MAX_TRIED_TOKENS:
         return []
     own, usual = tuning.skinny(tokens, rows, columns, element), tuning.uses_own_product(tokens, rows)
@@ -51,9 +47,16 @@ def products(tuning: Tuning, call: OpCall, rows: int, columns: int, halves: int 
     return [*tried, {"library": 1}] if usual else [{"own": 1, **one} for one in tried]
 
 
-def stored_products(tuning: Tuning, call: OpCall, rows: int, columns: int) -> Sequence[Variant]:
+def _single_token(tuning: Tuning, rows: int, columns: int, halves: int, stored: bool = False) -> Sequence[Variant]:
+    p = tuning.persistent_gemv(rows, columns, halves, stored)
+    return gemv_variants(tuning.gemv(rows, columns, halves, stored)) if p is None else persistent_gemv_variants(p)
+
+
+def stored_products(tuning: Tuning, call: OpCall, rows: int, columns: int, halves: int = 1) -> Sequence[Variant]:
     """As ``products``, for weights of one byte an element."""
     tokens, element = call.bucket.high, _size(call)
+    if tokens == 1 and columns % WORD == 0:
+        return _single_token(tuning, rows // halves, columns, halves, True)
     if not tuning.uses_own_product(tokens, rows, stored=True):
         return []
     own, tried = tuning.stored(tokens, rows, columns, element), list[Variant]()

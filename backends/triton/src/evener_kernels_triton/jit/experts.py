@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 
 from evener_kernels_triton.jit.launch import fast_launch
+from evener_kernels_triton.jit.linear import parts_of, row_sums, tile
 from evener_kernels_triton.jit.routing import chosen
 from evener_kernels_triton.jit.rows import activate
-from evener_kernels_triton.jit.stored import row_scales, scaled_sum, widened
+from evener_kernels_triton.jit.stored import STEP, dropped, fours, lifted, row_scales, step_sums, widened
 
 
 @triton.jit
@@ -233,7 +234,7 @@ def single_token_up_kernel(
     logits, correction, slots, x, gain, w, scales, bias, y, most, rows, columns, blocks, scale_each, scale, eps, offset,
     alpha, limit,
     BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
-    KIND: tl.constexpr, PTX: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
@@ -254,7 +255,7 @@ def single_token_up_kernel(
     slot = tl.load(slots + mine * most)
     readable = tl.where(slot >= 0, rows, 0)
     halves: tl.constexpr = 2
-    own = w + slot.to(tl.int64) * rows * halves * columns
+    own = w + slot.to(tl.int64) * (rows * halves * (columns if KIND == "" else columns // 4))
     own_scales = scales + slot.to(tl.int64) * scale_each
     c = tl.arange(0, BK)
     real = c < columns
@@ -263,35 +264,25 @@ def single_token_up_kernel(
     n = start + tl.arange(0, BN)
     gate_row = n * 2 if ACT == "clamped_swiglu" else n
     up_row = n * 2 + 1 if ACT == "clamped_swiglu" else rows + n
-    mask = (n < readable)[:, None] & real[None, :]
-    a = tl.load(own + gate_row[:, None] * columns + c[None, :], mask=mask, other=0, eviction_policy="evict_first")
-    u = tl.load(own + up_row[:, None] * columns + c[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    a, s = tile(own, own_scales, gate_row, n < readable, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
+    u, t = tile(own, own_scales, up_row, n < readable, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
     b = tl.load(x + c, mask=real, other=0.0).to(tl.float32)
     b = b * tl.rsqrt(tl.sum(b * b, 0) / columns + eps)
-    b = b * (tl.load(gain + c, mask=real, other=0.0).to(tl.float32) + offset)
+    b *= tl.load(gain + c, mask=real, other=0.0).to(tl.float32) + offset
+    b, b1, b2, b3 = parts_of(b, KIND, CAST)
     for first in range(start, rows, step):
         coming = first + step + tl.arange(0, BN)
-        mask = (coming < readable)[:, None] & real[None, :]
+        there = coming < readable
         gate_row = coming * 2 if ACT == "clamped_swiglu" else coming
         up_row = coming * 2 + 1 if ACT == "clamped_swiglu" else rows + coming
-        a_next = tl.load(
-            own + gate_row[:, None] * columns + c[None, :], mask=mask, other=0, eviction_policy="evict_first"
-        )
-        u_next = tl.load(
-            own + up_row[:, None] * columns + c[None, :], mask=mask, other=0, eviction_policy="evict_first"
-        )
+        a_next, s_next = tile(own, own_scales, gate_row, there, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
+        u_next, t_next = tile(own, own_scales, up_row, there, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
         n = first + tl.arange(0, BN)
         inside = n < rows
         gate_row = n * 2 if ACT == "clamped_swiglu" else n
         up_row = n * 2 + 1 if ACT == "clamped_swiglu" else rows + n
-        here = n < readable
-        products = widened(a, KIND, PTX, tl.float32) * b[None, :]
-        gate = scaled_sum(products, own_scales, gate_row, here, blocks, 0, KIND != "", HIGH, WIDE, BN, BK)
-        products = widened(u, KIND, PTX, tl.float32) * b[None, :]
-        up = scaled_sum(products, own_scales, up_row, here, blocks, 0, KIND != "", HIGH, WIDE, BN, BK)
-        if KIND != "" and WIDE == 0:
-            gate *= row_scales(own_scales, gate_row, here, blocks, 0, HIGH, WIDE)
-            up *= row_scales(own_scales, up_row, here, blocks, 0, HIGH, WIDE)
+        gate = row_sums(a, s, b, b1, b2, b3, KIND, CAST)
+        up = row_sums(u, t, b, b1, b2, b3, KIND, CAST)
         if BIAS:
             own_bias = bias + slot.to(tl.int64) * rows * halves
             gate += tl.load(own_bias + gate_row, mask=n < readable, other=0.0).to(tl.float32)
@@ -300,41 +291,50 @@ def single_token_up_kernel(
         tl.store(y + k * rows + n, r.to(y.dtype.element_ty), mask=inside)
         a = a_next
         u = u_next
+        s = s_next
+        t = t_next
 
 
 @triton.jit
-def _load_down_weights(w, n, slot, hidden, inner, c):
-    """Weights [BN, TP, BK] of output rows ``n``, matrices ``slot`` and columns ``c``."""
-    own = slot.to(tl.int64) * hidden * inner
-    at = own[None, :, None] + (n * inner)[:, None, None] + c[None, None, :]
-    mask = (n < hidden)[:, None, None] & (slot >= 0)[None, :, None] & (c < inner)[None, None, :]
+def _load_down_weights(w, n, slot, hidden, inner, first, KIND: tl.constexpr, BK: tl.constexpr):
+    """Weights [BN, TP, BK] of output rows ``n``, matrices ``slot`` and columns from ``first``; four to a word of stored
+    elements."""
+    each: tl.constexpr = 1 if KIND == "" else 4
+    c = first // each + tl.arange(0, BK // each)
+    own = slot.to(tl.int64) * hidden * (inner // each)
+    at = own[None, :, None] + (n * (inner // each))[:, None, None] + c[None, None, :]
+    mask = (n < hidden)[:, None, None] & (slot >= 0)[None, :, None] & (c < inner // each)[None, None, :]
     return tl.load(w + at, mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _down_scales(scales, n, slot, hidden, blocks, scale_each, first, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    """Scales [BN, TP] of output rows ``n`` and matrices ``slot`` at column ``first``."""
-    at = scales + slot.to(tl.int64)[None, :] * scale_each + ((n // HIGH) * blocks)[:, None]
-    if WIDE > 0:
-        at += first // WIDE
-    return tl.load(at, mask=(n < hidden)[:, None] & (slot >= 0)[None, :], other=0.0)
+def _down_scales(
+    scales, n, slot, hidden, blocks, scale_each, first, HIGH: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """As ``step_scales``, of output rows ``n`` and matrices ``slot``, from column ``first``: [BN, TP, BK / STEP or
+    1]."""
+    g = (first + tl.arange(0, BK // STEP) * STEP) // WIDE if WIDE > 0 else tl.arange(0, 1)
+    at = scales + slot.to(tl.int64)[None, :, None] * scale_each + ((n // HIGH) * blocks)[:, None, None]
+    mask = (n < hidden)[:, None, None] & (slot >= 0)[None, :, None] & (g < blocks)[None, None, :]
+    return tl.load(at + g[None, None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _accumulate(
     acc, a, x, k, first, inner, scales, n, slot, hidden, blocks, scale_each,
-    TOP: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr, HIGH: tl.constexpr,
+    TOP: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add BK columns from ``first``, whose weights are ``a``, to the sums: [BN, TP, BK], or [BN, TP] where columns have
-    scales of their own."""
+    """Add BK columns from ``first``, whose weights are ``a``, to the sums: [BN, TP, BK], or [BN, TP, BK / STEP] of
+    stored elements."""
     c = first + tl.arange(0, BK)
     b = tl.load(x + k[:, None] * inner + c[None, :], mask=(k < TOP)[:, None] & (c < inner)[None, :], other=0.0)
-    products = widened(a, KIND, PTX, tl.float32) * b.to(tl.float32)[None, :, :]
-    if KIND != "" and WIDE > 0:
-        y = acc + tl.sum(products, 2) * _down_scales(scales, n, slot, hidden, blocks, scale_each, first, HIGH, WIDE)
+    if KIND == "":
+        y = acc + a.to(tl.float32) * b.to(tl.float32)[None, :, :]
     else:
-        y = acc + products
+        b0, b1, b2, b3 = fours(lifted(b.to(tl.float32), KIND, CAST))
+        sums = step_sums(a, b0[None, :, :], b1[None, :, :], b2[None, :, :], b3[None, :, :], KIND, CAST)
+        y = acc + sums * _down_scales(scales, n, slot, hidden, blocks, scale_each, first, HIGH, WIDE, BK)
     return y
 
 
@@ -344,7 +344,7 @@ def single_token_down_kernel(
     logits, correction, slots, x, w, scales, bias, extra, gate, y, most, hidden, inner, blocks, scale_each, scale,
     BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, TP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
-    KIND: tl.constexpr, PTX: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
@@ -361,36 +361,32 @@ def single_token_down_kernel(
     share = tl.sum(tl.where(match, weight[None, :], 0.0), 1)
     slot = tl.load(slots + mine * most, mask=k < TOP, other=-1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    c = tl.arange(0, BK)
-    a0 = _load_down_weights(w, n, slot, hidden, inner, c)
+    a0 = _load_down_weights(w, n, slot, hidden, inner, 0, KIND, BK)
     if AHEAD > 1:
-        a1 = _load_down_weights(w, n, slot, hidden, inner, BK + c)
+        a1 = _load_down_weights(w, n, slot, hidden, inner, BK, KIND, BK)
     if AHEAD > 2:
-        a2 = _load_down_weights(w, n, slot, hidden, inner, 2 * BK + c)
+        a2 = _load_down_weights(w, n, slot, hidden, inner, 2 * BK, KIND, BK)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    by_block: tl.constexpr = KIND != "" and WIDE > 0
-    acc = tl.zeros([BN, TP], tl.float32) if by_block else tl.zeros([BN, TP, BK], tl.float32)
+    acc = tl.zeros([BN, TP, BK if KIND == "" else BK // STEP], tl.float32)
     acc = _accumulate(
-        acc, a0, x, k, 0, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, PTX, HIGH, WIDE
+        acc, a0, x, k, 0, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
     )  # fmt: skip
     if AHEAD > 1:
         acc = _accumulate(
-            acc, a1, x, k, BK, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, PTX, HIGH, WIDE
+            acc, a1, x, k, BK, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
         )  # fmt: skip
     if AHEAD > 2:
         acc = _accumulate(
-            acc, a2, x, k, 2 * BK, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, PTX, HIGH, WIDE
+            acc, a2, x, k, 2 * BK, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
         )  # fmt: skip
     for first in range(AHEAD * BK, inner, BK):
-        a = _load_down_weights(w, n, slot, hidden, inner, first + c)
+        a = _load_down_weights(w, n, slot, hidden, inner, first, KIND, BK)
         acc = _accumulate(
-            acc, a, x, k, first, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, PTX, HIGH, WIDE
+            acc, a, x, k, first, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
         )  # fmt: skip
-    each = acc if by_block else tl.sum(acc, 2)
-    if KIND != "" and WIDE == 0:
-        each *= _down_scales(scales, n, slot, hidden, blocks, scale_each, 0, HIGH, WIDE)
+    each = dropped(tl.sum(acc, 2), KIND, CAST)
     inside = n < hidden
     if BIAS:
         at = slot.to(tl.int64)[None, :] * hidden + n[:, None]

@@ -6,6 +6,7 @@ import triton.language as tl
 from evener_kernels_triton.jit.arrival import sum_of_spans
 from evener_kernels_triton.jit.launch import fast_launch
 from evener_kernels_triton.jit.rows import activate
+from evener_kernels_triton.jit.stored import STEP, dropped, fours, lifted, step_scales, step_sums
 
 
 @triton.jit
@@ -14,21 +15,57 @@ def _rows(w, n, inside, c, columns, EVEN: tl.constexpr):
     at = w + n[:, None] * columns + c[None, :]
     if EVEN:
         return tl.load(at, eviction_policy="evict_first")
-    return tl.load(at, mask=inside[:, None] & (c < columns)[None, :], other=0.0, eviction_policy="evict_first")
+    return tl.load(at, mask=inside[:, None] & (c < columns)[None, :], other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def tile(
+    w, scales, n, inside, k, columns, blocks,
+    KIND: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """BK columns from ``k`` of rows ``n``, and their scales. Stored elements are read four to a word."""
+    if KIND == "":
+        a = _rows(w, n, inside, k + tl.arange(0, BK), columns, EVEN)
+        s = n
+    else:
+        a = _rows(w, n, inside, k // 4 + tl.arange(0, BK // 4), columns // 4, EVEN)
+        s = step_scales(scales, n, inside, blocks, k, HIGH, WIDE, BK)
+    return a, s
+
+
+@triton.jit
+def row_sums(a, s, b, b1, b2, b3, KIND: tl.constexpr, CAST: tl.constexpr):
+    """Sums over columns of a tile's weights times its scales and ``parts_of`` x."""
+    if KIND == "":
+        r = tl.sum(a.to(tl.float32) * b[None, :], 1)
+    else:
+        sums = step_sums(a, b[None, :], b1[None, :], b2[None, :], b3[None, :], KIND, CAST)
+        r = dropped(tl.sum(sums * s, 1), KIND, CAST)
+    return r
+
+
+@triton.jit
+def parts_of(b, KIND: tl.constexpr, CAST: tl.constexpr):
+    """float32 x [BK] as ``row_sums`` takes it."""
+    if KIND == "":
+        b0, b1, b2, b3 = b, b, b, b
+    else:
+        b0, b1, b2, b3 = fours(lifted(b, KIND, CAST))
+    return b0, b1, b2, b3
 
 
 @fast_launch
 @triton.jit
 def persistent_gemv_kernel(
-    x, residual, total, gain, w, bias, y, rows, columns, eps, offset,
+    x, residual, total, gain, w, scales, bias, y, rows, columns, blocks, eps, offset,
     ADD: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One token, rows of at most BK columns: y = w @ x. A program loops over tiles of BN rows of w [rows, columns]
     and prepares x once.
 
     ADD: x + residual is used for x, and stored in ``total``. NORM: it is normalised by root mean square. ACT: w has the
-    up rows after the gate rows.
+    up rows after the gate rows. KIND and what follows: as ``jit.stored`` says; "": w is plain numbers.
 
     The first rows are loaded before the kernel waits for the one that computes x, and each next tile before the current
     one is summed.
@@ -40,10 +77,10 @@ def persistent_gemv_kernel(
     step = tl.num_programs(0) * BN
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = n < rows
-    a = _rows(w, n.to(tl.int64), inside, c, columns, False)
-    u = a
+    a, s = tile(w, scales, n.to(tl.int64), inside, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
+    u, t = a, s
     if ACT != "":
-        u = _rows(w, n.to(tl.int64) + rows, inside, c, columns, False)
+        u, t = tile(w, scales, n.to(tl.int64) + rows, inside, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     b = tl.load(x + c, mask=real, other=0.0).to(tl.float32)
@@ -54,25 +91,30 @@ def persistent_gemv_kernel(
     if NORM:
         scale = tl.rsqrt(tl.sum(b * b, 0) / columns + eps)
         b = b * (tl.load(gain + c, mask=real, other=0.0).to(tl.float32) + offset) * scale
+    b, b1, b2, b3 = parts_of(b, KIND, CAST)
     for first in range(tl.program_id(0) * BN, rows, step):
         coming = first + step + tl.arange(0, BN)
-        a_next = _rows(w, coming.to(tl.int64), coming < rows, c, columns, False)
-        u_next = a_next
+        there = coming < rows
+        wide = coming.to(tl.int64)
+        a_next, s_next = tile(w, scales, wide, there, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
+        u_next, t_next = a_next, s_next
         if ACT != "":
-            u_next = _rows(w, coming.to(tl.int64) + rows, coming < rows, c, columns, False)
+            u_next, t_next = tile(w, scales, wide + rows, there, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
         n = first + tl.arange(0, BN)
         inside = n < rows
-        r = tl.sum(a.to(tl.float32) * b[None, :], 1)
+        r = row_sums(a, s, b, b1, b2, b3, KIND, CAST)
         if BIAS:
             r += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
         if ACT != "":
-            up = tl.sum(u.to(tl.float32) * b[None, :], 1)
+            up = row_sums(u, t, b, b1, b2, b3, KIND, CAST)
             if BIAS:
                 up += tl.load(bias + rows + n, mask=inside, other=0.0).to(tl.float32)
             r = activate(r, ACT) * up
         tl.store(y + n, r.to(y.dtype.element_ty), mask=inside)
         a = a_next
+        s = s_next
         u = u_next
+        t = t_next
 
 
 @triton.jit
@@ -128,6 +170,54 @@ def gemv_kernel(
         r += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     if ACT != "":
         up = tl.sum(high, 1)
+        if BIAS:
+            up += tl.load(bias + rows + n, mask=inside, other=0.0).to(tl.float32)
+        r = activate(r, ACT) * up
+    tl.store(y + n, r.to(y.dtype.element_ty), mask=inside)
+
+
+@fast_launch
+@triton.jit
+def stored_gemv_kernel(
+    x, w, scales, bias, y, rows, columns, blocks,
+    BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr, KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """``gemv_kernel`` of weights of one byte an element: two tiles of columns are under way while one is summed."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n < rows
+    wide = n.to(tl.int64)
+    c = tl.arange(0, BK)
+    a, s = tile(w, scales, wide, inside, 0, columns, blocks, KIND, HIGH, WIDE, BK, EVEN)
+    a_next, s_next = tile(w, scales, wide, inside, BK, columns, blocks, KIND, HIGH, WIDE, BK, False)
+    u, t, u_next, t_next = a, s, a_next, s_next
+    if ACT != "":
+        u, t = tile(w, scales, wide + rows, inside, 0, columns, blocks, KIND, HIGH, WIDE, BK, EVEN)
+        u_next, t_next = tile(w, scales, wide + rows, inside, BK, columns, blocks, KIND, HIGH, WIDE, BK, False)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BN, BK // STEP], tl.float32)
+    high = acc
+    for k in range(0, columns, BK):
+        after = k + 2 * BK
+        a_last, s_last = tile(w, scales, wide, inside, after, columns, blocks, KIND, HIGH, WIDE, BK, False)
+        u_last, t_last = a_last, s_last
+        if ACT != "":
+            u_last, t_last = tile(w, scales, wide + rows, inside, after, columns, blocks, KIND, HIGH, WIDE, BK, False)
+        b = tl.load(x + k + c) if EVEN else tl.load(x + k + c, mask=k + c < columns, other=0.0)
+        b0, b1, b2, b3 = fours(lifted(b.to(tl.float32), KIND, CAST)[None, :])
+        acc += step_sums(a, b0, b1, b2, b3, KIND, CAST) * s
+        if ACT != "":
+            high += step_sums(u, b0, b1, b2, b3, KIND, CAST) * t
+        a, s, a_next, s_next = a_next, s_next, a_last, s_last
+        u, t, u_next, t_next = u_next, t_next, u_last, t_last
+    r = dropped(tl.sum(acc, 1), KIND, CAST)
+    if BIAS:
+        r += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    if ACT != "":
+        up = dropped(tl.sum(high, 1), KIND, CAST)
         if BIAS:
             up += tl.load(bias + rows + n, mask=inside, other=0.0).to(tl.float32)
         r = activate(r, ACT) * up

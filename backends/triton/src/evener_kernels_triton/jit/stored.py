@@ -77,6 +77,115 @@ def widened(stored, KIND: tl.constexpr, PTX: tl.constexpr, to: tl.constexpr):
     return y
 
 
+#: What x is multiplied by before products with the numbers of ``_four_floats``: no product of common numbers is near
+#: the ends of float32.
+_LIFT = tl.constexpr(18446744073709551616.0)  # 2^64
+#: What their sums are multiplied by afterwards: 2^56, 2^48.
+_DROP_E4M3, _DROP_E5M2 = tl.constexpr(72057594037927936.0), tl.constexpr(281474976710656.0)
+#: Columns whose products are summed before the sum is scaled; a block of scales has a multiple of them.
+STEP = tl.constexpr(16)
+#: Four e4m3 as four float32, by way of float16, with the device's own instructions: one for two elements, and one each.
+_E4M3_TO_FLOATS = tl.constexpr("""
+{
+.reg .b16 low, high, a, b, c, d;
+.reg .b32 left, right;
+mov.b32 {low, high}, $4;
+cvt.rn.f16x2.e4m3x2 left, low;
+cvt.rn.f16x2.e4m3x2 right, high;
+mov.b32 {a, b}, left;
+mov.b32 {c, d}, right;
+cvt.f32.f16 $0, a;
+cvt.f32.f16 $1, b;
+cvt.f32.f16 $2, c;
+cvt.f32.f16 $3, d;
+}
+""")
+
+
+@triton.jit
+def lifted(x, KIND: tl.constexpr, CAST: tl.constexpr):
+    """float32 ``x`` as ``step_sums`` takes it."""
+    return x if KIND == "int8" or CAST else x * _LIFT
+
+
+@triton.jit
+def dropped(sums, KIND: tl.constexpr, CAST: tl.constexpr):
+    """Sums of ``step_sums``, as they would be without ``lifted``."""
+    if KIND == "e4m3" and not CAST:
+        sums = sums * _DROP_E4M3
+    elif KIND == "e5m2":
+        sums = sums * _DROP_E5M2
+    return sums
+
+
+@triton.jit
+def _four_floats(words, KIND: tl.constexpr, CAST: tl.constexpr):
+    """The four elements of each word as float32; float8 times 2^-120 (e4m3) and 2^-112 (e5m2): the fields move to their
+    places, two elements at a time, and nothing else is done. CAST: by the device's own instructions, as they are.
+
+    By way of bytes and bfloat16 numbers a product takes twice as many instructions.
+    """
+    u = words.to(tl.uint32, bitcast=True)
+    if KIND == "int8":
+        # With a byte as its lowest bits, this float is 2^23 + byte.
+        v = u ^ 0x80808080
+        f0 = ((v & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+        f1 = (((v >> 8) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+        f2 = (((v >> 16) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+        f3 = ((v >> 24) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    elif CAST:
+        f0, f1, f2, f3 = tl.inline_asm_elementwise(
+            _E4M3_TO_FLOATS, "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        SHIFT: tl.constexpr = 4 if KIND == "e4m3" else 3
+        FIELDS: tl.constexpr = 0x07F007F0 if KIND == "e4m3" else 0x0FE00FE0
+        odd = ((u >> SHIFT) & FIELDS) | (u & 0x80008000)
+        even = ((u << (8 - SHIFT)) & FIELDS) | ((u << 8) & 0x80008000)
+        f0 = (even << 16).to(tl.float32, bitcast=True)
+        f1 = (odd << 16).to(tl.float32, bitcast=True)
+        f2 = (even & 0xFFFF0000).to(tl.float32, bitcast=True)
+        f3 = (odd & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return f0, f1, f2, f3
+
+
+@triton.jit
+def fours(x):
+    """x [.., n] as four tensors [.., n / 4]: what each word of four stored elements is multiplied by."""
+    if len(x.shape) == 2:
+        y = tl.reshape(x, [x.shape[0], x.shape[1] // 4, 2, 2])
+    else:
+        y = tl.reshape(x, [x.shape[0] // 4, 2, 2])
+    even, odd = tl.split(y)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def step_sums(words, x0, x1, x2, x3, KIND: tl.constexpr, CAST: tl.constexpr):
+    """Sums of each STEP columns of products of stored elements, four to a word [.., columns / 4], and ``fours`` of
+    ``lifted`` x, with as many axes: [.., columns / STEP], in float32."""
+    f0, f1, f2, f3 = _four_floats(words, KIND, CAST)
+    y = f0 * x0 + f1 * x1 + f2 * x2 + f3 * x3
+    each: tl.constexpr = STEP // 4
+    if len(words.shape) == 3:
+        y = tl.sum(tl.reshape(y, [words.shape[0], words.shape[1], words.shape[2] // each, each]), 3)
+    else:
+        y = tl.sum(tl.reshape(y, [words.shape[0], words.shape[1] // each, each]), 2)
+    return y
+
+
+@triton.jit
+def step_scales(scales, n, inside, blocks, k, HIGH: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr):
+    """The scales of ``step_sums`` of rows ``n`` and BK columns from ``k``: [rows, BK / STEP], or [rows, 1] if all
+    columns share one; 0 for rows that are not inside."""
+    g = (k + tl.arange(0, BK // STEP) * STEP) // WIDE if WIDE > 0 else tl.arange(0, 1)
+    at = scales + ((n // HIGH) * blocks)[:, None] + g[None, :]
+    return tl.load(at, mask=inside[:, None] & (g < blocks)[None, :], other=0.0)
+
+
 @triton.jit
 def row_scales(scales, n, inside, blocks, k, HIGH: tl.constexpr, WIDE: tl.constexpr):
     """The scales of rows ``n`` at column ``k``; 0 for rows that are not inside."""
@@ -84,26 +193,6 @@ def row_scales(scales, n, inside, blocks, k, HIGH: tl.constexpr, WIDE: tl.conste
     if WIDE > 0:
         at += k // WIDE
     return tl.load(at, mask=inside, other=0.0)
-
-
-@triton.jit
-def scaled_sum(
-    products, scales, n, inside, blocks, k,
-    SCALED: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """The sums [BN] of ``products`` [BN, BK] along columns, which begin at column ``k``, times their scales. Scales of
-    whole rows are left to the caller."""
-    if SCALED and WIDE > 0 and WIDE < BK:
-        each: tl.constexpr = BK // WIDE
-        block = tl.sum(tl.reshape(products, [BN, each, WIDE]), 2)
-        c = k // WIDE + tl.arange(0, each)
-        at = scales + (n // HIGH)[:, None] * blocks + c[None, :]
-        r = tl.sum(block * tl.load(at, mask=inside[:, None] & (c < blocks)[None, :], other=0.0), 1)
-    elif SCALED and WIDE > 0:
-        r = tl.sum(products, 1) * row_scales(scales, n, inside, blocks, k, HIGH, WIDE)
-    else:
-        r = tl.sum(products, 1)
-    return r
 
 
 @fast_launch
