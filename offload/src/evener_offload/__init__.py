@@ -52,6 +52,7 @@ descriptor = Descriptor(
             type=str, default="auto", choices=("auto", "on", "off"), help="With infer.cpu_layer_num or "
             "infer.host_experts: whether steps are computed in two halves, so that the host computes experts of one "
             "while the device computes the other; auto: where that is measured to be faster."
+        ),
         "prefetch_experts": Option(
             type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "
             "the next layer's router would choose for its rows."
