@@ -16,7 +16,7 @@ ADDRESSES = "10.77.0.1", "10.77.0.2"
 
 
 def start(folder: str, keys: dict[str, Any]) -> subprocess.Popen[str]:
-    program = [sys.executable, str(Path(__file__).with_name("machine.py")), folder, json.dumps(keys)]
+    program = [sys.executable, str(Path(__file__).with_name("cabled_machine.py")), folder, json.dumps(keys)]
     made = subprocess.Popen(["unshare", "--net", *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     ask(made, None)
     return made
