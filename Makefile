@@ -19,7 +19,7 @@ DISTRIBUTIONS := $(PROJECTS:/pyproject.toml=)
 
 LLAMACPP ?= $(HOME)/.cache/evener/llamacpp
 PROMPT ?= What is the capital of France?
-PORT ?= 8000
+PORT ?= 21002
 ARGS ?=
 # So many processes share the test files, a whole file each; threads that wait for their next product do not hold a core.
 JOBS ?= 2
@@ -65,7 +65,7 @@ llamacpp:  ## build llama.cpp in an environment of its own, for the tests and be
 run: model  ## ask a real model one question over HTTP (PROMPT="...")
 	@$(PY) scripts/demo.py --prompt $(call quoted,$(value PROMPT)) -- $(ARGS)
 
-serve: model  ## serve a real model until Ctrl-C (PORT=8000, ARGS="key=value ...")
+serve: model  ## serve a real model until Ctrl-C (PORT=21002, ARGS="key=value ...")
 	@exec $(PY) scripts/demo.py --serve --port $(PORT) -- $(ARGS)
 
 test: model  ## the tests, under ten minutes

@@ -152,7 +152,7 @@ def test_context_length_is_read_from_every_known_key(
 
 def test_a_folder_that_cannot_be_used_says_what_to_give(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
     assert read_model_facts(str(model_folder("ok", model_type="llama"))).model_type == "llama"
-    with pytest.raises(CheckpointError, match=r"does not exist, or is a special file; give a model folder"):
+    with pytest.raises(CheckpointError, match=r"does not exist, or is no folder or plain file; give"):
         read_model_facts(str(tmp_path / "no"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"has no config.json"):

@@ -67,7 +67,8 @@ class FolderFiles(ModelFiles):
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise CheckpointError(f"the model {path} does not exist, or is a special file; give a model folder or file")
+            what = "give a model folder or file, or a name on a hub, as org/name"
+            raise CheckpointError(f"the model {path} does not exist, or is no folder or plain file; {what}")
         self.path = path
 
     def text(self, name: str) -> str | None:
