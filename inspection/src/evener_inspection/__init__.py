@@ -1,6 +1,6 @@
-"""For looking into a run: commands that show what it would use on this machine, and why; measurements of kernels, of
-an engine's steps, and for a start; and an executor that runs all ranks in one process, for a debugger. Of the commands
-only ``bench-engine`` starts an engine, and ``tune`` a worker. Torch-free.
+"""For looking into a run: commands that show what it would use on this machine, and why; measurements of an engine's
+steps, and for a start; and an executor that runs all ranks in one process, for a debugger. Of the commands only
+``bench-engine`` starts an engine. Torch-free.
 
 =======================  ===============================================================================
 module                   holds
@@ -15,9 +15,6 @@ module                   holds
 ``step_times``           the times of steps on synthetic prompts
 ``layer_facts``          the layers of a model by kind, and the bytes that a step reads
 ``kind_costs``           what one layer of each kind costs, and the whole model would
-``tune_command``         ``evener tune``: kernels are measured, and later runs use the fastest
-``tuner``                compares the candidates of each op with the reference, and times them
-``recorded_ops``         the inputs that a model calls its ops with
 ``explanation``          what ``explain`` shows, as plain data
 ``absent_ranks``         the communicator of a model that is declared and not run
 ``explanation_text``     the same as text for a terminal
@@ -41,7 +38,6 @@ descriptor = Descriptor(
         "explain": "evener_inspection.explain_command:main", "why-not": "evener_inspection.why_not_command:main",
         "config": "evener_inspection.config_command:main", "models": "evener_inspection.models_command:main",
         "plugins": "evener_inspection.plugins_command:main", "bench-engine": "evener_inspection.bench_command:main",
-        "tune": "evener_inspection.tune_command:main",
     },
     weight_makers={"dummy": "evener_inspection.dummy_weights:load_dummy"},
     layer_splitters={"measured": "evener_inspection.layer_costs:measured_split"},

@@ -25,6 +25,7 @@ Main = Callable[[list[str]], int]
 _BUILTIN: Mapping[str, tuple[str, str]] = {
     "doctor": ("evener.cli.doctor", "show how the backend is chosen, step by step"),
     "version": ("evener.cli.version", "show versions"),
+    "tune": ("evener.cli.tune", "benchmark kernels and save the choices"),
 }
 BUILTIN_NAMES = tuple(_BUILTIN)
 #: Commands that come with another distribution of this project, and what to type when it is not installed.
@@ -41,7 +42,6 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "config": ("show the resolved value of every option, and why", 'pip install "evener[serve]"'),
     "models": ("list the supported model architectures", 'pip install "evener[serve]"'),
     "plugins": ("list installed packages", 'pip install "evener[serve]"'),
-    "tune": ("benchmark kernels and save the choices", 'pip install "evener[serve]"'),
     "conformance": ("check whether a backend keeps the contracts", "pip install evener-conformance"),
     "new": ("create a package to start from: new backend NAME, new model NAME", "pip install evener-conformance"),
     "first-contact": ("try a backend on its hardware, and write an evidence file", "pip install evener-conformance"),

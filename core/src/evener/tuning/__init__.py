@@ -1,0 +1,1 @@
+"""What ``evener tune`` does: kernels are compared with the reference and timed. Not imported while serving."""
