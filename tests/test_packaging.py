@@ -55,7 +55,8 @@ def test_an_installed_copy_is_imported_from_where_it_was_installed(target: Path)
 #: Packages beside that of the distribution's name, which know more of the core than that one may.
 MORE_PACKAGES = {
     "evener_formats": {"evener_calibrate", "evener_convert", "evener_keys", "evener_model_cache", "evener_quantize"},
-    "evener_generation": {"evener_adapters", "evener_beam", "evener_constraints", "evener_drafts", "evener_pooling"},
+    "evener_generation": {"evener_adapters", "evener_beam", "evener_constraints", "evener_drafts", "evener_media",
+                          "evener_pooling"},
     "evener_models": {"evener_encoders"},
     "evener_offload": {"evener_kv", "evener_stages", "evener_weights"},
     "evener_server": {"evener_torchrun"},

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from evener_media.planner import MediaPlanner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.config.schema import Config
 from evener.contracts.media import MediaItem, MediaPrompt, make_item
 from evener.contracts.request_plugin import RequestPlugin
-from evener.engine.controller.media import MediaPlanner
 from evener.engine.controller.state import StateManager
 from evener.engine.processes.start import build_controller, start_engine
 from evener.engine.wire.media import shared_prefix_length
@@ -24,6 +24,7 @@ from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import EngineError, RequestError
 from evener.frontend.plugins import RequestPlugins
 from evener.llm import LLM
+from evener.plugins.catalog import Catalog
 from evener.sampling_params import SamplingParams
 from evener_conformance.naive.model import NaiveModel
 from evener_conformance.reference.executor import strict_controller
@@ -223,6 +224,25 @@ def test_a_request_whose_media_can_never_run_is_refused_with_the_reason(
     message = NewRequest(id="bad", prompt=[1] * 10, max_tokens=3, sampling=GREEDY, media=media)
     (end,) = play(controller, [message]).ends["bad"]
     assert end.reason == "error" and words in str(end.error) and end.status == 400
+
+
+def test_an_engine_without_the_package_for_media_refuses_them_and_says_what_to_install(
+    config: Config, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {} if kind == "part of media" else announced(self, kind)
+    )
+    controller, _ = build_controller(config)
+    text = request("text", 4, TEXT[:11])
+    played = play(controller, [request("media", 4, TEXT[:11], 0), text])
+    (end,) = played.ends["media"]
+    assert end.reason == "error" and end.status == 400 and "pip install evener-generation" in str(end.error)
+    assert len(played.tokens["text"]) == 4
+    with LLM.from_client(start_engine(config, "inline"), Path(config.model)) as llm:
+        given = MediaPrompt([1, 2, 3], [make_item(1, PICTURES[3].numpy())])
+        with pytest.raises(EngineError, match="pip install evener-generation"):
+            llm.generate(given, SamplingParams(max_tokens=2, detokenize=False))
 
 
 def test_a_media_item_survives_serialization() -> None:

@@ -1,5 +1,5 @@
-"""Structured output, parsers of tool calls and reasoning, drafts, adapters, vectors of texts; through the same hooks as
-anybody else's.
+"""Structured output, parsers of tool calls and reasoning, drafts, adapters, media of prompts, vectors of texts; through
+the same hooks as anybody else's.
 
 Torch-free.
 
@@ -24,7 +24,7 @@ from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="generation",
-    summary="Structured output, parsers of tool calls and reasoning, drafts, adapters, and vectors of texts.",
+    summary="Structured output, parsers of tool calls and reasoning, drafts, adapters, media, and vectors of texts.",
     contracts={"descriptor": 1, "generation": 1},
     grammar_masks={"matchers": "evener_constraints.masks:GrammarMasks.of"},
     grammars={
@@ -49,6 +49,11 @@ descriptor = Descriptor(
         "limits": "evener_pooling.limits:whole_texts",
         "pooler": "evener_pooling.pooler:Pooler",
         "vectors": "evener_pooling.vectors:TextVectors",
+    },
+    media_parts={
+        "checks": "evener_media.checks:validated_media",
+        "planner": "evener_media.planner:MediaPlanner",
+        "rows": "evener_media.rows:MediaStore",
     },
     draft_policies={"measured": "evener_generation.drafting.speculation:measured"},
     tool_parsers={

@@ -29,7 +29,7 @@ _DESCRIPTOR_FIELDS: Mapping[str, str] = {
     "pooling_readers": "pooling reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
     "adapter_readers": "adapter reader", "drafters": "drafter", "draft_policies": "draft policy",
     "worker_drafters": "worker drafter", "pooling_parts": "part of pooling", "stage_parts": "part of stages",
-    "launchers": "launcher",
+    "media_parts": "part of media", "launchers": "launcher",
     "layer_splitters": "layer splitter", "grammar_masks": "maker of masks", "placements": "placement of experts",
     "cache_listeners": "cache listener",
 }  # fmt: skip

@@ -121,8 +121,7 @@ class Adapters:
             RequestError: there is no such adapter.
         """
         if name is not None:
-            shown = str(name)[:256]
-            raise RequestError(f"no adapter {shown!r} is loaded{did_you_mean(shown, ())}", "lora")
+            raise RequestError(f"no adapter {str(name)[:256]!r} is loaded{did_you_mean('', ())}", "lora")
         return ""
 
 

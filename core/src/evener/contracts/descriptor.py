@@ -104,6 +104,8 @@ class Descriptor:
             ``{"name": "module:function"}``; see ``evener.contracts.pooling``.
         pooling_parts: (optional, for packages pinned to their core's version) ``{"choose": "module:function", "limits":
             "module:function", "pooler": "module:Class", "vectors": "module:Class"}``: see ``evener.contracts.pooling``.
+        media_parts: (optional, for packages pinned to their core's version) ``{"checks": "module:function", "planner":
+            "module:Class", "rows": "module:Class"}``: see ``evener.contracts.media``.
         adapter_readers: (optional) functions that read adapters (LoRA) from folders,
             ``{"name": "module:function"}``; see ``evener.contracts.adapters``.
         tokenizer_readers: (optional) functions that read a model's tokenizer, ``{"name": "module:function"}``; see
@@ -190,6 +192,7 @@ class Descriptor:
     quantizers: Mapping[str, str] = field(default_factory=dict)
     pooling_readers: Mapping[str, str] = field(default_factory=dict)
     pooling_parts: Mapping[str, str] = field(default_factory=dict)
+    media_parts: Mapping[str, str] = field(default_factory=dict)
     adapter_readers: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     tokenizer_readers: Mapping[str, str] = field(default_factory=dict)

@@ -3,6 +3,16 @@
 An item covers some tokens of a prompt; the model reads the item's rows instead of their embeddings. The rows are given,
 or an encoder computes them in the worker. The ids of these tokens are only placeholders, so code that compares prompts
 (the prefix cache, forks) compares items too.
+
+They are checked, planned and kept by a package that is pinned to its core's version. It announces the parts
+(``Descriptor.media_parts``); without it, a request with media is refused:
+
+- ``checks``: takes the items of a prompt, the width of the model's rows, and how many of them one step takes. Returns
+  the items to send, or raises RequestError.
+- ``planner``: an ``evener.engine.controller.media.Media``, constructed with the numbers of rows that a worker may keep
+  and that one step may encode.
+- ``rows``: what a worker keeps, constructed with the device, the model's encoders and the compute dtype. ``take`` does
+  what a plan says and returns ``Step.embedding_overrides``; ``warm_up`` builds the encoders' kernels.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from evener.engine.wire import messages as wire
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.detokenize import Detokenizer
-from evener.frontend.media import validated_media
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
 from evener.frontend.tokenizer import Tokenizer
+from evener.plugins.discover import installed_catalog
 from evener.sampling_params import MAX_BIASES, SamplingParams
 
 Kind = Literal["chat", "completion", "embed"]
@@ -155,7 +155,9 @@ class Frontend:
         if bounds != sorted(bounds) or (bounds and (bounds[0] < 0 or bounds[-1] > len(ids))):
             message = f"the ranges of prompt_outputs must be ascending, within the prompt's {len(ids)} tokens"
             raise RequestError(message, "prompt_outputs")
-        media = validated_media(prompt, self._hidden_size, self._media_rows)
+        media = list(prompt.media) if isinstance(prompt, MediaPrompt) else []
+        if media and (checks := installed_catalog().lazy_imports("part of media").get("checks")):
+            media = checks.load()(media, self._hidden_size, self._media_rows)  # without it, the engine refuses them
         ignore_eos = not self._stop_with_eos if params.ignore_eos is None else params.ignore_eos
         # A text that follows a grammar ends where it is complete.
         goes_on = ignore_eos and (params.grammar is None or params.grammar.kind == "any")

@@ -20,17 +20,17 @@ NOUNS: Mapping[str, str] = {
 }  # fmt: skip
 #: Descriptor fields that list lazy imports, and the word for one of them in messages.
 LAZY_IMPORT_FIELDS: Mapping[str, str] = {
-    "architectures": "architecture", "commands": "command", "request_plugins": "request plugin",
+    "architectures": "architecture", "commands": "command", "request_plugins": "request plugin", "drafters": "drafter",
     "tool_parsers": "tool parser", "reasoning_parsers": "reasoning parser", "grammars": "grammar engine",
-    "drafters": "drafter", "checkpoints": "checkpoint reader", "weight_files": "weight file reader",
-    "state_formats": "state format", "model_sources": "model source", "executors": "executor",
-    "placements": "placement of experts", "worker_drafters": "worker drafter", "connectors": "connector",
-    "quantizers": "quantizer", "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader",
-    "pooling_parts": "part of pooling", "stage_parts": "part of stages", "launchers": "launcher",
-    "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader", "chat_readers": "chat reader",
-    "draft_policies": "draft policy", "layer_splitters": "layer splitter", "adapters": "maker of adapters",
-    "grammar_masks": "maker of masks", "weight_makers": "maker of weights", "engine_commands": "engine command",
-    "old_spellings": "old spellings", "config_readers": "config reader", "cache_listeners": "cache listener",
+    "checkpoints": "checkpoint reader", "weight_files": "weight file reader", "state_formats": "state format",
+    "model_sources": "model source", "executors": "executor", "placements": "placement of experts",
+    "worker_drafters": "worker drafter", "connectors": "connector", "quantizers": "quantizer", "launchers": "launcher",
+    "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader", "pooling_parts": "part of pooling",
+    "stage_parts": "part of stages", "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader",
+    "chat_readers": "chat reader", "draft_policies": "draft policy", "layer_splitters": "layer splitter",
+    "media_parts": "part of media", "adapters": "maker of adapters", "grammar_masks": "maker of masks",
+    "weight_makers": "maker of weights", "engine_commands": "engine command", "old_spellings": "old spellings",
+    "config_readers": "config reader", "cache_listeners": "cache listener",
 }  # fmt: skip
 T = TypeVar("T")
 

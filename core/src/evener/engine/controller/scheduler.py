@@ -52,7 +52,7 @@ from evener.contracts.outputs import FinishReason
 from evener.engine.batching import MicroBatches, StepLimit
 from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.grammars import Grammars
-from evener.engine.controller.media import MediaPlanner
+from evener.engine.controller.media import Media
 from evener.engine.controller.request import PlannedRow, Request
 from evener.engine.controller.state import StateManager
 from evener.engine.wire.messages import Finished, FromController, NewRequest, Stats, TokenLogprobs, Tokens
@@ -121,13 +121,13 @@ class Scheduler:
 
     def __init__(
         self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_and_age,
-        batches: MicroBatches | None = None, media: MediaPlanner | None = None, limit: StepLimit | None = None,
+        batches: MicroBatches | None = None, media: Media | None = None, limit: StepLimit | None = None,
         grammars: Grammars | None = None, drafts: Drafts | None = None, adapters: AdapterSlots | None = None,
         connector: Connector | None = None,
     ) -> None:  # fmt: skip
         self.state, self.step_tokens, self.policy, self.grammars = state, step_tokens, policy, grammars or Grammars()
         self.batches, self.limit, self.drafts = batches or MicroBatches(), limit or StepLimit(), drafts or Drafts()
-        self.media, self.adapters = media or MediaPlanner(step_tokens, step_tokens), adapters or AdapterSlots()
+        self.media, self.adapters = media or Media(), adapters or AdapterSlots()
         self.connector = connector or Connector()
         self.stats = Stats()
         self.waiting: list[Request] = []

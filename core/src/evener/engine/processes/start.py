@@ -16,7 +16,7 @@ from evener.engine.batching import MicroBatches, limit_steps
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.drafts import find_drafter, open_drafts
 from evener.engine.controller.grammars import open_grammars
-from evener.engine.controller.media import MediaPlanner
+from evener.engine.controller.media import open_media
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
 from evener.engine.processes.launch import launched_rank
@@ -94,7 +94,7 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     # Nobody reads vectors and scores while they are made.
     limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming and facts.info.pooling is None)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
-    media, batches = MediaPlanner(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
+    media, batches = open_media(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
     found, lora = find_connector(config), find_adapters(infer.adapter_slots)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
                           grammars=open_grammars(config, facts.info.vocab_size),

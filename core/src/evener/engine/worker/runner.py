@@ -22,7 +22,6 @@ from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.plan import Plan, StepMasks
 from evener.engine.worker.geometry import Geometry
-from evener.engine.worker.media import MediaStore
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import StepLayout, StepShape
 from evener.resolution.buckets import bucket_index
@@ -53,7 +52,7 @@ class Runner:
 
     def __init__(
         self, device: Device, model: Architecture, sampler: Sampler, tables: DeviceTables, geometry: Geometry,
-        adapters: AdapterStacks, stages: PipelineChannel | None = None, media: MediaStore | None = None,
+        adapters: AdapterStacks, stages: PipelineChannel | None = None, media: Any = None,
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
         self.adapters, self.stages, self.media = adapters, stages, media

@@ -26,7 +26,6 @@ from evener.engine.wire.pooling import pooling_part
 from evener.engine.wire.worker_facts import WorkerFacts
 from evener.engine.worker.assembly import Assembly, assemble, captured_prompt_sizes, find_graph_capture, registered_name
 from evener.engine.worker.graphs import StepGraphs
-from evener.engine.worker.media import MediaStore
 from evener.engine.worker.memory import MemoryPlan, measured_plan, min_across_ranks, require_memory_plan
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.stages import PipelineChannel
@@ -69,7 +68,8 @@ class Worker:
         tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
         hidden, dtype = a.model.hidden_size, resolved.dtype
         stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, hidden, dtype, tables)
-        media = MediaStore(a.device, a.model.encoders, resolved.dtype) if a.ranks.world.first_stage else None
+        rows = installed_catalog().lazy_imports("part of media").get("rows") if a.ranks.world.first_stage else None
+        media = rows and rows.load()(a.device, a.model.encoders, dtype)
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media)
         self.runner.divided = a.placement.divided if a.placement else None
         if a.pooling is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from evener.contracts.media import MediaItem, MediaPrompt, make_item
+from evener.contracts.media import MediaItem, make_item
 from evener.errors import RequestError
 
 
-def validated_media(prompt: str | list[int] | MediaPrompt, hidden: int, rows: int) -> list[MediaItem]:
+def validated_media(items: Sequence[MediaItem], hidden: int, rows: int) -> list[MediaItem]:
     """A prompt's media; embedding rows are split into pieces of at most ``rows``, which is what one engine step takes.
     The engine checks their positions.
 
@@ -16,7 +16,7 @@ def validated_media(prompt: str | list[int] | MediaPrompt, hidden: int, rows: in
         RequestError: rows are not of width ``hidden``, or not float32.
     """
     found: list[MediaItem] = []
-    for item in prompt.media if isinstance(prompt, MediaPrompt) else ():
+    for item in items:
         if not item.encoder and (item.shape != [item.rows, hidden] or item.dtype != "float32"):
             what = f"the rows at token {item.start} are {item.shape} {item.dtype}"
             raise RequestError(f"{what}; this model takes [n, {hidden}] float32", "media")
