@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from evener.contracts.checkpoint import Checkpoint
@@ -46,10 +46,9 @@ def stored_partition(checkpoint: Checkpoint) -> Sequence[int] | None:
     """``CheckpointView.partition`` of the first installed view that knows it."""
     from evener.plugins.discover import installed_catalog
 
-    classes: list[type[CheckpointView]] = [
-        each.load() for each in installed_catalog().lazy_imports("checkpoint view").values()
-    ]
-    return next((found for cls in classes if (found := cls.partition(checkpoint)) is not None), None)
+    announced = installed_catalog().lazy_imports("checkpoint view").values()
+    answers: Iterator[Sequence[int] | None] = (each.load().partition(checkpoint) for each in announced)
+    return next((found for found in answers if found is not None), None)
 
 
 def _check_files(checkpoint: Checkpoint, announced: Collection[str]) -> None:
