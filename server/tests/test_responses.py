@@ -235,9 +235,12 @@ def test_a_subset_of_the_tools_is_allowed(says: Callable[..., Any], error: Calla
     assert [item["name"] for item in body["output"]] == ["get_weather"] and body["tool_choice"] == choice
     grammar = api.engine.sent[-1].sampling.grammar
     assert grammar is not None and "get_weather" in str(grammar) and "get_time" not in str(grammar)
-    for wrong in {"tools": [{"type": "web_search"}]}, {"tools": "x"}, {"mode": "never"}, {"tools": []}:
+    for wrong in {"tools": [{"type": "web_search"}]}, {"tools": "x"}, {"mode": "never"}, {"mode": []}, {"tools": []}:
         found = error(respond(api, tools=[WEATHER, other], tool_choice={**choice, **wrong}))
         assert found["param"] == "tool_choice", wrong
+        # As this API spells it, which is not how a chat completion does.
+        assert '"mode": "auto" or "required", "tools"' in found["message"]
+        assert '"allowed_tools": {' not in found["message"]
 
 
 @pytest.mark.parametrize("limit", [{"max_output_tokens": 100}, {}])
