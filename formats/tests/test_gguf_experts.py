@@ -178,3 +178,18 @@ def test_parts_that_do_not_fit_are_refused(
     tensors = {name: tensor for name, tensor in (parts() | change).items() if tensor is not None}
     with pytest.raises(CheckpointError, match=words):
         open_checkpoint(write_gguf("deepseek2", LATENT, tensors))
+
+
+@pytest.mark.parametrize("value", ["a tenth", float("nan")])
+def test_a_wrong_value_of_yarn_is_refused_by_its_key(value: Any, write_gguf: Write) -> None:
+    key = "rope.scaling.yarn_log_multiplier"
+    with pytest.raises(CheckpointError, match=f"deepseek2.{key}; fetch the file again"):
+        _ = open_checkpoint(write_gguf("deepseek2", LATENT | {key: value}, parts())).config
+
+
+@pytest.mark.parametrize("change", [{"attention.key_length_mla": 16}, {"attention.key_length_mla": 8}])
+def test_heads_that_are_not_wider_than_their_rotated_part_are_refused(
+    change: dict[str, Any], write_gguf: Write
+) -> None:
+    with pytest.raises(CheckpointError, match=r"has \d+ for deepseek2\.attention\.key_length"):
+        _ = open_checkpoint(write_gguf("deepseek2", LATENT | change, parts())).config

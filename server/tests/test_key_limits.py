@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from evener_server.errors import ApiError
 from evener_server.key_file import ApiKey, digest_of, read_key_file
 from evener_server.key_use import Client, KeyUse
 from evener_server.options import ServerOptions
+from evener_server.tls import Tls
 
 SHA = hashlib.sha256(b"sk-b").hexdigest()
 YAML = f"""
@@ -484,6 +486,32 @@ def test_a_certificate_that_changes_is_served_without_a_restart_and_a_wrong_one_
         assert await alive(url, "renewed.crt") and not await alive(url, "localhost.crt")
 
     serve_once({"server.tls_cert": str(cert), "server.tls_key": str(private)}, folder, caplog, talk)
+
+
+def test_a_changed_certificate_is_given_to_the_context_by_the_thread_that_makes_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evener_server.tls._WATCH_SECONDS", 0.005)
+    cert, private = tmp_path / "server.crt", tmp_path / "server.key"
+    cert.write_bytes((TLS / "localhost.crt").read_bytes())
+    private.write_bytes((TLS / "localhost.key").read_bytes())
+    tls, loaded = Tls(cert, private), list[threading.Thread]()
+
+    class Context(ssl.SSLContext):
+        def load_cert_chain(self, *files: Any, **more: Any) -> None:
+            super().load_cert_chain(*files, **more)
+            loaded.append(threading.current_thread())
+
+    async def change() -> None:
+        watch = asyncio.ensure_future(tls.watch(Context(ssl.PROTOCOL_TLS_SERVER)))
+        private.write_bytes((TLS / "renewed.key").read_bytes())
+        cert.write_bytes((TLS / "renewed.crt").read_bytes())
+        while not loaded:
+            await asyncio.sleep(0.005)
+        watch.cancel()
+
+    asyncio.run(asyncio.wait_for(change(), 60))
+    assert loaded == [threading.current_thread()]
 
 
 def test_clients_need_a_certificate_if_the_operator_says_who_signs_them(

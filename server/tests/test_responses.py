@@ -15,9 +15,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from evener.errors import RequestError
+from evener.frontend.tokenizer import Tokenizer
 from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 from evener_server.errors import ApiError
+from evener_server.protocol import ChatBody
 from evener_server.responses.references import References, item_id
 from evener_server.responses.store import ResponseStore
 
@@ -233,9 +235,12 @@ def test_a_subset_of_the_tools_is_allowed(says: Callable[..., Any], error: Calla
     assert [item["name"] for item in body["output"]] == ["get_weather"] and body["tool_choice"] == choice
     grammar = api.engine.sent[-1].sampling.grammar
     assert grammar is not None and "get_weather" in str(grammar) and "get_time" not in str(grammar)
-    for wrong in {"tools": [{"type": "web_search"}]}, {"tools": "x"}, {"mode": "never"}, {"tools": []}:
+    for wrong in {"tools": [{"type": "web_search"}]}, {"tools": "x"}, {"mode": "never"}, {"mode": []}, {"tools": []}:
         found = error(respond(api, tools=[WEATHER, other], tool_choice={**choice, **wrong}))
         assert found["param"] == "tool_choice", wrong
+        # As this API spells it, which is not how a chat completion does.
+        assert '"mode": "auto" or "required", "tools"' in found["message"]
+        assert '"allowed_tools": {' not in found["message"]
 
 
 @pytest.mark.parametrize("limit", [{"max_output_tokens": 100}, {}])
@@ -262,6 +267,29 @@ def test_the_oldest_turns_of_a_conversation_that_is_too_long_are_left_out(
     assert [number for number in range(12) if f"result {number}<" in read] == kept and "Be brief." in read
     room = 4096 - limit.get("max_output_tokens", 1024)
     assert room - 500 < len(api.engine.sent[-1].prompt) <= room
+
+
+def test_a_conversation_of_very_many_turns_is_neither_copied_nor_made_tokens_as_a_whole_for_each(
+    says: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, copied, encoded, encode = says("Hi."), list[int](), list[int](), Tokenizer.encode
+    copy = ChatBody.model_copy
+
+    def counted(body: ChatBody, **more: Any) -> ChatBody:
+        copied.append(len(more["update"]["messages"]))
+        return copy(body, **more)
+
+    def measured(tokenizer: Tokenizer, text: Any, *more: Any, **named: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(tokenizer, text, *more, **named)
+
+    monkeypatch.setattr(ChatBody, "model_copy", counted)
+    monkeypatch.setattr(Tokenizer, "encode", measured)
+    turns = [{"role": "user", "content": f"question {number} " + "x" * 100} for number in range(1000)]
+    answer(api, input=turns, truncation="auto")
+    assert "question 999" in prompt(api) and "question 0 " not in prompt(api)
+    assert len(copied) < 15  # of 1,000 turns: halving asks ten times
+    assert max(encoded) < 20_000 < len(json.dumps(turns))
 
 
 def test_a_conversation_that_fits_loses_nothing_and_one_long_turn_is_refused(

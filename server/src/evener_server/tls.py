@@ -67,25 +67,32 @@ class Tls:
             found |= {"ssl_ca_certs": str(self._client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
         return found
 
-    def read_changed(self, context: ssl.SSLContext) -> None:
-        """Give new connections of ``context`` the certificate if its files were changed since the last look. If they
-        cannot be used, the earlier one stays."""
-        if (now := self._signatures()) == self._seen:
-            return
-        self._seen = now
-        try:
-            self._check()  # in a context of its own: a failure half way leaves the other one as it is
-            self._load(context)
-        except (ConfigError, OSError, ValueError) as error:
-            logger.warning("the certificate stays as it was: %s", error)
-        else:
-            logger.info("the certificate was read again")
-
     async def watch(self, context: ssl.SSLContext) -> None:
-        """Look at the files for ever."""
+        """Look at the files for ever, and give new connections of ``context`` a certificate that has changed. If it
+        cannot be used, the earlier one stays."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            await asyncio.to_thread(self.read_changed, context)
+            try:
+                # In a context of its own: a failure half way leaves the other one as it is.
+                if await asyncio.to_thread(self._check_changed):
+                    # In the loop's thread, which makes the connections: one that began between certificate and key
+                    # would have only one of them.
+                    self._load(context)
+                    logger.info("the certificate was read again")
+            except (ConfigError, OSError, ValueError) as error:
+                logger.warning("the certificate stays as it was: %s", error)
+
+    def _check_changed(self) -> bool:
+        """Whether the files were changed since the last look.
+
+        Raises:
+            ConfigError: they were, and cannot be used.
+        """
+        if (now := self._signatures()) == self._seen:
+            return False
+        self._seen = now
+        self._check()
+        return True
 
     def _signatures(self) -> tuple[object, object]:
         return signature(str(self._cert)), signature(str(self._key))

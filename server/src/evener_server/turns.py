@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from evener.contracts.media import MediaPrompt
+from evener.errors import ContextLengthError
 from evener_server.prompt_tokens import PromptTokens
 from evener_server.protocol import ChatBody
 
@@ -17,22 +18,21 @@ async def newest_turns(prompts: PromptTokens, body: ChatBody) -> ChatBody:
     with a message of the user; the last one stays, and so do messages of the system.
 
     Raises:
-        RequestError: the template refuses the messages, or they are far longer than the context.
+        RequestError: the template refuses the messages.
     """
     answer = body.requested_max_tokens() or prompts.context // _PART
-    begins = [i for i, message in enumerate(body.messages) if message.role == "user"]
-    shorter = [_from(body, begin) for begin in begins[1:]]
-    if not shorter or await _fits(prompts, body, answer):
+    begins = [i for i, message in enumerate(body.messages) if message.role == "user"][1:]
+    if not begins or await _fits(prompts, body, answer):
         return body
-    # The first that fits, or the last: halving needs few of them rendered.
-    low, high = 0, len(shorter) - 1
+    # The first that fits, or the last: halving needs few of them made and rendered.
+    low, high = 0, len(begins) - 1
     while low < high:
         middle = (low + high) // 2
-        if await _fits(prompts, shorter[middle], answer):
+        if await _fits(prompts, _from(body, begins[middle]), answer):
             high = middle
         else:
             low = middle + 1
-    return shorter[low]
+    return _from(body, begins[low])
 
 
 def _from(body: ChatBody, begin: int) -> ChatBody:
@@ -41,6 +41,10 @@ def _from(body: ChatBody, begin: int) -> ChatBody:
 
 
 async def _fits(prompts: PromptTokens, body: ChatBody, answer: int) -> bool:
-    found = await prompts.conversation(body, bool(body.add_special_tokens), any_length=True)
+    try:
+        # What is far longer than the context is told by its size, without making all its tokens.
+        found = await prompts.conversation(body, bool(body.add_special_tokens))
+    except ContextLengthError:
+        return False
     ids = found.ids if isinstance(found, MediaPrompt) else found
     return len(ids) + answer <= prompts.context

@@ -329,6 +329,8 @@ class Deepseek2(Llama):
     def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
         rotated = self.count("rope.dimension_count")
         key = self.count("attention.key_length_mla", self.get("attention.key_length"))
+        if key <= rotated:
+            raise self._wrong("attention.key_length_mla", key)
         sigmoid, groups = self.get("expert_gating_func", 1) == 2, self.get("expert_group_count", 1)
         found = {
             "num_key_value_heads": config["num_attention_heads"], "kv_lora_rank": self.count("attention.kv_lora_rank"),
@@ -352,9 +354,9 @@ class Deepseek2(Llama):
 
     def rope(self) -> dict[str, Any]:
         found = super().rope()
-        if "rope_scaling" in found and (scale := self.get("rope.scaling.yarn_log_multiplier")) is not None:
+        if "rope_scaling" in found and self.get("rope.scaling.yarn_log_multiplier") is not None:
             # The file has a tenth of it. In all published models both numbers are the same.
-            both = float(f"{10 * scale:.6g}")
+            both = float(f"{10 * self.number('rope.scaling.yarn_log_multiplier'):.6g}")
             found["rope_scaling"] |= {"mscale": both, "mscale_all_dim": both}
         return found
 

@@ -158,15 +158,16 @@ class ResponsesBody(GenerationBody):
         if not isinstance(choice, dict):
             # Without functions there is nothing to choose from.
             return choice if any(self.functions()) else None
-        allowed = choice.get("tools")
         if (function := _chosen(choice)) is not None:
             return function
-        if choice.get("type") == "allowed_tools" and isinstance(allowed, list) and None not in map(_chosen, allowed):
-            inner = {"mode": choice.get("mode"), "tools": list(map(_chosen, allowed))}
-            return {"type": "allowed_tools", "allowed_tools": inner}
+        kind, mode, allowed = choice.get("type"), choice.get("mode"), choice.get("tools")
+        functions = list(map(_chosen, allowed)) if isinstance(allowed, list) else []
+        if kind == "allowed_tools" and mode in ("auto", "required") and functions and None not in functions:
+            return {"type": kind, "allowed_tools": {"mode": mode, "tools": functions}}
         raise RequestError(
             'tool_choice must be "none", "auto", "required", {"type": "function", "name": …} or '
-            '{"type": "allowed_tools", "mode": …, "tools": […]} with functions', "tool_choice", "unsupported_parameter",
+            '{"type": "allowed_tools", "mode": "auto" or "required", "tools": […]} with one or more functions',
+            "tool_choice", "unsupported_parameter",
         )  # fmt: skip
 
 
