@@ -22,5 +22,5 @@ def run(*command: object, environ: dict[str, str], folder: Path) -> str:
     """What a program wrote to standard output; it must end with exit status 0."""
     words = [str(word) for word in command]
     done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, f"{words} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{words} ended with {done.returncode}:\n{done.stdout[-20000:]}\n{done.stderr[-4000:]}"
     return done.stdout
