@@ -122,5 +122,7 @@ class SharedMover(BlockMover):
         return {**self.host.counters(), **self.remote.counters()}
 
     def close(self) -> None:
-        self.host.close()
-        self.remote.close()
+        try:
+            self.host.close()
+        finally:  # ends threads and connections even if the first half failed
+            self.remote.close()
