@@ -25,9 +25,8 @@ from evener_server.service import Service
 _PIECES_PER_DOUBLING = 256
 
 _IDS: Mapping[str, Any] = {"type": "array", "items": {"type": "integer"}}
-_PAIR = {
-    "type": "array", "prefixItems": [{"type": "integer"}, {"type": ["number", "null"]}], "minItems": 2, "maxItems": 2,
-}  # fmt: skip
+#: An id and its log-probability. Not ``prefixItems``, which tools that check OpenAPI's documents do not all read.
+_PAIR = {"type": "array", "items": {"type": ["number", "null"]}, "minItems": 2, "maxItems": 2}
 #: A whole answer, for the API's description: of each sample its text, its ids, and of each of its tokens the likeliest
 #: ids with their log-probabilities.
 ANSWER_SCHEMA: Mapping[str, Any] = {
