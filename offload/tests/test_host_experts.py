@@ -19,6 +19,7 @@ from harsh_traffic import LIMITS, assert_same, shrink, traffic
 from evener.config import from_overrides
 from evener.contracts.device import Readback
 from evener.engine.processes.start import build_controller, start_engine
+from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError, MemoryPlanError
 from evener.llm import LLM
 from evener.sampling_params import SamplingParams
@@ -407,3 +408,21 @@ def test_no_thread_is_left_after_close_however_often_an_engine_starts(configured
             names = {thread.name for thread in set(threading.enumerate()) - before}
             assert any("second-half" in name for name in names) and any("host-experts" in name for name in names)
         assert set(threading.enumerate()) <= before
+
+
+def test_halves_give_the_same_samples_of_forks_penalties_and_log_probabilities(configured: Configured) -> None:
+    ids = [5 + 7 * i * i % 89 for i in range(200)]
+    drawn = [Sampling(temperature=0.9, seed=seed, prompt_logprobs=2, logprobs=3) for seed in (1, 2)]
+    asked = [NewRequest(id="one", prompt=ids[:140], max_tokens=9, sampling=drawn[0]),
+             NewRequest(id="two", prompt=ids[:140], max_tokens=9, sampling=drawn[1], fork_of="one"),
+             NewRequest(id="other", prompt=ids[30:60], max_tokens=9,
+                        sampling=Sampling(temperature=0.7, seed=5, repetition_penalty=1.3, logprobs=2))]  # fmt: skip
+    keys = {"infer.cpu_layer_num": 3}
+    whole, halved = (play(build_controller(configured(**keys, **{"offload.halves": mode}))[0], asked)
+                     for mode in ("off", "on"))  # fmt: skip
+    assert not halved.dead and halved.tokens == whole.tokens
+    for kind in ("logprobs", "prompt_logprobs"):
+        for name, rows in getattr(whole, kind).items():
+            values = [[v for row in each if row for v in row.values] for each in (rows, getattr(halved, kind)[name])]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
+    assert whole.prompt_logprobs["one"] and whole.logprobs["other"]
