@@ -18,8 +18,11 @@ from harsh_traffic import LIMITS, assert_same, shrink, traffic
 
 from evener.config import from_overrides
 from evener.contracts.device import Readback
-from evener.engine.processes.start import build_controller
+from evener.engine.processes.start import build_controller, start_engine
+from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError, MemoryPlanError
+from evener.llm import LLM
+from evener.sampling_params import SamplingParams
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear
 from evener_conformance.naive.model import find_architecture
@@ -266,6 +269,15 @@ def test_one_thread_submits_work_to_the_device_while_the_others_compute(
     assert seen == {3} and host.threads == 4
 
 
+def test_steps_that_a_drafter_follows_are_said_not_to_be_halved(tmp_path: Path) -> None:
+    shape = {**FAMILIES["DeepseekV3"][0], "num_nextn_predict_layers": 1}
+    keys = {**LIMITS, "backend": "simulated", "infer.cpu_layer_num": 2, "infer.drafter": "mtp", **HALVED}
+    controller, ready = build_controller(small_config(tmp_path / "model", "DeepseekV3", shape, **keys))
+    assert not play(controller, traffic()["messages"][3:5]).dead
+    assert controller.scheduler.stats.counters["host_expert_halved_steps"] == 0
+    assert "steps are halved: never, because a drafter follows them" in "\n".join(ready.info.manifest["notes"])
+
+
 def test_halves_have_three_settings(configured: Configured) -> None:
     with pytest.raises(ConfigError, match=r"offload.halves=sometimes is not a value .* auto, on or off"):
         build_controller(configured(**{"infer.cpu_layer_num": 1, "offload.halves": "sometimes"}))
@@ -385,3 +397,32 @@ def test_a_model_cache_keeps_the_weights_of_the_host_and_of_the_device(
     assert ready.info.memory["measured_host"] == ready.info.memory["host"] > 0
     assert sum("weights from" in each.getMessage() for each in caplog.records) == 2
     assert len([path for path in (tmp_path / "cache").iterdir() if "-host-" in path.name]) == 1
+
+
+def test_no_thread_is_left_after_close_however_often_an_engine_starts(configured: Configured) -> None:
+    keys = {**HALVED, "infer.cpu_layer_num": 3}
+    before = set(threading.enumerate())
+    for _ in range(2):
+        with LLM.from_client(start_engine(configured(**keys), "inline")) as llm:
+            llm.generate([[5, 6, 7], [8, 9]], SamplingParams(temperature=0.0, max_tokens=3, detokenize=False))
+            names = {thread.name for thread in set(threading.enumerate()) - before}
+            assert any("second-half" in name for name in names) and any("host-experts" in name for name in names)
+        assert set(threading.enumerate()) <= before
+
+
+def test_halves_give_the_same_samples_of_forks_penalties_and_log_probabilities(configured: Configured) -> None:
+    ids = [5 + 7 * i * i % 89 for i in range(200)]
+    drawn = [Sampling(temperature=0.9, seed=seed, prompt_logprobs=2, logprobs=3) for seed in (1, 2)]
+    asked = [NewRequest(id="one", prompt=ids[:140], max_tokens=9, sampling=drawn[0]),
+             NewRequest(id="two", prompt=ids[:140], max_tokens=9, sampling=drawn[1], fork_of="one"),
+             NewRequest(id="other", prompt=ids[30:60], max_tokens=9,
+                        sampling=Sampling(temperature=0.7, seed=5, repetition_penalty=1.3, logprobs=2))]  # fmt: skip
+    keys = {"infer.cpu_layer_num": 3}
+    whole, halved = (play(build_controller(configured(**keys, **{"offload.halves": mode}))[0], asked)
+                     for mode in ("off", "on"))  # fmt: skip
+    assert not halved.dead and halved.tokens == whole.tokens
+    for kind in ("logprobs", "prompt_logprobs"):
+        for name, rows in getattr(whole, kind).items():
+            values = [[v for row in each if row for v in row.values] for each in (rows, getattr(halved, kind)[name])]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
+    assert whole.prompt_logprobs["one"] and whole.logprobs["other"]

@@ -42,6 +42,11 @@ class Halves:
         """Whether two functions are running."""
         return bool(self._alive)
 
+    def close(self) -> None:
+        """End the threads; ``run`` cannot be called any more. Calling it again does nothing."""
+        self._second.shutdown()
+        self._host.shutdown()
+
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """What both return. ``first`` runs in the calling thread, and begins.
 

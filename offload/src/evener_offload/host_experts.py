@@ -29,6 +29,7 @@ from evener.engine.worker.memory import memory_demand
 from evener.engine.worker.runner import ForwardStep, Runner
 from evener.engine.worker.step_layout import StepLayout
 from evener.layers.builder import Builder
+from evener.plugins.discover import installed_catalog
 from evener.resolution.resolver import Resolver
 from evener_offload import descriptor
 from evener_offload.automatic import agreed, lacking_bytes
@@ -92,8 +93,10 @@ class HostExperts(Placement):
         self._halves = Halves(select)
         mode = str(config.config.options.get("offload", {}).get("halves", descriptor.options["halves"].default))
         self._halving = Halving(mode, Agreement(own.communicator, device.torch_device))
+        drafted = config.config.infer.proposes in installed_catalog().lazy_imports("worker drafter")
+        when = "never, because a drafter follows them" if drafted else str(self._halving)
         resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}; "
-                                       f"steps are halved: {self._halving}")  # fmt: skip
+                                       f"steps are halved: {when}")  # fmt: skip
 
     def __str__(self) -> str:
         return f"the host ({self.name})"
@@ -106,6 +109,9 @@ class HostExperts(Placement):
             "host_expert_microseconds": self._work.nanoseconds // 1000,
             "host_expert_halved_steps": self._work.halved,
         }
+
+    def close(self) -> None:
+        self._halves.close()
 
     def divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
         """Hidden states of the step, in two halves if that pays. Not if no layer of this stage has its experts here, if

@@ -60,6 +60,9 @@ class Placement(ABC):
         """(optional) What it has counted since the start, for a server's metrics. Default: nothing."""
         return {}
 
+    def close(self) -> None:  # noqa: B027  # optional
+        """(optional) End its threads; no step follows. Calling it again does nothing. Default: nothing."""
+
     @abstractmethod
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
         """The callable of ``routed_experts`` at one bucket. It takes the op's inputs on the device, starts, and returns

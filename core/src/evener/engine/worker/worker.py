@@ -109,8 +109,8 @@ class Worker:
 
     def close(self) -> None:
         """Release what is not memory. Calling it again does nothing."""
-        if self.mover is not None:
-            self.mover.close()
+        for part in [each for each in (self._assembly.placement, self.mover) if each is not None]:
+            part.close()
 
     @property
     def assembly(self) -> Assembly:
