@@ -321,7 +321,7 @@ CAPS: Mapping[str, int] = {
     "evener.engine.wire": 368, "evener.engine.batching": 82, "evener.engine.controller": 969,
     "evener.engine.worker": 1_331, "evener.engine.processes": 812, "evener.ops": 1_391, "evener.plugins": 1_490,
     "evener.frontend": 742, "evener.layers": 1_130, "evener.config": 821, "evener.cli": 293,
-    "evener.contracts": 1_341, "evener.loading": 634, "evener.resolution": 677, "evener.distributed": 166,
+    "evener.contracts": 1_340, "evener.loading": 634, "evener.resolution": 677, "evener.distributed": 166,
     "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 127,
     "evener.contracts.grammar": 28, "evener.engine.sampling": 217,
     "evener.exits": 51, "evener.contracts.conversion": 83, "evener.contracts.quantized": 40,
@@ -331,7 +331,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 1_012
 #: The whole core.
-TOTAL_CAP = 14_690
+TOTAL_CAP = 14_689
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -82,9 +82,8 @@ class PoolingRequest:
     @property
     def wanted(self) -> bool:
         """Whether the configuration or the files want more than text to be generated, as far as core can see."""
-        if self.task != "auto":
-            return self.task != "generate"
-        return not self.generates or self.checkpoint.text("modules.json") is not None
+        may = self.task == "auto" and (not self.generates or self.checkpoint.text("modules.json") is not None)
+        return may or self.task not in ("auto", "generate")
 
 
 @dataclass(frozen=True)

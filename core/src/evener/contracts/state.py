@@ -102,9 +102,8 @@ class StateSpec:
     def first_attended(self, at: Any) -> Any:
         """The first position that the query at position ``at`` (int or integer tensor) attends to; negative where the
         window is longer than the sequence so far."""
-        if self.window is None:
-            return 0 * at
-        return at - at % self.window if self.kind == "chunk" else at - self.window + 1
+        whole, size = 0 * at, self.window
+        return whole if size is None else at - at % size if self.kind == "chunk" else at - size + 1
 
 
 @dataclass(frozen=True)
