@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafted_requests import requests
 from eagle_heads import IDS, write_head
 from evener_constraints.compiler import GrammarCompiler
 from evener_constraints.masks import GrammarMasks
@@ -86,16 +87,6 @@ def opened(config: Config) -> Iterator[Controller]:
         controller.close()
 
 
-def requests(answer: int = 40) -> list[NewRequest]:
-    """Greedy, sampled, and greedy with log-probabilities."""
-    asked = [Sampling(temperature=0.0), Sampling(temperature=0.9, seed=5), Sampling(temperature=0.0, logprobs=1)]
-    return [
-        NewRequest(id=f"r{at}", prompt=[1 + (at + i * i) % 9 for i in range(9 + 13 * at)], max_tokens=answer + at,
-                   sampling=sampling)
-        for at, sampling in enumerate(asked)
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("case", DRAFTED)
 def test_drafts_change_no_token(accelerator: Subject, case: str, captured: bool, tmp_path: Path) -> None:
@@ -108,10 +99,10 @@ def test_drafts_change_no_token(accelerator: Subject, case: str, captured: bool,
         keys = {"infer.draft_model": model.model}
     graphs = {"infer.use_cuda_graph": captured}
     with opened(with_keys(model, accelerator, **graphs)) as plain:
-        expected = play(plain, requests())
+        expected = play(plain, requests(40))
     with opened(with_keys(model, accelerator, **graphs, **keys)) as controller:
         controller.scheduler.drafts = Always(drafter, 4, max_samples=16, vocabulary=11)
-        found = play(controller, requests())
+        found = play(controller, requests(40))
         stats = controller.scheduler.stats
         assert 0 < stats.accepted_tokens <= stats.drafted_tokens
         assert controller.scheduler.state.pool.used == 0
@@ -226,7 +217,7 @@ def test_another_thread_may_copy_to_the_host_while_a_step_is_captured(accelerato
     thread.start()
     try:
         with opened(with_keys(model, accelerator, **{"infer.use_cuda_graph": True})) as controller:
-            played = play(controller, requests())
+            played = play(controller, requests(40))
     finally:
         ended.set()
         thread.join()

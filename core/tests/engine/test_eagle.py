@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from drafted_requests import always, requests
 from eagle_heads import IDS, write_head
 from safetensors.torch import load_file, save_file
 
@@ -19,8 +20,6 @@ from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener.errors import ArchitectureError, CheckpointError, ConfigError
 from evener_conformance.naive.model import NaiveModel, NaiveStep
 from evener_conformance.reference.executor import strict_controller
-
-from .drafted_requests import always, requests
 
 LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24, "infer.step_tokens": 16}
 #: Few tokens, so that random weights are right now and then.

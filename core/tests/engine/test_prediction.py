@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from drafted_requests import always, requests
 
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError
 from evener_conformance.naive.model import NaiveModel, NaiveStep
 from evener_conformance.reference.executor import strict_controller
-
-from .drafted_requests import always, requests
 
 LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24, "infer.step_tokens": 16}
 #: Few tokens, so that random weights are right now and then; dense layers, because the reference experts read on the
