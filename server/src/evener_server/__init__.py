@@ -123,6 +123,10 @@ descriptor = Descriptor(
             default=False,
             help="Give the usage with every chunk of a stream and at its end, if the request does not say.",
         ),
+        "max_logprobs": Option(
+            type=int, default=20, help="Log-probabilities that a request may have of each token; -1: of the whole "
+            "vocabulary. Each takes about 100 bytes of the server's memory, and a request may have 8,388,608 in all.",
+        ),
         "model_aliases": Option(
             type=str,
             default="",

@@ -84,6 +84,7 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
                           "evener bench-engine")  # fmt: skip
     options = ServerOptions.of(config.options)
     options.check_names(config)
+    options.check_numbers()
     reader = KeyReader(config.serve.api_keys, options.api_key_file, os.environ)
     keys = ApiKeys(reader.read(), options.api_key_strict)
     tls = Tls.of(options)

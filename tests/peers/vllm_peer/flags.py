@@ -78,7 +78,7 @@ FLAGS: Mapping[str, Meaning] = {
     "--lora-modules": Key("infer.lora_modules"),
     "--max-cpu-loras": Key("infer.max_cpu_loras"),
     "--max-lora-rank": Key("infer.max_lora_rank"),
-    "--max-logprobs": Unneeded("the limit is fixed; a test that asks for more is refused", words=1),
+    "--max-logprobs": Key("server.max_logprobs"),
     "--show-hidden-metrics-for-version": Unneeded("no metric is hidden", words=1),
     "--trust-remote-code": Unneeded("the model needs no code of its own"),
     "--chat-template": Key("server.chat_template"),
