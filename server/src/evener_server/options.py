@@ -43,6 +43,7 @@ class ServerOptions:
         page: serve the page for people at /.
         request_metrics: answers have the times of their request.
         root_path: a path before every route.
+        sampling_defaults: values of sampling parameters that requests do not name.
         show_cached_tokens: the usage says how many tokens of the prompt were in the prefix cache.
         thinking_budget: tokens that reasoning may have by default.
         tokenizer_info: show the tokenizer's settings.
@@ -75,6 +76,7 @@ class ServerOptions:
     page: bool = True
     request_metrics: bool = False
     root_path: str = ""
+    sampling_defaults: str = ""
     show_cached_tokens: bool = True
     thinking_budget: int | None = None
     tokenizer_info: bool = False

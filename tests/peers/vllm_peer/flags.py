@@ -65,6 +65,7 @@ FLAGS: Mapping[str, Meaning] = {
     "--max-num-batched-tokens": Key("infer.step_tokens"),
     "--max-num-seqs": Key("infer.max_reqs"),
     "--no-enable-prefix-caching": Key("infer.prefix_cache", "false"),
+    "--override-generation-config": Key("server.sampling_defaults"),
     "--port": Key("serve.port"),
     "--seed": Key("seed"),
     "--served-model-name": Key("serve.served_model_name"),
