@@ -129,6 +129,7 @@ class Scheduler:
         self.state, self.step_tokens, self.policy, self.grammars = state, step_tokens, policy, grammars or Grammars()
         self.batches, self.limit, self.drafts = batches or MicroBatches(), limit or StepLimit(), drafts or Drafts()
         self.media, self.adapters = media or Media(), adapters or AdapterSlots()
+        self.drafts.forced = self.grammars.forced
         self.connector = connector or Connector()
         self.stats = Stats()
         self.waiting: list[Request] = []
