@@ -62,11 +62,13 @@ llamacpp:  ## build llama.cpp in an environment of its own, for the tests and be
 	@test -x $(LLAMACPP)/bin/python || { echo "building llama.cpp, once: some minutes"; $(PYTHON) -m venv $(LLAMACPP); }
 	@CFLAGS="$(NO_AMX)" CXXFLAGS="$(NO_AMX)" $(LLAMACPP)/bin/python -m pip install --no-cache-dir --disable-pip-version-check $(QUIET) --no-binary llama-cpp-python "llama-cpp-python[server]==0.3.36"
 
-run: model  ## ask a real model one question over HTTP (PROMPT="...")
-	@$(PY) scripts/demo.py --prompt $(call quoted,$(value PROMPT)) -- $(ARGS)
+# MODEL=... is served in place of the small model, which is not fetched then.
+SERVED := $(if $(MODEL),install,model)
+run: $(SERVED)  ## ask a real model one question over HTTP (PROMPT="...", MODEL=folder)
+	@$(PY) scripts/demo.py $(if $(MODEL),--model $(call quoted,$(value MODEL))) --prompt $(call quoted,$(value PROMPT)) -- $(ARGS)
 
-serve: model  ## serve a real model until Ctrl-C (PORT=21002, ARGS="key=value ...")
-	@exec $(PY) scripts/demo.py --serve --port $(PORT) -- $(ARGS)
+serve: $(SERVED)  ## serve a real model until Ctrl-C (PORT=21002, MODEL=folder, ARGS="key=value ...")
+	@exec $(PY) scripts/demo.py $(if $(MODEL),--model $(call quoted,$(value MODEL))) --serve --port $(PORT) -- $(ARGS)
 
 test: model  ## the tests, under ten minutes
 	@$(PYTEST) -m "not slow and not gpu" $(ARGS)

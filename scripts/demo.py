@@ -28,6 +28,8 @@ START_LIMIT = 300.0
 #: Seconds between messages that the server is still starting.
 PATIENCE = 5.0
 STOP_LIMIT = 30.0
+_DEFAULTS = "server.sampling_defaults"
+_GREEDY = f"{_DEFAULTS}=temperature=0"
 
 
 class DemoError(Exception):
@@ -54,15 +56,15 @@ def main() -> int:
     parser.add_argument("--prompt", default="What is the capital of France?")
     parser.add_argument("--serve", action="store_true", help="only serve, until interrupted")
     parser.add_argument("--port", type=int, help="default: a free one")
+    parser.add_argument("--model", help="a folder, a file or a name on a hub; default: SmolLM2, which make fetches")
     parser.add_argument("settings", nargs="*", help="key=value for evener serve")
     args = parser.parse_args()
     folder = models_root() / SOURCES["smollm2"].name
-    if not folder.is_dir():
+    if not args.model and not folder.is_dir():
         print(f"{folder} is not there; run 'make models ONLY=smollm2'", file=sys.stderr)
         return 1
-    command = [str(Path(sys.executable).with_name("evener")), "serve", str(folder)]
     port = args.port or _free_port()
-    command += [f"serve.port={port}", *args.settings]
+    command = serve_command(args.model or str(folder), port, args.settings, small=not args.model)
     if args.serve:
         os.execv(command[0], command)
     try:
@@ -70,6 +72,13 @@ def main() -> int:
     except (DemoError, httpx.HTTPError) as error:
         print(f"make run: {error}", file=sys.stderr)
         return 1
+
+
+def serve_command(model: str, port: int, settings: list[str], small: bool) -> list[str]:
+    """The command that serves ``model``. A ``small`` one answers sensibly only with its likeliest tokens."""
+    own = [_GREEDY] if small and not any(each.startswith(f"{_DEFAULTS}=") for each in settings) else []
+    evener = str(Path(sys.executable).with_name("evener"))
+    return [evener, "serve", model, f"serve.port={port}", *own, *settings]
 
 
 def run(command: list[str], url: str, prompt: str) -> int:

@@ -170,3 +170,18 @@ def test_make_help_names_every_target_that_contributing_names() -> None:
     )
     listed = {line.split()[1] for line in done.stdout.splitlines()}
     assert listed >= {"install", "models", "run", "serve", "test", "test-all", "check", "wheels", "wheelhouse", "bench"}
+
+
+def test_make_serves_the_model_that_it_is_told_and_the_small_one_with_its_likeliest_tokens() -> None:
+    root = Path(__file__).resolve().parent.parent
+    for target in ("serve", "run"):
+        told = ["make", "--no-print-directory", "--dry-run", "--assume-old=install", target, "MODEL=/data/it's mine"]
+        done = subprocess.run(told, cwd=root, capture_output=True, text=True, check=True)
+        assert "--model '/data/it'\\''s mine'" in done.stdout and "fetch_models.py" not in done.stdout
+    plain = subprocess.run([*told[:4], "serve"], cwd=root, capture_output=True, text=True, check=True)
+    assert "--model" not in plain.stdout and "fetch_models.py --only smollm2" in plain.stdout
+    small = demo.serve_command("small", 5, ["infer.max_reqs=2"], small=True)
+    assert small[1:] == ["serve", "small", "serve.port=5", "server.sampling_defaults=temperature=0", "infer.max_reqs=2"]
+    own = ["server.sampling_defaults=top_p=0.9"]
+    assert demo.serve_command("small", 5, own, small=True)[4:] == own
+    assert demo.serve_command("/data/large", 5, [], small=False)[1:] == ["serve", "/data/large", "serve.port=5"]

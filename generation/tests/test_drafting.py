@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from evener.contracts.generation.drafter import BY_WORKER
+from evener_generation.drafting.grammar_drafter import GrammarDrafter
 from evener_generation.drafting.model_drafter import ModelDrafter
+from evener_generation.drafting.ngram_drafter import NgramDrafter
 from evener_generation.drafting.payoff import Payoff
 from evener_generation.drafting.speculation import Speculation
 
@@ -53,3 +55,39 @@ def test_each_number_of_requests_has_its_own_verdict() -> None:
             on = payoff.pays(requests)
             payoff.record(requests, on, requests, 1 / factor if on else 1.0)
     assert payoff.pays(1) and not payoff.pays(64)
+
+
+def test_what_a_grammar_forces_is_proposed_within_all_limits_and_is_no_reason_to_pause() -> None:
+    speculation = Speculation(GrammarDrafter, 4, 8, vocabulary=99)
+    speculation.forced = lambda request: list(range(50, 60)) if request.tokens[0] == 1 else None
+    speculation.begin(1)
+    held, free = decoding(1, 2, 3), decoding(2, 2, 3)
+    assert speculation.propose(held, 9) == [50, 51, 52, 53] and speculation.propose(free, 9) == []
+    assert speculation.propose(held, 9) == [50, 51, 52], "the step samples no more than the memory plan has room for"
+    for fields, count in (({"limit": 5}, 1), ({"limit": 4}, 0), ({"fork_points": {2}}, 0), ({"decodes": False}, 0)):
+        speculation.begin(1)
+        request = DecodingStub(**{**vars(held), **fields})
+        assert len(speculation.propose(request, 9)) == count
+    speculation.begin(1)
+    assert speculation.propose(held, 2) == [50, 51]
+    # A request whose last token was not read waits only where something may be forced.
+    for request, waits in ((held, True), (free, False)):
+        assert speculation.waits(DecodingStub(**{**vars(request), "unread": 1})) == waits
+        assert not speculation.waits(request)
+    row = DecodingStub(request=held, start=2, count=3, drafts=[50, 51], samples=3, again=0)
+    for _ in range(9):
+        speculation.record([row], True, 1)
+    speculation.begin(1)
+    assert speculation.propose(held, 9) == [50, 51, 52, 53]
+
+
+def test_a_drafter_guesses_where_a_grammar_forces_nothing() -> None:
+    speculation = Speculation(NgramDrafter, 4, 8, vocabulary=99)
+    speculation.forced = lambda request: [60] if request.tokens[0] == 1 else []
+    speculation.begin(2)
+    assert speculation.propose(decoding(1, 7, 8, 9, 7, 8), 9) == [60]
+    assert speculation.propose(decoding(2, 7, 8, 9, 7, 8), 9) == [9, 7, 8, 9]
+    worker = Speculation(ModelDrafter, 3, 8, vocabulary=99)
+    worker.forced = speculation.forced
+    worker.begin(1)
+    assert worker.propose(decoding(1, 2, 3), 9) == [BY_WORKER] * 3

@@ -129,3 +129,45 @@ def test_a_limit_behind_a_proposed_token_does_not_end_a_text_that_goes_another_w
     assert len(matcher.masks(list(b"xab"))) == 2
     matcher.accept(ord("y"))
     assert matcher.mask()[ord("z") >> 3] == 1 << (ord("z") & 7)
+
+
+@pytest.mark.parametrize("name", ["schema", "reasoning", "reasoning alone"])
+def test_what_a_grammar_forces_may_come_with_no_trace_in_the_state(
+    library: LlguidanceLibrary, other: XgrammarLibrary, name: str
+) -> None:
+    draw, forced, first = random.Random(3), 0, matchers(library, other)[name]
+    for _ in range(20):
+        matcher = first.copy()
+        for _ in range(16):
+            tokens = matcher.forced()
+            forced += len(tokens)
+            assert matcher.forced() == tokens and len(matcher.masks(tokens)) >= len(tokens)
+            assert matcher.fitting(tokens) == len(tokens)
+            allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.mask(), dtype=np.uint8), bitorder="little"))
+            token = int(draw.choice(list(allowed)))
+            if token == EOS_ID:
+                break
+            matcher.accept(token)
+    assert forced > 0
+
+
+def test_the_name_of_a_property_is_forced_once_it_has_begun(library: LlguidanceLibrary) -> None:
+    schema = {"type": "object", "properties": {"identification": {"type": "integer"}}, "additionalProperties": False,
+              "required": ["identification"]}  # fmt: skip
+    matcher = library.compile(spec("json_schema", schema))
+    for token in b'{"':
+        matcher.accept(token)
+    assert bytes(matcher.forced()) == b'identification"'
+    for token in b'identification": 1':
+        matcher.accept(token)
+    assert matcher.forced() == []
+
+
+def test_the_end_of_reasoning_is_forced_when_its_budget_is_spent(library: LlguidanceLibrary) -> None:
+    matcher = library.compile(spec("structural_tag", REASONED))
+    for token in b"think think ":
+        assert matcher.forced() == []
+        matcher.accept(token)
+    assert bytes(matcher.forced()) == b"</t>"
+    matcher.accept(ord("<"))
+    assert bytes(matcher.forced()) == b"/t>"

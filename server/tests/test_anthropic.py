@@ -169,6 +169,24 @@ def test_documents_and_results_of_searches_are_read_as_texts(says: Callable[...,
     assert all(f"{text}<|im_end|>" in read for text in ("A\nof b\none", "C\nhttp://c\nthree", "two"))
 
 
+def test_citations_that_are_asked_for_are_named_as_ignored(says: Callable[..., Any]) -> None:
+    api = says("Hi.")
+    texts = [{"type": "text", "text": "three", "citations": []}]
+    found = {"type": "search_result", "source": "c", "title": "C", "content": texts, "citations": {"enabled": True}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [found]}
+    document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "one"}}
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {**document, "citations": {"enabled": True}}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "get_weather", "input": {}}]},
+        {"role": "user", "content": [result, {**document, "citations": {"enabled": False}}]},
+    ]
+    answer = api.post("/v1/messages", {"max_tokens": 5, "messages": said})
+    named = "messages[0].content[1].citations, messages[2].content[0].citations"
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == named
+    plain = api.post("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [document]}]})
+    assert "x-ignored-fields" not in plain.headers
+
+
 def test_why_a_message_ended(says: Callable[..., Any]) -> None:
     api = says("One, two, three.")
     assert message(api, max_tokens=3)["stop_reason"] == "max_tokens"

@@ -14,6 +14,7 @@ import tokenizers
 from msgspec.structs import replace
 
 from evener.engine.wire.messages import NewRequest
+from evener.errors import ConfigError
 from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import EOS_ID, write_tiny_tokenizer
 from evener_generation.llguidance_grammars import LlguidanceLibrary
@@ -285,3 +286,52 @@ def test_allowed_tokens_are_a_grammar_that_only_they_end(make_api: Any, folder: 
 def ids_of(mask: bytes) -> list[int]:
     bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
     return [int(i) for i in np.flatnonzero(bits)]
+
+
+def test_the_whole_vocabulary_is_returned_where_the_operator_allows_it(make_api: Any, sse: Any) -> None:
+    api = make_api(options=ServerOptions(max_logprobs=-1))
+    size = api.engine.info.vocab_size
+    (choice,) = api.complete(prompt="ab", max_tokens=2, logprobs=-1, prompt_logprobs=-1).json()["choices"]
+    # Tokens that are written alike, as those without text, share a key.
+    assert [len(each) >= 256 for each in choice["logprobs"]["top_logprobs"]] == [True, True]
+    first, second = choice["prompt_logprobs"]
+    assert first is None and len(second) == size and second["98"]["rank"] == 1
+    body = api.chat(logprobs=True, top_logprobs=-1, prompt_logprobs=-1, max_tokens=1).json()
+    (entry,) = body["choices"][0]["logprobs"]["content"]
+    assert len(entry["top_logprobs"]) == size and entry["top_logprobs"][0]["logprob"] == entry["logprob"]
+    assert [len(each) for each in body["prompt_logprobs"][1:]] == [size] * (len(body["prompt_logprobs"]) - 1)
+    events = sse(api.chat(logprobs=True, top_logprobs=-1, max_tokens=1, stream=True))[:-1]
+    entries = [each for event in events for each in (event["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert [len(each["top_logprobs"]) for each in entries] == [size]
+    generated = api.post("/generate", {"prompt": "ab", "stream": False, "sampling_config": {"logprobs": -1}}).json()
+    assert {len(each) for each in generated["logprobs"][0]} == {size}
+
+
+def test_a_vocabulary_of_many_tokens_is_written_in_a_thread_with_the_same_answer(make_api: Any, sse: Any) -> None:
+    size = 3000
+    api = make_api(FakeEngine(info_overrides={"vocab_size": size}), options=ServerOptions(max_logprobs=size))
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": -1, "max_tokens": 1}
+    (entry,) = api.chat(**asked, prompt_logprobs=size).json()["choices"][0]["logprobs"]["content"]
+    found = [each["logprob"] for each in entry["top_logprobs"]]
+    assert len(found) == size and found == sorted(found, reverse=True)
+    (few,) = api.chat(**{**asked, "top_logprobs": 20}).json()["choices"][0]["logprobs"]["content"]
+    assert few["top_logprobs"] == entry["top_logprobs"][:20]
+    (choice,) = api.complete(prompt="ab", max_tokens=1, logprobs=size, stream=False).json()["choices"]
+    streamed = sse(api.complete(prompt="ab", max_tokens=1, logprobs=size, stream=True))[0]["choices"][0]
+    assert streamed["logprobs"] == choice["logprobs"] and len(choice["logprobs"]["top_logprobs"]) == 1
+
+
+def test_the_operator_s_limit_of_log_probabilities_holds_for_every_endpoint(make_api: Any, error: Any) -> None:
+    api = make_api(options=ServerOptions(max_logprobs=5))
+    answers = {
+        "top_logprobs": api.chat(logprobs=True, top_logprobs=6), "logprobs": api.complete(logprobs=6),
+        "prompt_logprobs": api.complete(prompt_logprobs=6),
+    }
+    for name, response in answers.items():
+        assert response.status_code == 400 and error(response)["param"] == name
+        assert "at most 5" in error(response)["message"] and "server.max_logprobs=6" in error(response)["message"]
+    refused = api.post("/generate", {"prompt": "a", "sampling_config": {"logprobs": 6}})
+    assert refused.status_code == 400 and "at most 5" in refused.json()["message"]
+    assert api.complete(logprobs=5).status_code == 200
+    with pytest.raises(ConfigError, match=r"server\.max_logprobs is -2; give 0 or more, or -1"):
+        ServerOptions(max_logprobs=-2).check_numbers()

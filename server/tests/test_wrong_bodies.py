@@ -288,7 +288,7 @@ def test_another_model_is_a_404(api: Any, error: Any) -> None:
         assert error(response)["param"] == "model"
 
 
-def test_the_whole_vocabulary_is_refused_and_the_limit_is_named(api: Any, error: Any) -> None:
+def test_the_whole_vocabulary_is_refused_by_default_and_the_key_is_named(api: Any, error: Any) -> None:
     answers = {
         "top_logprobs": api.chat(logprobs=True, top_logprobs=-1),
         "logprobs": api.complete(logprobs=-1),
@@ -298,7 +298,9 @@ def test_the_whole_vocabulary_is_refused_and_the_limit_is_named(api: Any, error:
         found = error(response)
         assert response.status_code == 400 and (found["param"], found["code"]) == (name, "invalid_value")
         assert found["message"].startswith(f"{name} is -1, the whole vocabulary") and "at most 20" in found["message"]
-    assert "20" in error(api.complete(logprobs=21))["message"]
+        assert "server.max_logprobs=" in found["message"]
+    assert "at most 20" in error(api.complete(logprobs=21))["message"]
+    assert error(api.complete(logprobs=-2))["param"] == "logprobs"
 
 
 def test_codes_tell_unknown_missing_mistyped_and_unsupported_fields_apart(api: Any, error: Any) -> None:

@@ -11,8 +11,11 @@ from evener.contracts.grammar.library import GrammarSpec
 from evener.contracts.outputs import PromptOutputs
 from evener.errors import RequestError
 
-#: Top tokens reported per position: limits the host's work in a step.
+#: Likeliest tokens that the sampler reports of a position, and a server by default; of more, the logits of the whole
+#: vocabulary go to the host.
 MAX_LOGPROBS = 20
+#: Log-probabilities of one request that has more of a position: each takes some 100 bytes, and as JSON more.
+MAX_LOGPROB_ENTRIES = 2**23
 #: At much larger values all tokens are equally likely, and float32 overflows.
 MAX_TEMPERATURE = 1000.0
 #: The work for each token grows with the stop strings.
@@ -53,8 +56,8 @@ class SamplingParams:
             one; in [0.01, 100]. 1.0 is off.
         logit_bias: token id to what is added to its logit; values in [-100, 100], or minus infinity, which forbids
             the token; at most 512 ids.
-        logprobs: return the sampled token's log-probability and this many of the likeliest; None: none. They are the
-            model's own, before penalties, biases, temperature and filters.
+        logprobs: return the sampled token's log-probability and this many of the likeliest; -1: of all tokens; None:
+            none. They are the model's own, before penalties, biases, temperature and filters.
         logprob_ids: with ``logprobs``: return the log-probabilities of these token ids in place of the likeliest.
         prompt_logprobs: like ``logprobs``, for the prompt's tokens; the prefix cache is not used for the prompt then.
         prompt_outputs: rows of the prompt's tokens, returned as ``CompletionOutput.pooled`` of the first sample; the
@@ -113,8 +116,8 @@ class SamplingParams:
         _number("min_p", self.min_p, 0.0, 1.0)
         _integer("seed", self.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
         _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _integer("logprobs", self.logprobs, -1, None)
+        _integer("prompt_logprobs", self.prompt_logprobs, -1, None)
         _integer("min_tokens", self.min_tokens, 0, None)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)

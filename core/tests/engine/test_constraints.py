@@ -110,7 +110,9 @@ def test_a_text_that_cannot_follow_its_grammar_ends_with_the_reason(
 
 def test_a_grammar_is_compiled_once_for_all_requests(opened: Any, play: Any) -> None:
     controller, library = opened()
-    play(controller, [request(f"r{i}") for i in range(4)])
+    sizes = [(0, 0), (3, 0), (0, 2), (0, 0)]
+    grammars = [msgspec.structs.replace(STEPS, no_repeat=each) for each in sizes]
+    play(controller, [request(f"r{i}", Sampling(temperature=1.0, seed=5, grammar=g)) for i, g in enumerate(grammars)])
     assert library.compiled == ["steps"]
 
 

@@ -8,19 +8,21 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from evener_constraints.compiler import GrammarCompiler
 from evener_constraints.masks import GrammarMasks
 from knowing_drafter import KnowingDrafter
-from step_grammar import STEPS, VOCAB, Steps, follows
+from step_grammar import STEPS, VOCAB, StepMatcher, Steps, follows
 
 from evener.contracts.generation.drafter import BY_WORKER, Drafter
-from evener.contracts.grammar.library import GrammarSpec
+from evener.contracts.grammar.library import GrammarSpec, Matcher
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.wire.plan import Order, Plan
 from evener_conformance.reference.executor import strict_controller
+from evener_generation.drafting.grammar_drafter import GrammarDrafter
 from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.speculation import Speculation
 
@@ -186,3 +188,69 @@ def test_a_preempted_text_with_a_grammar_gets_right_drafts_again(opened: Any, pl
     assert play(controller, requests()).tokens == plain.tokens
     stats = controller.scheduler.stats
     assert stats.preemptions > 0 and stats.accepted_tokens > 0
+
+
+class RailMatcher(StepMatcher):
+    """Behind a multiple of 4 an id is 1 to 3 higher, behind others 1. ``wrong``: what it forces is only allowed."""
+
+    wrong = False
+
+    def copy(self) -> Matcher:
+        found = type(self)(self.last, self.most)
+        found.wrong = self.wrong
+        return found
+
+    def mask(self) -> bytes:
+        if self.last % 4 == 0:
+            return super().mask()
+        bits = np.zeros(VOCAB, dtype=np.uint8)
+        bits[self.last + 1] = 1
+        return bytes(np.packbits(bits, bitorder="little"))
+
+    def forced(self) -> list[int]:
+        if self.wrong:
+            return [self.last + 3] if self.last % 4 == 0 else []
+        return list(range(self.last + 1, self.last + 5 - self.last % 4)) if self.last % 4 else []
+
+
+class Rails(Steps):
+    matcher = RailMatcher
+
+    def compile(self, spec: GrammarSpec) -> Matcher:
+        return self.matcher()
+
+
+class WrongRails(Rails):
+    matcher = type("_Wrong", (RailMatcher,), {"wrong": True})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("library", "right"), [(Rails, True), (WrongRails, False)])
+def test_forced_tokens_are_drafts_that_change_no_token_and_save_steps(
+    opened: Any, play: Any, depth: int, library: type[Steps], right: bool
+) -> None:
+    def ran(**infer: Any) -> tuple[Any, Controller]:
+        controller, _ = build_controller(opened(depth, **infer))
+        controller.scheduler.grammars = GrammarMasks(GrammarCompiler(library))
+        if infer:
+            controller.scheduler.drafts = Speculation(GrammarDrafter, 4, max_samples=12, vocabulary=VOCAB)
+            controller.scheduler.drafts.forced = controller.scheduler.grammars.forced
+        return play(controller, requests()), controller
+
+    (plain, without), (found, controller) = ran(), ran(drafter="grammar")
+    assert found.tokens == plain.tokens and found.reasons() == plain.reasons()
+    for mine, theirs in zip(found.logprobs.values(), plain.logprobs.values(), strict=True):
+        assert [each.ids for each in mine] == [each.ids for each in theirs]
+    stats = controller.scheduler.stats
+    if right:
+        assert stats.accepted_tokens == stats.drafted_tokens > 0
+        assert stats.steps < without.scheduler.stats.steps
+    else:
+        assert stats.drafted_tokens > stats.accepted_tokens
+    assert controller.scheduler.state.pool.used == 0
+
+
+def test_the_drafter_grammar_is_chosen_by_its_key_and_asks_the_engine_s_grammars(opened: Any) -> None:
+    controller, _ = build_controller(opened(drafter="grammar"))
+    scheduler = controller.scheduler
+    assert isinstance(scheduler.drafts, Speculation) and scheduler.drafts.forced == scheduler.grammars.forced

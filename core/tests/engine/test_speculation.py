@@ -212,7 +212,7 @@ class Stubborn(Drafter):
 @pytest.mark.parametrize(
     ("family", "options", "problem"),
     [
-        ("Llama", {"infer.drafter": "nobody"}, "installed drafters: model, mtp, ngram"),
+        ("Llama", {"infer.drafter": "nobody"}, "installed drafters: grammar, model, mtp, ngram"),
         ("Llama", {"infer.drafter": "ngram", "infer.pp_size": 2}, "does not work with pipeline stages"),
     ],
 )

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
+
 from evener.contracts.grammar.library import GrammarLibrary, GrammarSpec, Matcher
 from evener.errors import EvenerError
 
@@ -40,6 +42,8 @@ class GrammarCompiler:
         return self._future(spec).result().copy()
 
     def _future(self, spec: GrammarSpec) -> Future[Matcher]:
+        # What must not be repeated depends on the prompt, and stands beside the compiled grammar.
+        spec = msgspec.structs.replace(spec, no_repeat=(0, 0))
         if spec not in self._compiled:
             self._compiled[spec] = self._thread.submit(self._compile, spec)
             for old in [each for each, future in self._compiled.items() if future.done()][:-_KEPT]:

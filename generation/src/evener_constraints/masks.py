@@ -85,6 +85,16 @@ class GrammarMasks(Grammars):
             self._failed[request.slot] = f"its grammar cannot judge what was proposed: {error}"
             return []
 
+    def forced(self, request: Sequence) -> list[int] | None:
+        if request.message.sampling.grammar is None:
+            return None
+        matcher = self._matchers.get(request.slot)
+        try:
+            return [] if matcher is None else matcher.forced()
+        except Exception as error:  # a package may raise anything: it ends one request, not the engine
+            self._failed[request.slot] = f"its grammar cannot say what must come: {error}"
+            return []
+
     def submit(self, plan: Plan, executor: Executor) -> None:
         for admission in plan.admissions:
             self._failed.pop(admission.slot, None)

@@ -38,6 +38,7 @@ descriptor = Descriptor(
         ),
     },
     drafters={
+        "grammar": "evener_generation.drafting.grammar_drafter:GrammarDrafter",
         "ngram": "evener_generation.drafting.ngram_drafter:NgramDrafter",
         "model": "evener_generation.drafting.model_drafter:ModelDrafter",
         "mtp": "evener_generation.drafting.model_drafter:ModelDrafter",

@@ -93,6 +93,13 @@ class AfterReasoning(Matcher):
             return self._answer.fitting(tokens)
         return len(tokens)
 
+    def forced(self) -> list[int]:
+        self._keep_budget()
+        state, answer = self._state, self._answer
+        if state.where in ("begin", "end"):
+            return list((self._reasoning.begin if state.where == "begin" else state.end)[state.place :])
+        return answer.forced() if state.where == "answer" and answer is not None else []
+
     def masks(self, tokens: list[int]) -> list[bytes]:
         if self._state.where == "answer" and self._answer is not None:
             return self._answer.masks(tokens)

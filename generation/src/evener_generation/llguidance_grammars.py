@@ -96,6 +96,10 @@ class _LlguidanceMatcher(Matcher):
         self._take_back(0)
         return found
 
+    def forced(self) -> list[int]:
+        # The library leaves out the last tokens of the text that must come, if they could be joined with what follows.
+        return [] if self._matcher.is_error() else list(self._matcher.compute_ff_tokens())
+
     def masks(self, tokens: list[int]) -> list[bytes]:
         found = [self.mask()]
         for token in tokens[: self.fitting(tokens)]:

@@ -27,6 +27,7 @@ module                  content
 ``router_info``         what routers ask: the server's and the model's limits
 ``kv_events``           events of the prefix cache, for routers
 ``service``             what the endpoints share
+``sampling_defaults``   what requests get that name no temperature and the like
 ``status_page``         GET /status, for programs and people
 ``page``                the page for people at /; ``web/`` has its files
 ``adapters``            adapters (LoRA) that are loaded while the server runs
@@ -123,6 +124,10 @@ descriptor = Descriptor(
             default=False,
             help="Give the usage with every chunk of a stream and at its end, if the request does not say.",
         ),
+        "max_logprobs": Option(
+            type=int, default=20, help="Log-probabilities that a request may have of each token; -1: of the whole "
+            "vocabulary. Each takes about 100 bytes of the server's memory, and a request may have 8,388,608 in all.",
+        ),
         "model_aliases": Option(
             type=str,
             default="",
@@ -145,6 +150,10 @@ descriptor = Descriptor(
         ),
         "root_path": Option(
             type=str, default="", help="Path that a proxy puts before every route, such as /llm; both are answered."
+        ),
+        "sampling_defaults": Option(
+            type=str, default="", help="Sampling parameters of requests that do not name them, in place of those in "
+            "generation_config.json, as in temperature=0,top_p=0.9.",
         ),
         "show_cached_tokens": Option(
             type=bool,

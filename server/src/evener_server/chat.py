@@ -19,7 +19,7 @@ from evener_server.beams import check_beams, start_beams
 from evener_server.generation import Generation, Stream, Submit
 from evener_server.held import Held, before, held_to
 from evener_server.images import decode_images
-from evener_server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from evener_server.logprobs import TokenNames, beside, chat_logprobs, prompt_logprobs
 from evener_server.message_parts import MessageParts
 from evener_server.messages import TextPart
 from evener_server.prompt_tokens import left_of
@@ -207,9 +207,9 @@ class ChatJob(Job):
     async def full_response(self, generation: Generation) -> bytes:
         choices = self.choices(generation)
         async for choice, delta in generation:
-            choices[choice].add(delta)
+            await beside(self._top, functools.partial(choices[choice].add, delta))
         shown = [self.shown(i, each, generation.finish_reasons[i]) for i, each in enumerate(choices)]
-        fields = self.of_prompt(generation, 0)
+        fields = await beside(self._body.prompt_logprobs, functools.partial(self.of_prompt, generation, 0))
         usage = await self._service.usage(generation, [each.message.reasoned for each in choices])
         times = self._service.metrics_of(generation)
         times |= transfer_answer(self._service, self._body.kv_transfer_params, self._head["id"])
@@ -251,7 +251,8 @@ class ChatJob(Job):
             if self._body.return_token_ids and delta.token_ids:
                 ids = b',"token_ids":' + to_json(delta.token_ids)
             if self._top is not None and delta.token_ids:
-                content = chat_logprobs(self._names, delta.token_ids, delta.logprobs or [], self._top)
+                made = functools.partial(chat_logprobs, self._names, delta.token_ids, delta.logprobs or [], self._top)
+                content = await beside(self._top, made)
                 logprobs = to_json({"content": content, "refusal": None})
             parts = message.feed(delta.text, last=delta.finish_reason is not None)
             shown = list(map(to_json, parts or ([{"content": ""}] if logprobs != b"null" or ids else [])))

@@ -19,7 +19,7 @@ from evener_server.echo import with_echo
 from evener_server.embedded_prompts import decode_rows, prompt_of_rows
 from evener_server.fill_in_middle import with_suffix
 from evener_server.generation import Generation, Submit
-from evener_server.logprobs import CompletionLogprobs, extend, prompt_logprobs
+from evener_server.logprobs import CompletionLogprobs, beside, extend, prompt_logprobs
 from evener_server.prompt_tokens import left_of
 from evener_server.protocol import CompletionBody
 from evener_server.service import Service
@@ -95,18 +95,20 @@ class CompletionJob(Job):
         ids: list[list[int]] = [[] for _ in texts]
         logprob_builders = self._logprob_builders(generation)
         logprobs: list[dict[str, list[Any]]] = [{} for _ in texts]
+        top = self._body.shown_logprobs()
         async for choice, delta in self._deltas(generation):
             ids[choice] += self._answer_ids(generation, choice, delta, first=not texts[choice])
             texts[choice].append(delta.text)
             if logprob_builders:
-                extend(logprobs[choice], logprob_builders[choice].add(delta.token_ids, delta.logprobs or []))
+                add = functools.partial(logprob_builders[choice].add, delta.token_ids, delta.logprobs or [])
+                extend(logprobs[choice], await beside(top, add))
         choices = [
             {
                 "index": place,
                 "text": "".join(texts[i]),
                 "logprobs": logprobs[i] if logprob_builders else None,
                 "finish_reason": generation.finish_reasons[i],
-                **self._of_tokens(generation, i, ids[i]),
+                **await beside(self._body.prompt_logprobs, functools.partial(self._of_tokens, generation, i, ids[i])),
             }
             for place, i in enumerate(self._best_choices(generation))
         ]
@@ -148,10 +150,12 @@ class CompletionJob(Job):
         end = ChunkEnd(generation, usage, self._service.continuous_usage(self._body))
         chunk = head + b'%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}]%b'
         logprob_builders, begun = self._logprob_builders(generation), set[int]()
+        top = self._body.shown_logprobs()
         async for choice, delta in self._deltas(generation):
             logprobs = b"null"
             if logprob_builders and delta.token_ids:
-                logprobs = to_json(logprob_builders[choice].add(delta.token_ids, delta.logprobs or []))
+                add = functools.partial(logprob_builders[choice].add, delta.token_ids, delta.logprobs or [])
+                logprobs = to_json(await beside(top, add))
             ids = b""
             if self._body.return_token_ids:
                 ids = b',"token_ids":' + to_json(self._answer_ids(generation, choice, delta, choice not in begun))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from evener.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from evener.sampling_params import MAX_LOGIT_BIAS
 
 MAX_STOPS = 16
 INT32 = 2**31 - 1
@@ -46,13 +46,6 @@ def _biases(value: object) -> object:
     if len(biases) < len(value):
         raise _invalid("has the same token id twice")
     return biases
-
-
-def _likeliest(value: object) -> object:
-    if value == -1:
-        most = f"this server returns at most {MAX_LOGPROBS}; send 0 to {MAX_LOGPROBS}"
-        raise _invalid(f"is -1, the whole vocabulary in vLLM's API: {most}")
-    return value
 
 
 def as_prompts(value: object) -> object:
@@ -114,8 +107,8 @@ _BIAS_SCHEMA = {
 TokenId: TypeAlias = Annotated[int, Field(ge=0, le=INT32)]
 Stops: TypeAlias = Annotated[list[str] | None, BeforeValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
 Biases: TypeAlias = Annotated[dict[int, float] | None, BeforeValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
-#: A number of the likeliest tokens.
-Likeliest: TypeAlias = Annotated[int, BeforeValidator(_likeliest), Field(ge=0, le=MAX_LOGPROBS)]
+#: A number of the likeliest tokens; -1: all. The server's own limit is ``server.max_logprobs``.
+Likeliest: TypeAlias = Annotated[int, Field(ge=-1, le=INT32)]
 #: Always a list of prompts, each a text or a list of ids.
 Prompts: TypeAlias = Annotated[
     list[Any] | None, BeforeValidator(_maybe_prompts), WithJsonSchema(_OPTIONAL_PROMPT_SCHEMA)

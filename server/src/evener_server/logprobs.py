@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import msgspec
 
 from evener.frontend.tokenizer import Tokenizer
 
+T = TypeVar("T")
+#: Log-probabilities of one position that are written at once and kept as objects; more are, in a thread, as JSON.
+_FEW = 1000
 #: OpenAI's value for minus infinity, which JSON does not have.
 _LOWEST = -9999.0
 
@@ -33,10 +39,20 @@ class TokenNames:
 
 
 def ranked(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
-    """The ``count`` likeliest tokens at one position, likeliest first; of equal ones the lower id first."""
-    return sorted(((i, max(value, _LOWEST)) for i, value in entry.items()), key=lambda item: (-item[1], item[0]))[
-        :count
-    ]
+    """The ``count`` likeliest tokens at one position, likeliest first; of equal ones the lower id first. -1: all."""
+    found = sorted(((i, max(value, _LOWEST)) for i, value in entry.items()), key=lambda item: (-item[1], item[0]))
+    return found if count == -1 else found[:count]
+
+
+async def beside(count: int | None, work: Callable[[], T]) -> T:
+    """What ``work`` returns, which writes the log-probabilities of ``count`` tokens at each position; in a thread if
+    that takes long: a whole vocabulary takes a part of a second."""
+    return work() if count is None or 0 <= count <= _FEW else await asyncio.to_thread(work)
+
+
+def _compact(value: Any) -> Any:
+    """A list or an object as JSON if it is long, which takes a tenth of the memory."""
+    return value if len(value) <= _FEW + 1 else msgspec.Raw(msgspec.json.encode(value))
 
 
 def chat_logprobs(
@@ -49,18 +65,21 @@ def chat_logprobs(
         return {"token": names.name(token_id), "logprob": value, "bytes": None if raw is None else list(raw)}
 
     return [
-        {**one(token_id, max(entry[token_id], _LOWEST)), "top_logprobs": [one(i, v) for i, v in ranked(entry, count)]}
+        {
+            **one(token_id, max(entry[token_id], _LOWEST)),
+            "top_logprobs": _compact([one(i, v) for i, v in ranked(entry, count)]),
+        }
         for token_id, entry in zip(ids, entries, strict=True)
     ]
 
 
 def prompt_logprobs(
     names: TokenNames, ids: Iterable[int], entries: Iterable[dict[int, float] | None], count: int
-) -> list[dict[int, dict[str, Any]] | None]:
+) -> list[dict[int, dict[str, Any]] | msgspec.Raw | None]:
     """vLLM's ``prompt_logprobs``: for each token of a prompt an object by token id, with its own and the ``count``
     likeliest; None for the first. ``rank`` counts from 1; None: behind those that are known."""
     return [
-        None if entry is None else _prompt_entry(names, token_id, entry, count)
+        None if entry is None else _compact(_prompt_entry(names, token_id, entry, count))
         for token_id, entry in zip(ids, entries, strict=True)
     ]
 
@@ -96,7 +115,8 @@ class CompletionLogprobs:
             top = {token_id: max(entry[token_id], _LOWEST)} | dict(ranked(entry, self._count)) if entry else {}
             out["tokens"].append(self._name(token_id))
             out["token_logprobs"].append(top.get(token_id))
-            out["top_logprobs"].append({self._name(i): value for i, value in top.items()} or None)
+            named = {self._name(i): value for i, value in top.items()}
+            out["top_logprobs"].append(_compact(named) if named else None)
             out["text_offset"].append(self._offset)
             if self._detokenizer is not None:
                 self._offset += len(self._detokenizer.push(token_id))

@@ -11,6 +11,7 @@ from typing import Any
 
 from evener.config.schema import Config
 from evener.errors import ConfigError
+from evener.sampling_params import MAX_LOGPROBS
 from evener_server import descriptor
 
 #: Values of the options that name a parser: by the model's chat template, or none.
@@ -37,10 +38,12 @@ class ServerOptions:
         forward_bytes: bytes of the numbers in one answer of /forward.
         force_include_usage: every stream ends with the usage.
         model_aliases: other names of the model, separated by commas.
+        max_logprobs: log-probabilities that a request may have of a position; -1: those of all tokens.
         otlp_endpoint: where spans of requests are sent; None: what the environment says.
         page: serve the page for people at /.
         request_metrics: answers have the times of their request.
         root_path: a path before every route.
+        sampling_defaults: values of sampling parameters that requests do not name.
         show_cached_tokens: the usage says how many tokens of the prompt were in the prefix cache.
         thinking_budget: tokens that reasoning may have by default.
         tokenizer_info: show the tokenizer's settings.
@@ -68,10 +71,12 @@ class ServerOptions:
     forward_bytes: int = 64 << 20
     force_include_usage: bool = False
     model_aliases: str = ""
+    max_logprobs: int = MAX_LOGPROBS
     otlp_endpoint: str | None = None
     page: bool = True
     request_metrics: bool = False
     root_path: str = ""
+    sampling_defaults: str = ""
     show_cached_tokens: bool = True
     thinking_budget: int | None = None
     tokenizer_info: bool = False
@@ -129,6 +134,13 @@ class ServerOptions:
         if hidden := [name for name in self.aliases if name in adapters]:
             raise ConfigError(f"server.model_aliases and infer.lora_modules both have the name {hidden[0]!r}; requests "
                               "with it would get the model alone: give one of them another name")  # fmt: skip
+
+    def check_numbers(self) -> None:
+        """Raises:
+        ConfigError: a limit has a value without a meaning.
+        """
+        if self.max_logprobs < -1:
+            raise ConfigError(f"server.max_logprobs is {self.max_logprobs}; give 0 or more, or -1 for no limit")
 
     @classmethod
     def of(cls, options: Mapping[str, Mapping[str, Any]]) -> ServerOptions:

@@ -30,6 +30,7 @@ from evener_server.connections import AcceptErrors, Listener, Protocol, max_conn
 from evener_server.grammar_check import GrammarChecks
 from evener_server.ksanallm.plugin_file import unused_file
 from evener_server.options import ServerOptions
+from evener_server.sampling_defaults import read_defaults
 from evener_server.service import Service
 from evener_server.stats_logger import StatsLogger
 from evener_server.tls import Tls
@@ -84,6 +85,8 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
                           "evener bench-engine")  # fmt: skip
     options = ServerOptions.of(config.options)
     options.check_names(config)
+    options.check_numbers()
+    read_defaults(options.sampling_defaults)
     reader = KeyReader(config.serve.api_keys, options.api_key_file, os.environ)
     keys = ApiKeys(reader.read(), options.api_key_strict)
     tls = Tls.of(options)

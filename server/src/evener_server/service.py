@@ -29,6 +29,7 @@ from evener_server.options import ServerOptions
 from evener_server.parsers import Parsers
 from evener_server.prompt_tokens import PromptTokens
 from evener_server.protocol import GenerationBody
+from evener_server.sampling_defaults import read_defaults, with_defaults
 from evener_server.watermark import read_key
 
 #: One in so many places of the queue is kept for the highest priority.
@@ -58,6 +59,7 @@ class Service:
         self.parsers = Parsers(self.options)
         path = self.options.watermark_key_file
         self._watermark = None if path is None else read_key(path)
+        self._sampling_defaults = read_defaults(self.options.sampling_defaults)
         self.grammars = GrammarChecks()
         self.prompts = PromptTokens(
             llm, self.options.trust_request_chat_template, not self.options.exclude_tools_when_tool_choice_none
@@ -148,9 +150,26 @@ class Service:
         for name in ("allowed_token_ids", "logprob_token_ids"):
             if (highest := max(getattr(body, name, None) or (), default=0)) > last:
                 raise RequestError(f"{name} has {highest}: ids are from 0 to {last}", name)
+        self._check_likeliest(body)
         params = body.sampling(detokenize=self.llm.tokenizer is not None)
+        params = with_defaults(params, body, self._sampling_defaults)
         params = replace(params, lora=self.adapter(body.model), priority=current_priority())
         return params if self._watermark is None else replace(params, seed=self._watermark.seed(params.seed))
+
+    def _check_likeliest(self, body: GenerationBody) -> None:
+        """Raises:
+        RequestError: log-probabilities of more tokens at a position are asked for than the operator allows.
+        """
+        most = self.options.max_logprobs
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            asked = getattr(body, name, None)
+            if type(asked) is not int or most == -1:  # in chats, logprobs is true or false
+                continue
+            if (wanted := self.info.vocab_size if asked == -1 else asked) > most:
+                whole = f", the whole vocabulary of {wanted} tokens" if asked == -1 else ""
+                message = f"{name} is {asked}{whole}: this server returns at most {most}; send 0 to {most}, or start it"
+                message += f" with server.max_logprobs={wanted} or more (-1: no limit)"
+                raise RequestError(message, name, "invalid_value")
 
     def reasons(self, with_tools: bool) -> bool:
         """Whether the model writes reasoning that can be held to a budget."""

@@ -23,6 +23,7 @@ from evener.engine.wire import messages as wire
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.detokenize import Detokenizer
+from evener.frontend.logprobs import check_size, likeliest, logprobs_dict
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
 from evener.frontend.tokenizer import Tokenizer
@@ -75,6 +76,8 @@ class _Sample:
     stopped: bool = False
     failure: str | None = None
     stop_reason: str | int | None = None
+    #: How many of the likeliest tokens are reported, of samples and of the prompt.
+    most: tuple[int, int] = (0, 0)
     #: The first prompt token has no log-probabilities: None must be reported for it before the others.
     prompt_logprobs_due: bool = False
 
@@ -143,6 +146,8 @@ class Frontend:
         ids = self._encode(prompt, params, kind)
         # First: a prompt that is far too long is refused before each of its ids is checked.
         max_tokens = self._max_tokens(len(ids), params, kind)
+        check_size("prompt_logprobs", likeliest(params.prompt_logprobs, self.vocab_size), len(ids))
+        check_size("logprobs", likeliest(params.logprobs, self.vocab_size), params.n * max_tokens)
         if not isinstance(prompt, str) or max(ids) >= self.vocab_size:
             self._check_ids(ids, _PROMPT_PARAM[kind])
         for name in ("stop_token_ids", "logit_bias", "logprob_ids"):
@@ -184,13 +189,14 @@ class Frontend:
         for index, name in enumerate(names):
             tokenizer = self.tokenizer if params.detokenize else None
             detokenizer = None if tokenizer is None else tokenizer.detokenizer(params.skip_special_tokens)
+            sampling = self._sampling(params, sample_seed(seed, index), prepared.bias, index)
             self._samples[name] = _Sample(
                 request_id, index, detokenizer, StopStrings(params.stop_strings, params.include_stop_str_in_output),
                 hidden_ids=eos_ids if params.include_stop_str_in_output else eos_ids | asked,
                 stop_ids=asked - eos_ids, min_tokens_left=params.min_tokens,
+                most=(sampling.logprobs or 0, sampling.prompt_logprobs or 0),
                 prompt_logprobs_due=params.prompt_logprobs is not None and index == 0,
             )  # fmt: skip
-            sampling = self._sampling(params, sample_seed(seed, index), prepared.bias, index)
             messages.append(
                 wire.NewRequest(
                     id=name, prompt=prepared.ids, max_tokens=prepared.max_tokens, sampling=sampling,
@@ -259,12 +265,14 @@ class Frontend:
         except RequestError as error:
             sample.stopped, sample.failure = True, str(error)
             return [], [wire.Abort(event.id)]
-        logprobs = None if event.logprobs is None else [logprobs_dict(entry) for entry in event.logprobs[:count]]
+        most, most_prompt = sample.most
+        found = event.logprobs
+        logprobs = None if found is None else [logprobs_dict(entry, most) for entry in found[:count]]
         delta = Delta(sample.request_id, sample.index, text, event.ids[:count], logprobs)
         delta.num_cached_tokens, delta.pooled, delta.queued = event.cached, event.pooled, event.queued
         if event.prompt_logprobs is not None or sample.prompt_logprobs_due:
             first: list[dict[int, float] | None] = [None] if sample.prompt_logprobs_due else []
-            delta.prompt_logprobs = first + [logprobs_dict(entry) for entry in event.prompt_logprobs or ()]
+            delta.prompt_logprobs = first + [logprobs_dict(each, most_prompt) for each in event.prompt_logprobs or ()]
             sample.prompt_logprobs_due = False
         try:
             shown = self.plugins.postprocess_chunk(delta)
@@ -380,8 +388,9 @@ class Frontend:
             min_p=float(defaults.min_p if params.min_p is None else params.min_p),
             repetition_penalty=float(defaults.repetition_penalty if repetition is None else repetition),
             frequency_penalty=float(params.frequency_penalty), presence_penalty=float(params.presence_penalty),
-            logprobs=params.logprobs, logprob_ids=list(params.logprob_ids), seed=seed, bias=bias,
-            prompt_logprobs=None if index else params.prompt_logprobs,
+            logprobs=likeliest(0 if params.logprob_ids else params.logprobs, self.vocab_size),
+            logprob_ids=list(params.logprob_ids), seed=seed, bias=bias,
+            prompt_logprobs=None if index else likeliest(params.prompt_logprobs, self.vocab_size),
             prompt_outputs=None if index else params.prompt_outputs,
             grammar=params.grammar and msgspec.structs.replace(params.grammar, ends=tuple(defaults.eos_ids)),
         )  # fmt: skip
@@ -393,8 +402,3 @@ def sample_seed(seed: int, index: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> (32 - _SEED_BITS)
-
-
-def logprobs_dict(entry: wire.TokenLogprobs) -> dict[int, float]:
-    """Id to log-probability, the sampled token first."""
-    return dict(zip(entry.ids, entry.values, strict=True))

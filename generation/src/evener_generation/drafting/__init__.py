@@ -13,6 +13,7 @@ module             what it holds
 ``speculation``    which requests get drafts, and how many tokens
 ``payoff``         whether drafts make more tokens a second at the present load
 ``ngram_drafter``  drafts from earlier in the text
+``grammar_drafter``  no drafts but what a grammar forces
 ``model_drafter``  drafts that the worker finds: a draft model, a head, MTP
 =================  ===========================================================
 """

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from evener.contracts.generation.drafter import BY_WORKER, Drafter
 from evener.contracts.generation.drafts import DecodingRequest, DraftedRow, Drafts
+from evener_generation.drafting.grammar_drafter import GrammarDrafter
 from evener_generation.drafting.payoff import Payoff
 
 log = logging.getLogger("evener.engine")
@@ -57,6 +58,9 @@ class Speculation(Drafts):
         max_samples: rows that a step may sample: the memory plan has room for their logits.
         vocabulary: number of ids of the model.
         payoff: decides when requests get drafts; None: always.
+
+    Tokens that a grammar leaves no choice about come before those of the drafter, unless the worker finds these. They
+    are as many each time, however many were right before: the text is certain, and only its tokens may be others.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class Speculation(Drafts):
     ) -> None:  # fmt: skip
         self._drafter, self._length, self._max_samples, self._vocabulary = drafter, length, max_samples, vocabulary
         self._payoff, self._clock, self._failed = payoff, clock, False
+        self._by_worker = isinstance(drafter, type) and issubclass(drafter, Drafter) and drafter.by_worker
+        self._only_forced = drafter is GrammarDrafter
         self._texts: WeakKeyDictionary[DecodingRequest, _Text] = WeakKeyDictionary()
         self._room = 0
         #: Whether the last step that was read had drafts, and when that was; None: it was no decode step.
@@ -76,23 +82,28 @@ class Speculation(Drafts):
         self.on = requests > 0 and pays and not self._failed
 
     def waits(self, request: DecodingRequest) -> bool:
-        return self.on and request.unread > 0 and self._suits(request)
-
-    def _suits(self, request: DecodingRequest) -> bool:
-        if not request.decodes:
+        if not self.on or not request.unread or not self._continues(request):
             return False
+        return self._guesses(request) or (not self._by_worker and self.forced(request) is not None)
+
+    def _continues(self, request: DecodingRequest) -> bool:
+        """Whether the next plan may have more tokens of a request than its last one."""
+        return request.decodes and not any(point >= request.planned for point in request.fork_points)
+
+    def _guesses(self, request: DecodingRequest) -> bool:
+        """Whether the drafter is asked for tokens of a request."""
         text = self._texts.get(request)
-        paused = text is not None and request.length < text.resume
-        return not paused and not any(point >= request.planned for point in request.fork_points)
+        return not self._only_forced and (text is None or request.length >= text.resume)
 
     def propose(self, request: DecodingRequest, budget: int) -> list[int]:
-        if not self.on or request.unread or not self._suits(request):
+        if not self.on or request.unread or not self._continues(request):
             return []
         # The last token before the limit is sampled and never computed.
         most = min(budget, self._room, request.limit - request.length - 1)
-        found: list[int] = []
-        with self._no_more_after_errors():
-            found = self._ask(request, most)
+        found = [] if self._by_worker else list(self.forced(request) or ())[: max(0, min(most, self._length))]
+        if not found and self._guesses(request):
+            with self._no_more_after_errors():
+                found = self._ask(request, most)
         self._room -= len(found)
         return found
 

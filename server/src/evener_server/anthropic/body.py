@@ -99,13 +99,33 @@ class ConversationBody(GenerationBody):
         return [i for i, tool in enumerate(self.tools or ()) if _is_function(tool)]
 
     def without_effect(self) -> list[str]:
-        return [f"tools[{i}]" for i, tool in enumerate(self.tools or ()) if not _is_function(tool)]
+        tools = [f"tools[{i}]" for i, tool in enumerate(self.tools or ()) if not _is_function(tool)]
+        contents = ((f"messages[{i}]", each.get("content")) for i, each in _objects(self.messages))
+        return tools + [place for where, content in contents for place in _citations(where, content)]
 
 
 class MessagesBody(ConversationBody):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
+
+
+def _objects(values: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Those of a list that are objects, with their places; ``blocks`` refuses the others."""
+    return ((i, each) for i, each in enumerate(values if isinstance(values, list) else ()) if isinstance(each, dict))
+
+
+def _citations(where: str, content: Any) -> Iterator[str]:
+    """The blocks of a message that ask for citations, also within results of tools: answers have none."""
+    for i, block in _objects(content):
+        within = block.get("content") if block.get("type") == "tool_result" else None
+        if any(map(_asks_for_citations, [block, *(each for _, each in _objects(within))])):
+            yield f"{where}.content[{i}].citations"
+
+
+def _asks_for_citations(block: dict[str, Any]) -> bool:
+    asked = block.get("citations")
+    return isinstance(asked, dict) and bool(asked.get("enabled"))
 
 
 def _is_function(tool: dict[str, Any]) -> bool:

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from evener.contracts.grammar.library import GrammarSpec
 from evener.errors import RequestError
-from evener.sampling_params import MAX_LOGPROBS, MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION, SamplingParams
-from evener_server.field_types import INT32, Stops, TokenId
+from evener.sampling_params import MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION, SamplingParams
+from evener_server.field_types import INT32, Likeliest, Stops, TokenId
 from evener_server.messages import Body, allowed_values
 from evener_server.protocol import PromptBody
 
@@ -83,7 +83,7 @@ class SamplingConfig(Body):
     stop_strings: Stops = None
     ignore_eos: bool | None = None
     #: Likeliest tokens whose log-probabilities are returned with each token.
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Likeliest | None = None
     #: Of our own, for repeatable samples.
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 

@@ -136,4 +136,5 @@ class _Answer:
     def _likeliest(self, delta: Delta) -> Iterator[list[tuple[int, float]]]:
         """Of each token the likeliest ids, with their log-probabilities."""
         for entry in delta.logprobs or () if self._count else ():
-            yield sorted(entry.items(), key=lambda item: -item[1])[: self._count]
+            found = sorted(entry.items(), key=lambda item: -item[1])
+            yield found if self._count == -1 else found[: self._count]

@@ -8,7 +8,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from evener.contracts.generation.drafter import Drafter
 
@@ -63,9 +63,12 @@ class Drafts:
 
     Attributes:
         on: whether requests of the plan that is being made get drafts.
+        forced: tokens that the grammar of a request leaves no choice about, for a request whose tokens were all read;
+            None: it has no grammar. The scheduler sets it.
     """
 
     on = False
+    forced: Callable[[Any], Sequence[int] | None] = staticmethod(lambda request: None)
 
     def begin(self, requests: int) -> None:
         """A plan of at most so many requests is being made."""

@@ -59,6 +59,11 @@ class Matcher(ABC):
         not computed; a library may say too many. Takes microseconds. Default: none, so that nothing is proposed."""
         return 0
 
+    def forced(self) -> list[int]:
+        """(optional) Ids that are likely to come next because the grammar leaves no other text; proposed as drafts, so
+        that the model may still write the text in other tokens. Takes microseconds. Default: none."""
+        return []
+
     def masks(self, tokens: list[int]) -> list[bytes]:
         """(optional) The mask, and those behind each of ``tokens``, as if they came. Ends at the first that may not
         come, or behind which the text cannot go on. The state stays as it is. Default: the mask alone.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from evener.contracts.outputs import FinishReason
 from evener.engine.controller.state import BlockTable
-from evener.engine.wire.messages import NewRequest
-from evener.engine.wire.plan import WantedOutputs
+from evener.engine.wire.messages import NewRequest, TokenLogprobs
+from evener.engine.wire.plan import ScoredTokens, WantedOutputs
+from evener.sampling_params import MAX_LOGPROBS
+
+#: A token whose row of logits goes to the host counts as so many in a step's budget: it has megabytes.
+_WHOLE_ROW = 128
 
 
 @dataclass(eq=False)
@@ -102,6 +106,12 @@ class Request:
                     yield WantedOutputs(index, low - start, high - low, wanted.kind)
 
     @property
+    def token_cost(self) -> int:
+        """What each of its prompt's tokens takes of a step's budget."""
+        whole = self.wants_prompt_logprobs and (self.message.sampling.prompt_logprobs or 0) > MAX_LOGPROBS
+        return _WHOLE_ROW if whole else 1
+
+    @property
     def tokens_to_compute(self) -> int:
         """Tokens that the next plan may compute. The last token before the limit is sampled and never computed."""
         if self.unchecked or self.length >= self.limit:
@@ -139,6 +149,29 @@ class PlannedRow(msgspec.Struct, frozen=True):
     samples: int
     again: int = 0
 
+    @property
+    def cost(self) -> int:
+        """What it takes of the step's budget."""
+        whole = (self.request.message.sampling.logprobs or 0) > MAX_LOGPROBS
+        return self.count * self.request.token_cost + (_WHOLE_ROW * self.samples if whole else 0)
+
+    def scores(self, index: int) -> Iterator[ScoredTokens]:
+        """Its prompt tokens that are scored, as row number ``index`` of a plan: those that were not read before a
+        preemption."""
+        if self.request.wants_prompt_logprobs:
+            first = max(0, self.request.scored - self.start)
+            count = min(self.count, self.request.prompt_length - 1 - self.start) - first
+            yield from [ScoredTokens(index, first, count)] if count > 0 else []
+
+    def outputs(self, index: int, scores: Iterable[ScoredTokens]) -> Iterator[WantedOutputs]:
+        """The outputs that are wanted of it, as row number ``index`` of a plan with these ``scores``."""
+        sampling = self.request.message.sampling
+        yield from self.request.outputs_of(index, self.start, self.start + self.count)
+        if (sampling.prompt_logprobs or 0) > MAX_LOGPROBS:
+            yield from (WantedOutputs(index, each.first, each.count, "scored") for each in scores)
+        if (sampling.logprobs or 0) > MAX_LOGPROBS and self.samples:
+            yield WantedOutputs(index, self.count - self.samples, self.samples, "sampled")
+
     def accepted(self, ids: list[int]) -> list[int]:
         """The tokens that the request gets of those that were sampled: those before the first that differs from the
         proposed one, and that one. Behind it, others were computed than what the request has now. A stop token is the
@@ -146,3 +179,10 @@ class PlannedRow(msgspec.Struct, frozen=True):
         kept = next((at for at, (id, draft) in enumerate(zip(ids, self.drafts, strict=False)) if id != draft), len(ids))
         stop = next((at for at, id in enumerate(ids) if id in self.request.stop_ids), len(ids))
         return ids[: min(kept, stop) + 1]
+
+
+def with_logits(entries: list[TokenLogprobs], rows: bytes = b"", count: int = 1) -> list[TokenLogprobs]:
+    """``entries`` with their rows of logits, the first of ``count`` in ``rows``; empty: they have none."""
+    size = len(rows) // count
+    places = enumerate(entries) if rows else ()
+    return [msgspec.structs.replace(each, logits=rows[at * size :][:size]) for at, each in places] or entries

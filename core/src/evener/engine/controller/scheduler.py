@@ -53,7 +53,7 @@ from evener.engine.batching import MicroBatches, StepLimit
 from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.grammars import Grammars
 from evener.engine.controller.media import Media
-from evener.engine.controller.request import PlannedRow, Request
+from evener.engine.controller.request import PlannedRow, Request, with_logits
 from evener.engine.controller.state import StateManager
 from evener.engine.wire.messages import Finished, FromController, NewRequest, Stats, TokenLogprobs, Tokens
 from evener.engine.wire.plan import (
@@ -66,6 +66,7 @@ from evener.engine.wire.plan import (
     TableUpdate,
     WantedOutputs,
 )
+from evener.sampling_params import MAX_LOGPROBS
 
 #: A sort key of waiting requests; the smallest starts first. Equal keys keep the order of arrival.
 Policy = Callable[[Request], tuple[float, ...]]
@@ -128,6 +129,7 @@ class Scheduler:
         self.state, self.step_tokens, self.policy, self.grammars = state, step_tokens, policy, grammars or Grammars()
         self.batches, self.limit, self.drafts = batches or MicroBatches(), limit or StepLimit(), drafts or Drafts()
         self.media, self.adapters = media or Media(), adapters or AdapterSlots()
+        self.drafts.forced = self.grammars.forced
         self.connector = connector or Connector()
         self.stats = Stats()
         self.waiting: list[Request] = []
@@ -219,7 +221,8 @@ class Scheduler:
 
     def _allowed_tokens(self, request: Request, budget: int) -> int:
         """How many of its tokens a step with this much budget left can compute."""
-        count = self.media.allowed_tokens(request, min(request.tokens_to_compute, budget))
+        most = min(request.tokens_to_compute, max(1, budget // request.token_cost))
+        count = self.media.allowed_tokens(request, most)
         return 0 if self.state.undivided and count < request.tokens_to_compute else count
 
     def _fits(self, new: _NewPlan, request: Request, decodes: bool, early: bool = True) -> bool:
@@ -338,7 +341,7 @@ class Scheduler:
             new.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
         self.media.take(request, count)
         new.rows.append(PlannedRow(request, request.planned, count, drafted, samples, again))
-        new.budget -= count
+        new.budget = max(0, new.budget - new.rows[-1].cost)
         return True
 
     def _is_in_flight(self, request: Request) -> bool:
@@ -372,11 +375,8 @@ class Scheduler:
             request = row.request
             request.planned, request.last_plan = row.start + row.count - len(row.drafts), new.plan_id
             request.unread, request.unchecked = request.unread + (row.samples > 0), bool(row.drafts)
-            outputs += request.outputs_of(index, row.start, row.start + row.count)
-            if request.wants_prompt_logprobs:  # those that were not read before a preemption
-                first = max(0, request.scored - row.start)
-                scored = min(row.count, request.prompt_length - 1 - row.start) - first
-                scores += [ScoredTokens(index, first, scored)] if scored > 0 else []
+            scores += (scored := list(row.scores(index)))
+            outputs += row.outputs(index, scored)
         wanted = [row.request.message.sampling for row in rows for _ in range(row.samples)]
         scorers = (rows[each.row].request.message.sampling for each in scores)
         plan = Plan(
@@ -388,12 +388,12 @@ class Scheduler:
             random=[i for i, s in enumerate(wanted) if s.temperature > 0],
             filtered=any(s.temperature > 0 and s.filtered for s in wanted),
             logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
-            top_logprobs=max((s.logprobs or 0 for s in wanted), default=0),
+            top_logprobs=min(max((s.logprobs or 0 for s in wanted), default=0), MAX_LOGPROBS),
             named=[s.logprob_ids for s in wanted if s.logprobs is not None]
             if any(s.logprob_ids for s in wanted) else [],
             penalized=[i for i, s in enumerate(wanted) if s.penalized],
             biased=[i for i, s in enumerate(wanted) if s.bias],
-            scores=scores, top_scores=max((s.prompt_logprobs or 0 for s in scorers), default=0),
+            scores=scores, top_scores=min(max((s.prompt_logprobs or 0 for s in scorers), default=0), MAX_LOGPROBS),
             outputs=outputs, media=self.media.build_step_media(rows), moves=self.connector.moves(),
         )  # fmt: skip
         self._next_plan += 1
@@ -415,10 +415,12 @@ class Scheduler:
         assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
         scores, pooled = iter(result.scores), iter(result.pooled)
         outputs = list(zip(plan.outputs, result.outputs, strict=True))
+        whole = {(wanted.row, wanted.kind): (part, wanted.count) for wanted, part in outputs}
         self.connector.done(result.transfers)
         self.stats.counters.update({**result.counters, **self.connector.counters})
         logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
-        scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
+        scored = {each.row: with_logits([next(scores) for _ in range(each.count)], *whole.get((each.row, "scored"), ()))
+                  for each in plan.scores}  # fmt: skip
         events: list[FromController] = []
         first, made, proposed = 0, 0, iter(result.drafts)
         for index, row in enumerate(submitted.rows):
@@ -426,9 +428,10 @@ class Scheduler:
                 row = msgspec.structs.replace(row, drafts=next(proposed))
             request, ids = row.request, row.accepted(result.ids[first : first + row.samples])
             vector = next(pooled, b"") if row.samples else b""
-            vector += b"".join(part for wanted, part in outputs if wanted.row == index)
+            vector += b"".join(part for of, part in outputs if of.row == index and of.kind not in ("scored", "sampled"))
             if request.finish is None:
                 found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs]
+                found = with_logits(found, *whole.get((index, "sampled"), ()))
                 self._extend(row, ids)
                 events.extend(self._report(request, ids, found, scored.get(index), vector))
             first, made = first + row.samples, made + len(ids)

@@ -153,10 +153,12 @@ ToController = NewRequest | Abort | Finish | LoadAdapter | UnloadAdapter | Comma
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Raw log-probabilities at one position. ``ids`` and ``values`` are parallel: the token at that position first,
-    then the likeliest tokens."""
+    then the likeliest tokens. ``logits``: of the whole vocabulary, float32 in the host's byte order, if more than
+    ``MAX_LOGPROBS`` are wanted; log-probabilities differ as they do."""
 
     ids: list[int]
     values: list[float]
+    logits: bytes = b""
 
     def likeliest(self, count: int) -> TokenLogprobs:
         """The same with at most ``count`` of the likeliest tokens."""

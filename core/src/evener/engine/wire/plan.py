@@ -59,8 +59,8 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WantedOutputs(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens of which outputs are wanted, as in ``PromptOutputs``: ``count`` tokens of a plan's row, from its
-    token ``first`` on."""
+    """Tokens of which outputs are wanted: ``count`` tokens of a plan's row, from its token ``first`` on. ``kind``: as
+    in ``PromptOutputs``; or "scored" or "sampled": ``TokenLogprobs.logits`` of prompt tokens, and of samples."""
 
     row: int
     first: int

@@ -163,12 +163,12 @@ class Runner:
 
     def _outputs(self, plan: Plan, hidden: torch.Tensor, step: ForwardStep) -> list[Sequence[Readback]]:
         """The rows of ``plan.outputs``; for logits in parts, as in ``_score``."""
-        make: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "hidden": torch.clone, "normed": self.model.normed, "logits": partial(self.logits, step=step),
-        }  # fmt: skip
+        logits = partial(self.logits, step=step)
+        make: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"hidden": torch.clone, "normed": self.model.normed}
         starts, most = list(accumulate(plan.counts, initial=0)), max(1, self.tables.tokens.shape[0] - 1)
-        wanted = [(each.kind, hidden[starts[each.row] + each.first :][: each.count]) for each in plan.outputs]
-        return [[self.device.readback(make[kind](some)) for some in rows.split(most)] for kind, rows in wanted]
+        kinds = [make.get(each.kind, logits) for each in plan.outputs]
+        wanted = zip(kinds, (hidden[starts[w.row] + w.first :][: w.count] for w in plan.outputs), strict=True)
+        return [[self.device.readback(function(some)) for some in rows.split(most)] for function, rows in wanted]
 
     def _sample(
         self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep,
