@@ -1,5 +1,5 @@
-"""``load=dummy`` with the ``config.json`` of a quantized model: weights in the formats of the real checkpoint, packed, with
-the same plan."""
+"""``load=dummy`` with the ``config.json`` of a quantized model: weights in the formats of the real checkpoint, packed,
+with the same plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ TOKEN = {"dynamic": True, "strategy": "token"}
 FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 #: Methods that no test module has files of, and the storage of their weights.
 MORE: dict[str, tuple[dict[str, Any], str]] = {
-    "fp8 blocks": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}, "float8_e4m3fn"),
+    "fp8 blocks": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]},
+                   "float8_e4m3fn"),
     "fp8 static": ({"quant_method": "fp8", "activation_scheme": "static"}, "float8_e4m3fn"),
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, "float8_e4m3fn"),
     "w8a8": (compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, **TOKEN), "int8"),

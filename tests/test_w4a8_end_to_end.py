@@ -57,7 +57,8 @@ def checkpoint(folder: Path, family: str, layout: str, kind: str, symmetric: boo
     shutil.copytree(folder / "plain", folder / "stored")
     save_file(stored, folder / "stored/model.safetensors")
     weights = {
-        "num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": GROUP, "actorder": None,
+        "num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": GROUP,
+        "actorder": None,
     }  # fmt: skip
     how = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": how}}

@@ -38,7 +38,9 @@ class UnpackedIntegers(BesideScheme):
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         layer, absent = self._layer(name.removesuffix(".weight")), ("nothing", ())
-        (kind, shape), (scale, scales), zero = (headers.get(name + end, absent) for end in ("", "_scale", "_zero_point"))
+        (kind, shape), (scale, scales), zero = (
+            headers.get(name + end, absent) for end in ("", "_scale", "_zero_point")
+        )
         rows, columns = shape if len(shape) == 2 else (0, 0)
         group = 0 if layer.group >= columns else layer.group
         groups = columns // group if group else 1

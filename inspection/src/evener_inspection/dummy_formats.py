@@ -16,6 +16,7 @@ PERIOD = 1_048_573
 #: Standard deviations of elements: of 16 integers in a row, of what is drawn for one byte, of the 16 floats of four
 #: bits.
 _FOUR, _INT8, _FLOAT8, _FLOAT4 = 4.61, 20.0, 40.0, 2.94
+_SIZES = {"int8": _INT8, "uint4": _FOUR, "float4_e2m1": _FLOAT4, "nf4": 0.62, "fp4": 0.62}
 #: Where in a block the float16 scales and minima are, and what they are for weights of deviation 1: for the k-types,
 #: the numbers of six or four bits that multiply them have the mean that is in the comment.
 _BLOCK_SCALES: dict[str, dict[int, float]] = {
@@ -61,8 +62,7 @@ class QuantizedNoise:
         shape = (rows, columns // 2) if kind == "bytes" else (rows, columns)
         tensors = {"weight": self._fill(part.name, kind, shape, device)}
         grouped: tuple[int, ...] = (-(-rows // form.group_out), form.row_scales(columns)) if form.group >= 0 else ()
-        size = {"int8": _INT8, "uint4": _FOUR, "float4_e2m1": _FLOAT4, "nf4": 0.62, "fp4": 0.62}.get(form.storage, _FLOAT8)
-        scale = self._std / size
+        scale = self._std / _SIZES.get(form.storage, _FLOAT8)
         if form.storage == "float4_e2m1":
             tensors["factor"] = torch.full((), scale, device=device)
             scale = 1.0

@@ -419,14 +419,14 @@ def packed_sum(
 @triton.jit
 def packed_kernel(
     x, low, high, scales, tops, factors, bias, y, parts, arrived, tokens, rows, columns, x_row, y_row, spans, each,
-    FACTORS: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    BF16: tl.constexpr, UNITS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr,
-    ADDED: tl.constexpr, PTX: tl.constexpr, SUMS: tl.constexpr, OVERLAP: tl.constexpr,
+    FACTORS: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, BF16: tl.constexpr, UNITS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    WORDS: tl.constexpr, ADDED: tl.constexpr, PTX: tl.constexpr, SUMS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y [tokens, rows] = x @ wᵀ for BM tokens and BN rows a program; splits of ``each`` spans as in
-    ``skinny_kernel``. FACTORS: sums are multiplied by ``factors`` [tokens]. The weights are the left operand, with few rows a program: of many rows, a warp group's product
-    would read them two bytes at a time."""
+    ``skinny_kernel``; FACTORS: sums are multiplied by ``factors`` [tokens]. The weights are the left operand, with few
+    rows a program: of many rows, a warp group's product would read them two bytes at a time."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     n = tl.program_id(0) * BN + tl.arange(0, BN)

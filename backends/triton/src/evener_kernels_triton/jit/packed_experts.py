@@ -11,12 +11,11 @@ from evener_kernels_triton.jit.packed import packed_sum
 @fast_launch
 @triton.jit
 def packed_grouped_kernel(
-    x, low, high, scales, tops, factors, bias, y, slots, lists, counts, tokens, room, rows, columns, spans, low_each, high_each,
-    scales_each, tops_each, bias_each, x_row, y_row, alpha, limit,
+    x, low, high, scales, tops, factors, bias, y, slots, lists, counts, tokens, room, rows, columns, spans, low_each,
+    high_each, scales_each, tops_each, bias_each, x_row, y_row, alpha, limit,
     TOP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
-    TP: tl.constexpr, ONE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
-    STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr, UNITS: tl.constexpr,
+    TP: tl.constexpr, ONE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr, UNITS: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr, ADDED: tl.constexpr, PTX: tl.constexpr,
     SUMS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
