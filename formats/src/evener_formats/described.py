@@ -11,7 +11,7 @@ from typing import Any
 from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import QuantScheme
 from evener.errors import CheckpointError
-from evener_formats.rules import expression
+from evener_formats.rules import expression, number
 
 #: Keys that name the layers that are stored plain.
 _EXCEPTIONS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
@@ -79,8 +79,8 @@ def _fp8(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Headers:
     fixed = settings.get("activation_scheme") == "static"
     if settings.get("quant_method") == "fbgemm_fp8":
         scale: Headers = {f"{name}_scale": ("float32", (rows, 1))}
-    elif isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-        scale = {f"{name}_scale_inv": ("float32", (-(-rows // block[0]), -(-columns // block[1])))}
+    elif sizes := _sizes(block):
+        scale = {f"{name}_scale_inv": ("float32", (-(-rows // sizes[0]), -(-columns // sizes[1])))}
     else:
         scale = {f"{name}_scale": ("float32", ())}
     return {name: (_FLOAT8, (rows, columns)), **scale, **_input_scale(name, fixed)}
@@ -119,9 +119,10 @@ def _compressed(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> H
     group = _group_of(settings, name.removesuffix(".weight"))
     if group is None:
         return None
-    weights = group.get("weights") or {}
+    weights = group.get("weights")
+    weights = weights if isinstance(weights, Mapping) else {}
     form = str(group.get("format") or settings.get("format"))
-    strategy, bits = weights.get("strategy"), weights.get("num_bits")
+    strategy, bits = weights.get("strategy"), number(weights, ("num_bits",)) or 8
     groups = _groups(weights.get("group_size"), columns) if strategy == "group" else 1
     if form == "nvfp4-pack-quantized":
         return _nvfp4(name, rows, columns, "_packed", "_global_scale")
@@ -137,9 +138,9 @@ def _compressed(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> H
             found[f"{name}_g_idx"] = ("int32", (columns,))
         return found
     block = weights.get("block_structure") if strategy == "block" else None
-    high, wide = block if isinstance(block, list) and len(block) == 2 else (1, 1)
+    high, wide = _sizes(block) or (1, 1)
     scales = {
-        "block": (-(-rows // int(high)), -(-columns // int(wide))), "tensor": (1,), "channel": (rows, 1),
+        "block": (-(-rows // high), -(-columns // wide)), "tensor": (1,), "channel": (rows, 1),
     }.get(str(strategy), (rows, groups))  # fmt: skip
     how = group.get("input_activations")
     fixed = isinstance(how, Mapping) and not how.get("dynamic", False)
@@ -148,6 +149,13 @@ def _compressed(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> H
     return {
         name: (stored, (rows, columns)), f"{name}_scale": ("bfloat16", scales), **more, **_input_scale(name, fixed),
     }  # fmt: skip
+
+
+def _sizes(block: Any) -> tuple[int, int] | None:
+    """Rows and columns of a block; None if the config has no such pair."""
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+        return block[0], block[1]
+    return None
 
 
 def _group_of(settings: Mapping[str, Any], stem: str) -> Mapping[str, Any] | None:

@@ -57,8 +57,8 @@ class QuantizedNoise:
                 "weights, or a config.json without quantization_config"
             )
         if form == MXFP4:
-            scale = torch.full((rows, columns // 32), 120, dtype=torch.uint8, device=device)  # 2 to the -7
-            return {"weight": self._fill(part.name, "bytes", (rows, columns // 32, 16), device), "scale": scale}
+            exponents = torch.full((rows, columns // 32), 120, dtype=torch.uint8, device=device)  # 2 to the -7
+            return {"weight": self._fill(part.name, "bytes", (rows, columns // 32, 16), device), "scale": exponents}
         shape = (rows, columns // 2) if kind == "bytes" else (rows, columns)
         tensors = {"weight": self._fill(part.name, kind, shape, device)}
         grouped: tuple[int, ...] = (-(-rows // form.group_out), form.row_scales(columns)) if form.group >= 0 else ()

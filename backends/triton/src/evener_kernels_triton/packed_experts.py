@@ -59,11 +59,11 @@ def packed_grouped(
         packed_grouped_kernel[((pairs if single else matrices) * across,)](
             x, one.low, one.high, one.scales, one.tops, x if factors is None else factors,
             x if bias is None else bias[:, one.first :], y[:, one.first :] if one.first else y, work.slots, lists,
-            counts, tokens, lists.shape[1], rows, columns, form.spans(columns), low_each, high_each, scales_each, tops_each,
-            0 if bias is None else bias.stride(0), x.stride(0), y.stride(0), alpha, limit,
+            counts, tokens, lists.shape[1], rows, columns, form.spans(columns), low_each, high_each, scales_each,
+            tops_each, 0 if bias is None else bias.stride(0), x.stride(0), y.stride(0), alpha, limit,
             TOP=top, SHARE=share, ACT=activation, FACTORS=factors is not None, BIAS=bias is not None,
-            TP=0 if listed else power_of_two(top), ONE=single, BM=p.m, BN=p.n, EVEN=columns % form.columns == 0, PRECISION=PRECISION,
-            SUMS=p.m <= MAX_SUMMED_TOKENS, OVERLAP=tuning.overlap, num_warps=p.warps, num_stages=p.stages,
-            **form.constants(x.dtype, tuning.ptx), **tuning.launch,
+            TP=0 if listed else power_of_two(top), ONE=single, BM=p.m, BN=p.n, EVEN=columns % form.columns == 0,
+            PRECISION=PRECISION, SUMS=p.m <= MAX_SUMMED_TOKENS, OVERLAP=tuning.overlap, num_warps=p.warps,
+            num_stages=p.stages, **form.constants(x.dtype, tuning.ptx), **tuning.launch,
         )  # fmt: skip
     return y

@@ -15,9 +15,9 @@ def packed_grouped_kernel(
     high_each, scales_each, tops_each, bias_each, x_row, y_row, alpha, limit,
     TOP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
     TP: tl.constexpr, ONE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr, UNITS: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr, ADDED: tl.constexpr, PTX: tl.constexpr,
-    SUMS: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    BF16: tl.constexpr, UNITS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr,
+    ADDED: tl.constexpr, PTX: tl.constexpr, SUMS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As ``grouped_small_kernel``, whose names these are. ONE: there is one token, and a program takes one of its
     pairs; else a program takes one matrix and all of its pairs, BM at a time. FACTORS: products with a row of x are

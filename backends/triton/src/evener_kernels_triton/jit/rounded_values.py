@@ -30,7 +30,8 @@ def round_values_kernel(
     x, y, factors, columns, x_row, SHARE: tl.constexpr, KIND: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y [tokens, columns] = SHARE times the elements nearest to x divided by its row's scale; ``factors`` [tokens] =
-    the scales divided by SHARE. A program reads a row twice, CHUNK columns at a time: the second time it is in a cache."""
+    the scales divided by SHARE. A program reads a row twice, CHUNK columns at a time: the second time it is in a
+    cache."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
