@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from evener.contracts.quant import BLOCKS, DTYPE_BYTES, MXFP4, WeightPart
+from evener.contracts.quant import BLOCKS, MXFP4, WeightPart
 from evener.errors import CheckpointError
 
 #: Elements in one period; a prime, as in ``dummy_weights``.
@@ -16,6 +16,8 @@ PERIOD = 1_048_573
 #: Standard deviations of elements: of 16 integers in a row, of what is drawn for one byte, of the 16 floats of four
 #: bits.
 _FOUR, _INT8, _FLOAT8, _FLOAT4 = 4.61, 20.0, 40.0, 2.94
+#: Elements of one byte; the others are two in one.
+_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
 _SIZES = {"int8": _INT8, "uint4": _FOUR, "float4_e2m1": _FLOAT4, "nf4": 0.62, "fp4": 0.62}
 #: Where in a block the float16 scales and minima are, and what they are for weights of deviation 1: for the k-types,
 #: the numbers of six or four bits that multiply them have the mean that is in the comment.
@@ -50,8 +52,8 @@ class QuantizedNoise:
         form, rows, columns = part.format, part.rows, part.columns
         if form.storage in BLOCKS:
             return {"weight": self._blocks(part, device)}
-        kind = form.storage if form.storage in ("int8", "float8_e4m3fn", "float8_e5m2") else "bytes"
-        if form.storage not in DTYPE_BYTES or (kind == "bytes" and DTYPE_BYTES[form.storage] != 0.5):
+        kind = form.storage if form.storage in _BYTE else "bytes"
+        if form.storage not in (*_BYTE, *_SIZES):
             raise CheckpointError(
                 f"load=dummy cannot fill {part.name}, which is stored as {form.storage}; use load=auto with real "
                 "weights, or a config.json without quantization_config"

@@ -24,9 +24,11 @@ _SHARES = {"int8": 2.0**-7, "float8_e4m3fn": 2.0**-9}
 def rounds_values(weight: LinearWeight) -> Rounding | None:
     """How activations are rounded before products with ``weight``; None: not, as for weights that are not packed and
     for parts that ask for different things."""
+    if weight.layout != PACKED.layout:
+        return None
     how, *others = {part.format.activation for part in weight.parts}
     whole = how is not None and (how.group == 0 or how.group >= weight.columns)
-    return how if weight.layout == PACKED.layout and whole and not others else None
+    return how if whole and not others else None
 
 
 def rounded_values_bytes(rows: int, weight: LinearWeight, element: int) -> int:
