@@ -18,9 +18,13 @@ SIZES: dict[str, dict[str, Any]] = {
               "head_dim": 16},
     "Qwen3Moe": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
                  "moe_intermediate_size": 64},
+    "Mixtral": {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "head_dim": 16},
+    "DeepseekV3": {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "q_lora_rank": 32,
+                   "kv_lora_rank": 32, "v_head_dim": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32},
 }  # fmt: skip
 #: Weights that such checkpoints leave as they are.
-KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "moe.gate.")
 
 
 def greedy(folder: Path, ids: list[int], count: int, **more: Any) -> list[int]:

@@ -133,9 +133,10 @@ def test_the_converter_imports_no_engine_no_front_end_and_no_other_distribution(
     convert = inside("evener_convert", FORMATS)
     assert convert
     above = ("evener.engine", "evener.frontend", "evener.llm", "evener.async_llm", "evener.ops", "evener.backend")
-    # What it writes as GGUF must be what the reader of its own distribution reads: both use the same tables.
+    # What it writes as GGUF must be what the reader of its own distribution reads: both use the same tables. What it
+    # describes without files must be what the schemes read.
     own = allow_of_evener("evener_convert", "evener", "evener_formats.gguf", "evener_formats.tokenizers",
-                          "evener_formats.safetensors_files")  # fmt: skip
+                          "evener_formats.safetensors_files", "evener_formats.described")  # fmt: skip
     assert violations(convert, lambda t: own(t) and not belongs(t, *above), typing=True) == []
 
 

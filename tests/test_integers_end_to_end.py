@@ -109,6 +109,7 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
 
 @pytest.mark.parametrize(
     ("family", "kind"), [("Qwen3", kind) for kind in KINDS] + [("Qwen3Moe", "gptq 4 act"), ("Qwen3Moe", "packed 4")]
+    + [(family, kind) for family in ("Mixtral", "DeepseekV3") for kind in ("gptq 4", "awq", "packed 4")],
 )
 def test_logits_and_tokens_are_those_of_the_dequantized_weights(
     family: str, kind: str, tmp_path: Path, one_thread: None

@@ -62,8 +62,9 @@ def test_a_layer_has_the_numbers_that_were_written(
     tensors, values = layer(kind, NAME, 48, 128, **how)
     scheme, part = read(kind, tensors, how.get("packed", True))
     assert (part.format.storage, part.format.group, part.format.zero) == form
-    rounded = {"W8A8_DYNAMIC": Rounding("int8"), "WFP8AFP8_DYNAMIC": Rounding("float8_e4m3fn")}
-    assert part.format.activation == (None if part.format.zero else rounded.get(kind))
+    integers = dict.fromkeys(("W8A8_DYNAMIC", "W4A8_DYNAMIC"), Rounding("int8"))
+    rounded = {**integers, "WFP8AFP8_DYNAMIC": Rounding("float8_e4m3fn")}
+    assert part.format.activation == (None if part.format.zero == "int8" else rounded.get(kind))
     held = scheme.dequantize(part, "float32")
     # With two scales, or one from a product, the order of the factors rounds differently.
     assert torch.allclose(held, values, rtol=1e-6, atol=0)

@@ -14,6 +14,8 @@ from family_oracles import make_transformers
 from gguf_experts import write_experts
 from gguf_files import q4_k_m
 from harsh_traffic import LIMITS, assert_same, shrink, traffic
+from integer_files import awq_tensors, compressed_tensors
+from integer_files import quantized as four_bits
 from safetensors.torch import load_file, save_file
 
 from evener.config import from_overrides
@@ -79,6 +81,29 @@ def mxfp4_folder(family: str, folder: Path) -> Path:
     return quantized(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": modules})
 
 
+def awq_folder(family: str, folder: Path) -> Path:
+    """Experts in four bits as AutoAWQ stores them, in groups of 128."""
+    tensors = load_file(made(family, folder) / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        integers = four_bits(4, *tensors.pop(name).shape, 128, seed=len(name))
+        tensors |= awq_tensors(name.removesuffix(".weight"), integers)
+    return quantized(folder, tensors, {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"})
+
+
+def w4afp8_folder(family: str, folder: Path) -> Path:
+    """Experts in four bits whose activations are rounded to FP8."""
+    tensors = load_file(made(family, folder) / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        integers = four_bits(4, *tensors.pop(name).shape, 32, symmetric=True, scale=torch.bfloat16, seed=len(name))
+        tensors |= compressed_tensors(name, integers, 4, True, False)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    how = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": how}}
+    return quantized(folder, tensors, {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups,
+    })  # fmt: skip
+
+
 def quantized(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
     save_file(tensors, folder / "model.safetensors")
     saved = json.loads((folder / "config.json").read_text())
@@ -92,6 +117,7 @@ def quantized(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, 
         ("Qwen3Moe", q4_k_m_file, 4.5, 5.4), ("Mixtral", q4_k_m_file, 4.5, 5.4), ("DeepseekV3", fp8_folder, 8, 8.1),
         ("DeepseekV3", q4_k_m_experts, 4.5, 4.7),
         ("GptOss", mxfp4_folder, 4.25, 4.5),
+        ("Mixtral", awq_folder, 4.1, 4.9), ("DeepseekV3", w4afp8_folder, 4.5, 4.9),
     ],
 )  # fmt: skip
 def test_experts_of_a_quantized_checkpoint_stay_packed_on_the_host(

@@ -36,11 +36,13 @@ from evener_kernels_triton.blocks import FORMS, PackedForm
 from evener_kernels_triton.experts import grouped, scores, sort
 from evener_kernels_triton.linear import dequantized, dequantized_linear, few_tokens_linear, gemv
 from evener_kernels_triton.packed import PackedMatrix, Segment
-from evener_kernels_triton.packed_experts import ExpertAssignment
+from evener_kernels_triton.packed_experts import ExpertAssignment, packed_grouped
+from evener_kernels_triton.packed_linear import packed_linear
 from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 from evener_kernels_triton.primitives import act_rows
 from evener_kernels_triton.rounded import rounded_linear
 from evener_kernels_triton.rounded_experts import rounded_grouped
+from evener_kernels_triton.rounded_values import round_values
 from evener_kernels_triton.sampling import choose, sample_filtered
 from evener_kernels_triton.stored import Form, StoredMatrix
 from evener_kernels_triton.tuning import MAX_OWN_TOKENS_STORED, Tuning
@@ -253,6 +255,8 @@ def _packed(tuning: Tuning, kind: torch.dtype) -> None:
             x = torch.empty(tokens, 4096, dtype=kind, device=META)
             few_tokens_linear(tuning, kind, x, _matrix(form, 4096, 4096))
         dequantized(tuning, _matrix(form, 4096, 4096), kind)
+        if name == "uint4, zeros":
+            _rounded_values(tuning, kind, form)
         for tokens in (4, 64) if name in ("q4_k", "float4_e2m1") else ():
             slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
             x = torch.empty(tokens, 2048, dtype=kind, device=META)
@@ -261,6 +265,18 @@ def _packed(tuning: Tuning, kind: torch.dtype) -> None:
             grouped(tuning, x, _matrix(form, 128, 1536, 2048), inside, work, share=True, activation="silu")
             y = torch.empty(tokens * 8, 2048, dtype=kind, device=META)
             grouped(tuning, inside, _matrix(form, 128, 2048, 768), y, work, share=False)
+
+
+def _rounded_values(tuning: Tuning, kind: torch.dtype, form: PackedForm) -> None:
+    """Products of rounded activations with packed weights."""
+    for storage in ("int8", "float8_e4m3fn"):
+        x, factors = round_values(tuning, torch.empty(1, 4096, dtype=kind, device=META), Rounding(storage))
+    packed_linear(tuning, kind, x, _matrix(form, 4096, 4096), factors=factors)
+    slots = torch.empty(1, 8, dtype=torch.int32, device=META)
+    packed_grouped(
+        tuning, x, _matrix(form, 128, 1536, 4096), torch.empty(8, 768, dtype=kind, device=META),
+        ExpertAssignment(slots, None, None), share=True, activation="silu", factors=factors,
+    )  # fmt: skip
 
 
 def _matrix(form: PackedForm, *shape: int) -> PackedMatrix:

@@ -9,11 +9,19 @@ import pytest
 import torch
 from interpreted import every_access_checked
 
-from evener.contracts.quant import BLOCKS, MXFP4, QuantFormat, WeightPart
+from evener.contracts.quant import BLOCKS, MXFP4, QuantFormat, Rounding, WeightPart
+from evener.ops.reference.rounding import rounded
+from evener.ops.schemas import BUILTIN
+from evener_conformance.kit import formats
+from evener_conformance.kit.cases import blocks
 from evener_conformance.kit.cases.blocks import GROUPED, random_part, reference_dequantize, unit_of
+from evener_conformance.kit.outcome import Check
+from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.experts import ExpertAssignment, grouped, sort
 from evener_kernels_triton.linear import dequantized, few_tokens_linear
 from evener_kernels_triton.packed import PACKED, PackedMatrix
+from evener_kernels_triton.plugin import evener_kernels
+from evener_kernels_triton.rounded_values import round_values
 from evener_kernels_triton.tuning import Tuning
 
 HOST = torch.device("cpu")
@@ -169,3 +177,34 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     matrix = packed([part])
     with pytest.raises(ValueError, match="16 x 256"):
         few_tokens_linear(SMALL, torch.float32, torch.ones(1, 512), matrix)
+
+
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+def test_the_kit_passes_products_of_four_bits_with_rounded_activations(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [name for name, form in GROUPED.items() if form.activation is not None]
+    monkeypatch.setattr(formats, "STORAGES", names)
+    monkeypatch.setattr(blocks, "STORAGES", names)
+    monkeypatch.setattr(blocks, "MIXES", ((names[0],) * 2,))
+    device = HostDevice(0)
+    (kernel,) = (k for k in evener_kernels(device, {}) if k.op == op and PACKED in k.packings)
+    schema = next(s for s in BUILTIN if s.name == op)
+    check = Check("formats", op, kernel.name, lambda: ())
+    found = list(formats.packing_results(check, kernel, PACKED, schema, device, ["float32"], 3))
+    assert not [str(r) for r in found if r.outcome == "failed"]
+    assert len([r for r in found if r.outcome == "passed"]) > len(names)
+
+
+@pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn"])
+def test_activations_are_rounded_as_the_reference_does(storage: str) -> None:
+    draw = torch.Generator().manual_seed(4)
+    x = torch.randn(7, 5000, generator=draw) * torch.logspace(-6, 3, 7)[:, None]
+    x[2] = 0.0
+    with every_access_checked():
+        for wide in (x, x[:, ::2], x[:, :96]):
+            rows, factors = round_values(SMALL, wide, Rounding(storage))
+            got = rows * factors[:, None]
+            torch.testing.assert_close(got, rounded(wide, Rounding(storage)), rtol=1e-6, atol=0)
+        x[3, 17] = torch.nan  # sums with it are NaN
+        assert bool(round_values(SMALL, x, Rounding(storage))[0][3].isnan().any())

@@ -45,6 +45,15 @@ def compressed(kind: str, bits: str, **activations: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head"], "config_groups": {"a": group}}
 
 
+def four_bits(kind: str) -> dict[str, Any]:
+    """The config of W4A8, or with "float" of W4AFP8, as llm-compressor writes it."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True, "dynamic": False}
+    how = {"num_bits": 8, "type": kind, "symmetric": True, **TOKEN}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": how}
+    return {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+            "config_groups": {"a": group}}  # fmt: skip
+
+
 TOKEN, TENSOR = {"dynamic": True, "strategy": "token"}, {"dynamic": False, "strategy": "tensor"}
 #: (how weights are stored, columns of a token that share a scale, the config).
 KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -56,6 +65,7 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "int8 rows": ("int8", 0, compressed("int-quantized", "int", **TOKEN)),
     "int8 rows, static": ("int8", -1, compressed("int-quantized", "int", **TENSOR)),
     "modelslim": ("int8", 0, {}),
+    "w4a8": ("int4 int8", 0, four_bits("int")), "w4afp8": ("int4 e4m3", 0, four_bits("float")),
 }  # fmt: skip
 
 
@@ -68,6 +78,11 @@ def stored(weight: torch.Tensor, how: str) -> tuple[dict[str, torch.Tensor], tor
         spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
         codes = (weight / spread).to(torch.float8_e4m3fn)
         return {"": codes, "_scale_inv": scale}, codes.float() * spread
+    if how.startswith("int4"):
+        groups = weight.unflatten(1, (-1, 64))
+        scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+        codes = (groups / scale.float()[..., None]).round().clamp(-8, 7).to(torch.int8)
+        return {"": codes.flatten(1), "_scale": scale}, (codes.float() * scale.float()[..., None]).flatten(1)
     scale = weight.abs().max() if how == "tensor" else weight.abs().amax(1, keepdim=True)
     scale = scale / (127 if how == "int8" else 448)
     codes = (weight / scale).round().to(torch.int8) if how == "int8" else (weight / scale).to(torch.float8_e4m3fn)
@@ -77,7 +92,8 @@ def stored(weight: torch.Tensor, how: str) -> tuple[dict[str, torch.Tensor], tor
 def near(x: torch.Tensor, kind: str, fixed: float) -> torch.Tensor:
     """Activations [..., columns] as the formats' descriptions say."""
     how, group, _ = KINDS[kind]
-    largest = 127.0 if how == "int8" else 448.0
+    integers = how.endswith("int8")
+    largest = 127.0 if integers else 448.0
     if group < 0:
         scale = torch.full_like(x, fixed)
     elif group == 0:
@@ -86,7 +102,7 @@ def near(x: torch.Tensor, kind: str, fixed: float) -> torch.Tensor:
         pieces = [piece.abs().amax(-1, keepdim=True).expand_as(piece) for piece in x.split(group, -1)]
         scale = torch.cat(pieces, -1) / largest
     codes = (x / scale).clamp(-largest, largest)
-    return (codes.round() if how == "int8" else codes.to(torch.float8_e4m3fn).float()) * scale
+    return (codes.round() if integers else codes.to(torch.float8_e4m3fn).float()) * scale
 
 
 def checkpoint(folder: Path, family: str, kind: str) -> tuple[Any, Mapping[str, str]]:
@@ -176,8 +192,8 @@ def interpreted_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thr
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("Qwen3", "modelslim"), ("Qwen3Moe", "fp8 blocks"),
-     *(pytest.param("Qwen3", kind, marks=pytest.mark.slow) for kind in KINDS if kind != "modelslim")],
+    [("Qwen3", "modelslim"), ("Qwen3Moe", "fp8 blocks"), ("Qwen3", "w4afp8"), ("Qwen3Moe", "w4a8"),
+     *(pytest.param("Qwen3", kind, marks=pytest.mark.slow) for kind in KINDS if kind not in ("modelslim", "w4afp8"))],
 )  # fmt: skip
 def test_a_prompt_has_the_log_probabilities_of_rounded_activations(
     family: str, kind: str, tmp_path: Path, interpreted_backend: None
@@ -199,8 +215,9 @@ def test_a_prompt_has_the_log_probabilities_of_rounded_activations(
     # A sum that another order rounds otherwise may move one element to its neighbour, a step of 6 %.
     off, effect = float((got - want).abs().max()), float((exact - want).abs().max())
     assert off < 0.05 and effect > 8 * off, (off, effect)
-    # Experts are rounded in smaller steps than dense layers.
+    # Experts are rounded in smaller steps than dense layers, and with four bits all are at any size.
     wanted_rows = ["at 17..32 tokens", *(["at 5..32 tokens"] if family == "Qwen3Moe" else [])]
+    wanted_rows = ["at 1..32 tokens"] if kind.startswith("w4") else wanted_rows
     assert [row[row.index("at ") :] for row in told] == wanted_rows
 
 

@@ -5,6 +5,7 @@ Torch-free to import.
 module           holds
 ===============  ===================================================================
 ``quantized``    the view whose matrices are quantized; ``matrices``: which these are
+``described``    the view of a folder with a quantized model's config and no weights
 ``split``        the view of a folder that was split for ranks
 ``modelslim``    the view of a folder that ModelSlim saved
 ``base_names``   the view of a model without its outermost module
@@ -29,6 +30,7 @@ descriptor = Descriptor(
     contracts={"descriptor": 1, "checkpoint": 1},
     commands={"convert": "evener_convert.command:main"},
     checkpoint_views={
+        "described": "evener_convert.described:DescribedCheckpoint",
         "split": "evener_convert.split:SplitCheckpoint",
         "modelslim": "evener_convert.modelslim:ModelSlimCheckpoint",
         "base_names": "evener_convert.base_names:BaseCheckpoint",

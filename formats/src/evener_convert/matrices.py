@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Headers
 from evener.contracts.conversion.quantizer import Matrix
-from evener.contracts.declared import LinearWeight, StackedWeight
+from evener.contracts.declared import Declared, LinearWeight, StackedWeight
+from evener.contracts.quant import WeightPart
 from evener.layers.builder import Builder
 from evener.loading.match import declared_names
 from evener.loading.scheme import Unquantized
@@ -42,7 +43,7 @@ def model_matrices(
     build = Builder("bfloat16", length, lambda name: scheme.part(name, headers))
     vocabulary = family(config, build).vocab_size
     linear = [item for item in build.weights if isinstance(item, LinearWeight)]
-    readers = Counter(name for item in build.weights for name in dict.fromkeys(declared_names(item)))
+    readers = _readers(build.weights)
     found: dict[str, Matrix] = {}
     transposed: set[str] = set()
     for item in linear:
@@ -55,6 +56,25 @@ def model_matrices(
                 shape = (shape[0], shape[2], shape[1])
             found[name] = Matrix(name, shape, _kind(item, rows == vocabulary, readers[name] > 1))
     return ModelMatrices(found, frozenset(transposed), build.ties)
+
+
+def kinds_of(weights: Sequence[Declared], vocabulary: int) -> Iterator[tuple[LinearWeight, WeightPart, Kind]]:
+    """The parts of a model's linear weights, each with its weight and its kind."""
+    readers = _readers(weights)
+    for item in weights:
+        if isinstance(item, LinearWeight):
+            for part in item.parts:
+                yield item, part, _kind(item, part.rows == vocabulary, readers[part.name.format(0)] > 1)
+
+
+def stored_names(item: LinearWeight, part: WeightPart) -> Iterator[str]:
+    """Names of a part's tensors in the checkpoint: of each expert, or one."""
+    yield from map(part.name.format, range(item.experts if "{}" in part.name else 1))
+
+
+def _readers(weights: Sequence[Declared]) -> Counter[str]:
+    """How many declared weights read a tensor."""
+    return Counter(name for item in weights for name in dict.fromkeys(declared_names(item)))
 
 
 def _kind(item: LinearWeight, vocabulary: bool, shared: bool) -> Kind:
@@ -70,5 +90,4 @@ def _kind(item: LinearWeight, vocabulary: bool, shared: bool) -> Kind:
 def _stored(item: LinearWeight) -> Iterator[tuple[str, int]]:
     """Names of its tensors in the checkpoint, with the rows of its part."""
     for part in item.parts:
-        count = item.experts if "{}" in part.name else 1
-        yield from ((part.name.format(expert), part.rows) for expert in range(count))
+        yield from ((name, part.rows) for name in stored_names(item, part))

@@ -8,6 +8,7 @@ package/module         holds
 ``bitsandbytes``       the scheme of bitsandbytes checkpoints of four bits
 ``chat``               chat templates
 ``compressed``         the schemes compressed-tensors and modelopt; ``packed``: what both have packed
+``described``          the tensors of a weight, from a ``quantization_config`` alone
 ``gptq``               the scheme of GPTQ checkpoints; ``awq``: that of AWQ
 ``gguf``               GGUF files: header, families' tensor names, and the scheme of block formats
 ``kv_cache``           which state is quantized, and the scales of keys and values
@@ -20,6 +21,7 @@ package/module         holds
 ``scaled``             FP8 and int8 with scales: the scheme fp8
 ``torch_files``        PyTorch's own weight files (``pytorch_model.bin``)
 ``tokenizers``         ``tokenizer.json``; SentencePiece, tiktoken and GGUF tokenizers as one
+``unpacked``           integers of four bits that are stored one in a byte
 ``words``              numbers of 2, 3, 4 and 8 bits in words of 32
 =====================  ============================================================================
 """

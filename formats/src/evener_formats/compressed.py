@@ -7,6 +7,7 @@ points and act-order. Layers that ``ignore`` or ``exclude_modules`` names are st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from re import Pattern
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,7 @@ from evener_formats.gptq import Layer
 from evener_formats.packed import PackedFloats, PackedIntegers
 from evener_formats.rules import expression
 from evener_formats.scaled import ScaledScheme
+from evener_formats.unpacked import UnpackedIntegers
 from evener_formats.words import least_count
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class _PartlyPacked(ScaledScheme):
         return super().arrange(part) if reader is None else reader.arrange(part)
 
 
-#: How a layer is named, its settings if it is packed, and how its activations are rounded.
+#: How a layer is named, its settings if its numbers are integers in groups, and how its activations are rounded.
 _Rule = tuple[str | Pattern[str] | None, Layer | None, Rounding | None]
 
 
@@ -84,7 +86,7 @@ class CompressedTensors(_PartlyPacked):
 
     def __init__(self, rules: tuple[_Rule, ...] = ()) -> None:
         self._rules, self._floats = rules, PackedFloats("_packed", "_global_scale", divides=True)
-        self._integers = PackedIntegers(cache(self._layer))
+        self._integers, self._unpacked = PackedIntegers(cache(self._layer)), UnpackedIntegers(cache(self._layer))
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings = config["quantization_config"]
@@ -98,7 +100,7 @@ class CompressedTensors(_PartlyPacked):
                 raise CheckpointError("config.json's quantization_config has a config_group that is no map; correct it")
             form = str(group.get("format") or settings.get("format"))
             formats.add(form)
-            layer, how = _layer_of(group) if form in _PACKED[:1] else None, _rounding_of(group)
+            layer, how = _layer_of(group) if _is_in_groups(form, group) else None, _rounding_of(group)
             targets = group.get("targets")
             for target in targets if isinstance(targets, list) else ["Linear"]:
                 text = str(target)
@@ -122,13 +124,22 @@ class CompressedTensors(_PartlyPacked):
 
     def packed(self, name: str, headers: Headers) -> BesideScheme | None:
         if f"{name}_packed" not in headers:
-            return None
+            stored = headers.get(name, ("", ()))[0] == "int8" and self._settings(name.removesuffix(".weight"))[0]
+            return self._unpacked if stored else None
         return self._floats if headers[f"{name}_packed"][0] == "uint8" else self._integers
 
     def reader(self, part: WeightPart) -> BesideScheme | None:
         if "packed" not in part.tensors:
-            return None
+            return self._unpacked if "numbers" in part.tensors else None
         return self._floats if "whole" in part.tensors else self._integers
+
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
+        part, reader = super().part(name, headers), self.packed(name, headers)
+        if part is None or reader is None or reader is self._floats:
+            return part
+        how = self.rounding(name, part.format)
+        # No published scheme has integers in groups and a fixed scale of activations.
+        return part if how is None or how.group < 0 else replace(part, format=replace(part.format, activation=how))
 
     def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
         return self._settings(name.removesuffix(".weight"))[1]
@@ -177,6 +188,7 @@ class CompressedTensors(_PartlyPacked):
             groups_of = {"group_0": {"targets": ["Linear"], "weights": weights}}
             found = {"quant_method": self.name, "format": "pack-quantized", "config_groups": groups_of}
             yield {"quantization_config": found}, _headers(tensors), tensors
+        yield from _four_and_eight_bits(name, random)
         tensors = _float_example(name, "_packed", "_global_scale", random)
         yield (
             {"quantization_config": {"quant_method": self.name, "format": "nvfp4-pack-quantized"}}, _headers(tensors),
@@ -222,8 +234,17 @@ class ModelOptScheme(_PartlyPacked):
             yield config, headers, scaled
 
 
+def _is_in_groups(form: str, group: Mapping[str, Any]) -> bool:
+    """Whether the weights of a config_group in a format are integers that ``Layer`` describes."""
+    weights = group.get("weights")
+    if form not in ("int-quantized", "naive-quantized") or not isinstance(weights, Mapping):
+        return form in _PACKED[:1]
+    grouped = weights.get("strategy") == "group" or weights.get("num_bits") != 8
+    return weights.get("type", "int") == "int" and grouped
+
+
 def _layer_of(group: Mapping[str, Any]) -> Layer:
-    """Settings of a config_group with packed integers."""
+    """Settings of a config_group with integers in groups."""
     weights = group.get("weights")
     weights = weights if isinstance(weights, Mapping) else {}
     bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
@@ -232,7 +253,7 @@ def _layer_of(group: Mapping[str, Any]) -> Layer:
     if not isinstance(bits, int) or bits not in _BITS or kind != "int" or not (whole or grouped):
         raise CheckpointError(
             f"config.json's quantization_config has weights of type {str(kind)[:20]} with num_bits {str(bits)[:20]}, "
-            f"strategy {str(strategy)[:20]} and group_size {str(size)[:20]}; packed integers are read with "
+            f"strategy {str(strategy)[:20]} and group_size {str(size)[:20]}; integers are read with "
             f"{' or '.join(map(str, _BITS))} bits in groups or channels; use such a checkpoint"
         )
     symmetric, order = weights.get("symmetric", True), weights.get("actorder")
@@ -273,6 +294,28 @@ def _float_example(name: str, weight: str, whole: str, random: torch.Generator) 
         f"{name}_scale": (torch.rand(24, 6, generator=random) * 400 + 20).to(torch.float8_e4m3fn),
         name + whole: torch.tensor([1500.0 if weight else 1 / 1500]),
     }
+
+
+def _four_and_eight_bits(
+    name: str, random: torch.Generator
+) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
+    """Examples of W4A8 and W4AFP8."""
+    import torch
+
+    rows, columns = 64, 192
+    for group, symmetric, kind in ((64, True, "int"), (32, False, "int"), (96, True, "float")):
+        groups = columns // group
+        tensors = {
+            name: torch.randint(-8, 8, (rows, columns), generator=random).to(torch.int8),
+            f"{name}_scale": ((torch.rand(rows, groups, generator=random) + 1) / 64).bfloat16(),
+        }
+        if not symmetric:
+            tensors[f"{name}_zero_point"] = torch.randint(-8, 8, (rows, groups), generator=random).to(torch.int8)
+        weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+        how = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+        groups_of = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": how}}
+        found = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups_of}
+        yield {"quantization_config": found}, _headers(tensors), tensors
 
 
 def _headers(tensors: Mapping[str, torch.Tensor]) -> Headers:

@@ -152,9 +152,10 @@ class ModelSlimScheme(BesideScheme):
                 )
             return QuantFormat(_FLOAT8, sizes.group, scale=scale, activation=Rounding(_FLOAT8))
         even = sizes.columns % 2 == 0 == sizes.group % 2
+        dynamic = Rounding("int8") if kind in ("W8A8_DYNAMIC", "W4A8_DYNAMIC") else None
         if BITS[kind] == 4 and even and (shifted or scale in _NARROW):
-            return QuantFormat("uint4", sizes.group, scale=scale, zero="uint8" if shifted else None)
-        how = Rounding("int8") if kind == "W8A8_DYNAMIC" and not shifted else None
+            return QuantFormat("uint4", sizes.group, scale=scale, zero="uint8" if shifted else None, activation=dynamic)
+        how = None if shifted else dynamic
         return QuantFormat("int8", sizes.group, scale=scale, zero="int8" if shifted else None, activation=how)
 
     def _is_shifted(self, name: str, roles: Mapping[str, str]) -> bool:

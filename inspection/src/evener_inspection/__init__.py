@@ -18,6 +18,7 @@ module                   holds
 ``explanation``          what ``explain`` shows, as plain data
 ``absent_ranks``         the communicator of a model that is declared and not run
 ``explanation_text``     the same as text for a terminal
+``dummy_formats``        random numbers of quantized weights
 ``dummy_weights``        random weights, for ``load=dummy``
 ``layer_split``          the best division of layers among stages on unlike devices
 ``layer_costs``          how long each kind of layer takes on each stage, measured

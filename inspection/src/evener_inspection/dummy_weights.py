@@ -11,9 +11,9 @@ import torch
 
 from evener.contracts.declared import Declared, LinearWeight, Slice, Weight
 from evener.contracts.quant import Packing, WeightPart
-from evener.errors import CheckpointError
 from evener.loading.loader import Ledger, WeightBytes, fill
 from evener.loading.match import shared_names
+from evener_inspection.dummy_formats import QuantizedNoise
 
 STD = 0.02
 #: Numbers in one period of noise; a prime, so that rows of any power-of-two width differ although the noise repeats.
@@ -29,9 +29,10 @@ def load_dummy(
 
     A tensor's numbers depend on the seed and its name only; a slice has the numbers of that part of the whole tensor.
     One period of noise is drawn once and copied from an offset that the name decides, so filling is as fast as memory.
+    Quantized parts are random numbers in their format (``dummy_formats``), and there a slice has numbers of its own.
 
     Raises:
-        CheckpointError: a declared part is quantized.
+        CheckpointError: a part has a format that cannot be made.
     """
     noise = _Noise(seed, shared_names(declared))
     tensor, matrices = partial(noise.weight, device=device), partial(_matrices, noise=noise, device=device)
@@ -47,7 +48,7 @@ def _matrices(item: LinearWeight, noise: _Noise, device: torch.device) -> Iterat
 
 class _Noise:
     def __init__(self, seed: int, shared: frozenset[str]) -> None:
-        self._seed, self._names = seed, shared
+        self._seed, self._names, self._quantized = seed, shared, QuantizedNoise(seed, STD)
         self._period = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)) * STD
         self._typed: dict[tuple[str, str], torch.Tensor] = {}
         self._made: dict[tuple[str, tuple[int, ...], str, Slice | None], torch.Tensor] = {}
@@ -64,10 +65,8 @@ class _Noise:
 
     def part(self, part: WeightPart, cut: Slice | None, dtype: str, device: torch.device) -> WeightPart:
         if not part.format.plain:
-            raise CheckpointError(
-                f"load=dummy cannot fill {part.name}, which is stored as {part.format.storage}; "
-                "use load=auto with real weights, or a config.json without quantization_config"
-            )
+            own = part.name if cut is None else f"{part.name} {cut.axis} {cut.span.start}"
+            return replace(part, tensors=self._quantized.tensors(replace(part, name=own), device))
         shape: tuple[int, ...] = (part.rows, part.columns)
         shape = shape if cut is None else cut.full_shape(shape)
         return replace(part, tensors={"weight": self._shared(part.name, shape, dtype, device, cut)})

@@ -12,10 +12,11 @@ from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import MoEStatic
 from evener.contracts.weights import MoEWeights
+from evener.ops.reference.rounding import rounded
 from evener_backend_cpu.arguments import optional, require, require_count, require_weight
 from evener_backend_cpu.block_packing import LAYOUT as BLOCKS
 from evener_backend_cpu.native_library import Experts, Matrix
-from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel
+from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel, rounded_as
 from evener_backend_cpu.segments import addresses, matrices
 
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_top": 2}
@@ -28,12 +29,13 @@ class NativeGroupedLinear(NativeKernel):
     """One call for all experts. Weights of experts without rows are not read."""
 
     op = "grouped_linear"
-    takes_weights = True
+    takes_weights = rounds_rows = True
 
     def build(self, call: OpCall) -> OpFunction:
         device, function = self.device, self.native.function("grouped", call.static["dtype"])
         rows, columns, experts = (call.static[k] for k in ("rows", "columns", "experts"))
         dtype = getattr(torch, call.static["dtype"])
+        how = rounded_as(call.static.get("weight"))
         last: list[Any] = [None, None]  # the weight and the addresses of its matrices
 
         def run(
@@ -42,6 +44,7 @@ class NativeGroupedLinear(NativeKernel):
             if last[0] is not weight:
                 require_weight("the stack", weight, (experts, rows, columns), dtype)
                 last[:] = weight, matrices(weight)
+            x = x if how is None else rounded(x, how).to(dtype)
             x, slots = x.contiguous(), slots.contiguous()
             y = x.new_empty(*slots.shape, rows)
             function(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from evener.backend.native_code import Unavailable
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Kernel, OpCall, OpFunction
-from evener.contracts.quant import PackedWeight
+from evener.contracts.quant import PackedWeight, Rounding
+from evener.ops.reference.rounding import rounded
 from evener_backend_cpu.arguments import optional, require, require_count, require_indices, require_weight
+from evener_backend_cpu.block_packing import LAYOUT
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import DTYPES, Native
 from evener_backend_cpu.segments import addresses
@@ -23,6 +27,8 @@ class NativeKernel(Kernel):
     priority = 100
     batch_invariant = True
     takes_weights = False
+    #: Whether activations of four-bit weights are rounded as the checkpoint says.
+    rounds_rows = False
 
     def __init__(self, device: CpuDevice) -> None:
         self.name = f"native_{self.op}"
@@ -37,7 +43,18 @@ class NativeKernel(Kernel):
         dtype = call.static.get("dtype")
         if dtype is not None and dtype not in DTYPES:
             return f"computes in float32 and bfloat16, not {dtype}"
+        asked = [w for w in linear_weights(call.static) if rounded_as(w) is not None]
+        if asked and not self.rounds_rows:
+            return f"does not round activations, as {asked[0].name} asks (infer.quant_activations=keep: nobody does)"
         return self._unsupported_reason(call)
+
+    def rounds(self, call: OpCall, weight: str) -> bool:
+        return self.rounds_rows and rounded_as(call.static.get(weight)) is not None
+
+    def workspace(self, call: OpCall) -> int:
+        if not self.rounds_rows or rounded_as(call.static.get("weight")) is None:
+            return 0
+        return 12 * int(call.bucket.high * call.static["columns"])  # quotients, elements and products in float32
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         return None
@@ -50,12 +67,30 @@ class NativeKernel(Kernel):
         return native
 
 
+def linear_weights(static: Mapping[str, Any]) -> Iterator[LinearWeight]:
+    """The weights of an op, and of the ops that a composite names."""
+    for value in static.values():
+        if isinstance(value, LinearWeight):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from linear_weights(value)
+
+
+def rounded_as(weight: LinearWeight | None) -> Rounding | None:
+    """How activations are rounded before products with four-bit weights; None: not. Elements of eight bits are
+    multiplied by activations as they are, which is exact and takes as long."""
+    if weight is None or weight.layout != LAYOUT or any(part.format.storage != "uint4" for part in weight.parts):
+        return None
+    how, *others = {part.format.activation for part in weight.parts}
+    return how if not others and how is not None and how.group >= 0 else None
+
+
 class NativeLinear(NativeKernel):
     """Linear layers at every token count: plain weights, which are read once and never repacked, block formats, and
     weights of one byte an element, read as stored."""
 
     op = "linear"
-    takes_weights = True
+    takes_weights = rounds_rows = True
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         dtype, out = call.static["dtype"], call.static["out"]
@@ -65,9 +100,11 @@ class NativeLinear(NativeKernel):
         dtype, out = getattr(torch, call.static["dtype"]), getattr(torch, call.static["out"])
         name = "linear" if out is dtype else "linear_wide"
         device, function = self.device, self.native.function(name, call.static["dtype"])
-        rows, columns = call.static["rows"], call.static["columns"]
+        rows, columns, how = call.static["rows"], call.static["columns"], rounded_as(call.static.get("weight"))
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+            if how is not None:
+                x = rounded(x, how).to(dtype)
             if not x.is_contiguous():
                 x = x.contiguous()
             count = x.shape[0]

@@ -11,7 +11,7 @@ import torch
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpCall, OpFunction, Variant
-from evener.contracts.quant import PackedWeight
+from evener.contracts.quant import PackedWeight, Rounding
 from evener.contracts.statics import MoEStatic, RouteStatic
 from evener.contracts.weights import MoEWeights
 from evener.ops.reference.linear import PLAIN
@@ -27,7 +27,6 @@ from evener_kernels_triton.kernel import ACTIVATIONS, PRECISION, TritonKernel
 from evener_kernels_triton.linear import (
     Matrix,
     ProductKernel,
-    few_tokens_linear,
     gemv,
     is_packed,
     is_stored,
@@ -41,6 +40,7 @@ from evener_kernels_triton.packed_experts import ExpertAssignment, packed_groupe
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.rounded import RoundedRows, norm_round, rounding_bytes, rounds
 from evener_kernels_triton.rounded_experts import rounded_grouped
+from evener_kernels_triton.rounded_values import round_values, rounded_values_bytes, rounds_values
 from evener_kernels_triton.stored import STORED, WORD, pieces, words
 from evener_kernels_triton.tuning import SingleToken, Tuning, power_of_two
 from evener_kernels_triton.variants import (
@@ -223,7 +223,15 @@ Stack = Callable[..., torch.Tensor]
 
 def project_pairs(tuning: Tuning, call: OpCall, weight: LinearWeight) -> Stack:
     """``grouped`` or ``rounded_grouped`` for a token bucket and a stack, with these sizes."""
+    if (how := rounds_values(weight)) is not None:
+        return partial(_rounded_values_grouped, tuning, how)
     return partial(rounded_grouped if rounds(tuning, call.bucket.high, weight) else grouped, tuning)
+
+
+def _rounded_values_grouped(tuning: Tuning, how: Rounding, x: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    """``packed_grouped`` of rounded activations."""
+    rows, factors = round_values(tuning, x, how)
+    return packed_grouped(tuning, rows, *rest, factors=factors, **more)
 
 
 class TritonGroupedLinear(ProductKernel):
@@ -259,8 +267,9 @@ class TritonGroupedLinear(ProductKernel):
         # The call does not say how many matrices a row names.
         matrices = call.static["experts"]
         pairs = min(call.bucket.high * max(matrices, MAX_MATRICES_PER_ROW), MAX_PAIRS)
-        weight, rounded = call.static["weight"], 0
-        if self.rounds(call, "weight"):
+        weight = call.static["weight"]
+        rounded = rounded_values_bytes(call.bucket.high, weight, getattr(torch, call.static["dtype"]).itemsize)
+        if rounds(self.tuning, call.bucket.high, weight):
             rounded = rounding_bytes(call.bucket.high, weight.columns, weight.parts[0].format)
         return int(4 * matrices * (pairs + 1)) + rounded
 
@@ -286,12 +295,12 @@ def _act_order(weight: LinearWeight) -> str | None:
 
 def _rounding_bytes(tuning: Tuning, call: OpCall, s: MoEStatic) -> int:
     """Bytes of rounded activations of the larger of the experts' products."""
-    tokens = call.bucket.high
-    found = [
-        rounding_bytes(pairs, weight.columns, weight.parts[0].format)
-        for weight, pairs in ((s["gate_up"], tokens), (s["down"], tokens * s["top"])) if rounds(tuning, tokens, weight)
-    ]  # fmt: skip
-    return max(found, default=0)
+    tokens, element = call.bucket.high, getattr(torch, s["dtype"]).itemsize
+    return max(
+        rounding_bytes(pairs, weight.columns, weight.parts[0].format) if rounds(tuning, tokens, weight)
+        else rounded_values_bytes(pairs, weight, element)
+        for weight, pairs in ((s["gate_up"], tokens), (s["down"], tokens * s["top"]))
+    )  # fmt: skip
 
 
 def _too_many_experts(call: OpCall) -> str | None:
@@ -453,6 +462,12 @@ def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Blo
     norm: dict[str, Any] = {"eps": s["eps"], "offset": s["offset"]}
     up, down = sizes.up, sizes.down
     apart = any(_needs_own_launch(w) for w in _shared_weights(s))
+    projects = {id(w): project_rows(tuning, call, torch.float32 if w is s["shared_gate"] else dtype, w)
+                for w in _shared_weights(s)}  # fmt: skip
+
+    def project(declared: LinearWeight | None, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        return projects[id(declared)](x, weight.data, None)
+
     stored = any(is_stored(w) for w in _shared_weights(s)[:1])
 
     def shared(total: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -462,11 +477,11 @@ def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Blo
         gate_up_weight, down_weight, gate = w.shared_gate_up.data, w.shared_down.data, None
         if apart:
             y, _ = norm_rows(tuning, total, None, w.norm, s["eps"], s["offset"], dtype)
-            wide = few_tokens_linear(tuning, dtype, y, gate_up_weight)
+            wide = project(s["shared_gate_up"], y, w.shared_gate_up)
             if w.shared_gate is not None:
-                gate = few_tokens_linear(tuning, torch.float32, y, w.shared_gate.data)
+                gate = project(s["shared_gate"], y, w.shared_gate)
             inside = act_rows(tuning, wide, s["shared_inner"], s["activation"])
-            return few_tokens_linear(tuning, dtype, inside, down_weight), gate
+            return project(s["shared_down"], inside, w.shared_down), gate
         if tuning.persistent_gemv(s["shared_inner"], hidden, 2, stored) is not None:
             inside = persistent_gemv(
                 tuning, total, gate_up_weight, dtype, gain=w.norm, activation=s["activation"], **norm

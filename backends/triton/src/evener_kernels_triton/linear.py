@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpCall, OpFunction, Variant
-from evener.contracts.quant import DTYPE_BYTES, PackedWeight
+from evener.contracts.quant import DTYPE_BYTES, PackedWeight, Rounding
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.jit.linear import gemv_kernel, persistent_gemv_kernel, skinny_kernel, stored_gemv_kernel
@@ -22,6 +22,7 @@ from evener_kernels_triton.packed import PACKED, PackedMatrix
 from evener_kernels_triton.packed_linear import packed_bytes, packed_linear, unpacked, unpacked_bytes
 from evener_kernels_triton.primitives import rows_of
 from evener_kernels_triton.rounded import rounded_bytes, rounded_linear, rounds
+from evener_kernels_triton.rounded_values import round_values, rounded_values_bytes, rounds_values
 from evener_kernels_triton.stored import STORED, WORD, Form, StoredMatrix, in_words, pieces, words
 from evener_kernels_triton.tuning import Product, Sizes, Tuning, memoized
 from evener_kernels_triton.variants import packed_products, products, rounded_products, stored_products
@@ -271,9 +272,24 @@ def project_rows(tuning: Tuning, call: OpCall, out: torch.dtype, weight: LinearW
     stored = is_stored(weight)
     if rounds(tuning, call.bucket.high, weight):
         return partial(rounded_linear, tuning, out)
-    if tuning.uses_own_product(call.bucket.high, weight.rows, stored):
+    own, how = tuning.uses_own_product(call.bucket.high, weight.rows, stored), rounds_values(weight)
+    if how is not None:
+        return partial(_rounded_values_linear, tuning, out, how, own)
+    if own:
         return partial(few_tokens_linear, tuning, out)
     return partial(dequantized_linear, tuning, out) if stored else partial(library_linear, out)
+
+
+def _rounded_values_linear(
+    tuning: Tuning, out: torch.dtype, how: Rounding, own: bool, x: torch.Tensor, weight: PackedMatrix,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The product of rounded activations with a packed weight, our own or the library's."""
+    rows, factors = round_values(tuning, x, how)
+    if own and rows.shape[0]:
+        return packed_linear(tuning, out, rows, weight, bias, factors)
+    y = dequantized_linear(tuning, out, rows, weight).mul_(factors[:, None])
+    return y if bias is None else y.add_(bias)
 
 
 def is_stored(weight: LinearWeight) -> bool:
@@ -291,11 +307,12 @@ def product_bytes(tuning: Tuning, call: OpCall, weight: LinearWeight) -> int:
     stored, element = is_stored(weight), getattr(torch, call.static["dtype"]).itemsize
     if rounds(tuning, call.bucket.high, weight):
         return rounded_bytes(tuning, call.bucket.high, weight)
+    again = rounded_values_bytes(call.bucket.high, weight, element)
     if stored and not tuning.uses_own_product(call.bucket.high, weight.rows, stored):
-        again = unpacked_bytes(weight.parts, element) if is_packed(weight) else 0
+        again += unpacked_bytes(weight.parts, element) if is_packed(weight) else 0
         return dequantized_bytes(call, weight.rows, weight.columns) + again
     if is_packed(weight):
-        return packed_bytes(tuning, call.bucket.high, weight.parts, element)
+        return packed_bytes(tuning, call.bucket.high, weight.parts, element) + again
     return partial_sums(tuning, call, weight.rows, weight.columns, stored)
 
 
@@ -367,7 +384,8 @@ class ProductKernel(TritonKernel):
     """A kernel whose products with stored weights are those of ``project_rows``."""
 
     def rounds(self, call: OpCall, weight: str) -> bool:
-        return rounds(self.tuning, call.bucket.high, call.static[weight])
+        given = call.static[weight]
+        return rounds(self.tuning, call.bucket.high, given) or rounds_values(given) is not None
 
 
 class StoredLinear(ProductKernel):
@@ -383,8 +401,11 @@ class StoredLinear(ProductKernel):
         self.name = "triton.stored_linear"
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
-        few = self._few(call) or self.rounds(call, "weight")
-        return None if few else library_refusal(call)
+        return None if self._is_own(call) else library_refusal(call)
+
+    def _is_own(self, call: OpCall) -> bool:
+        """Whether the library takes no part in the product."""
+        return self._few(call) or rounds(self.tuning, call.bucket.high, call.static["weight"])
 
     def _few(self, call: OpCall) -> bool:
         tuning = self.tuning.with_changes(call.variant)
@@ -392,7 +413,7 @@ class StoredLinear(ProductKernel):
 
     def workspace(self, call: OpCall) -> int:
         own = product_bytes(self.tuning.with_changes(call.variant), call, call.static["weight"])
-        return own if self._few(call) or self.rounds(call, "weight") else own + library_workspace(call)
+        return own if self._is_own(call) else own + library_workspace(call)
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         return product_variants(self.tuning, call, call.static["weight"])

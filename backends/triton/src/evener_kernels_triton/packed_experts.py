@@ -30,8 +30,10 @@ class ExpertAssignment:
 def packed_grouped(
     tuning: Tuning, x: torch.Tensor, weight: PackedMatrix, y: torch.Tensor, work: ExpertAssignment, *, share: bool,
     bias: torch.Tensor | None = None, activation: str = "", alpha: float = 1.0, limit: float = 0.0,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y [pairs, rows] as ``experts.grouped`` says, a launch for each segment; with an activation there is only one.
+    ``factors``: float32 [rows of x] that they are to be multiplied by.
 
     Raises:
         ValueError: the tensors do not fit each other.
@@ -55,13 +57,13 @@ def packed_grouped(
         across = -(-rows // p.n)
         low_each, high_each, scales_each, tops_each = one.matrix_strides
         packed_grouped_kernel[((pairs if single else matrices) * across,)](
-            x, one.low, one.high, one.scales, one.tops, x if bias is None else bias[:, one.first :],
-            y[:, one.first :] if one.first else y, work.slots, lists, counts, tokens, lists.shape[1], rows, columns,
-            form.spans(columns), low_each, high_each, scales_each, tops_each,
-            0 if bias is None else bias.stride(0), x.stride(0), y.stride(0), alpha, limit,
-            TOP=top, SHARE=share, ACT=activation, BIAS=bias is not None, TP=0 if listed else power_of_two(top),
-            ONE=single, BM=p.m, BN=p.n, EVEN=columns % form.columns == 0, PRECISION=PRECISION,
-            SUMS=p.m <= MAX_SUMMED_TOKENS, OVERLAP=tuning.overlap, num_warps=p.warps, num_stages=p.stages,
-            **form.constants(x.dtype, tuning.ptx), **tuning.launch,
+            x, one.low, one.high, one.scales, one.tops, x if factors is None else factors,
+            x if bias is None else bias[:, one.first :], y[:, one.first :] if one.first else y, work.slots, lists,
+            counts, tokens, lists.shape[1], rows, columns, form.spans(columns), low_each, high_each, scales_each,
+            tops_each, 0 if bias is None else bias.stride(0), x.stride(0), y.stride(0), alpha, limit,
+            TOP=top, SHARE=share, ACT=activation, FACTORS=factors is not None, BIAS=bias is not None,
+            TP=0 if listed else power_of_two(top), ONE=single, BM=p.m, BN=p.n, EVEN=columns % form.columns == 0,
+            PRECISION=PRECISION, SUMS=p.m <= MAX_SUMMED_TOKENS, OVERLAP=tuning.overlap, num_warps=p.warps,
+            num_stages=p.stages, **form.constants(x.dtype, tuning.ptx), **tuning.launch,
         )  # fmt: skip
     return y

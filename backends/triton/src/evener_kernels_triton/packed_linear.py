@@ -19,9 +19,11 @@ _UNPACKED_ROWS = 32
 
 
 def packed_linear(
-    tuning: Tuning, out: torch.dtype, x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [T, columns] times the matrix, [T, rows], in the dtype ``out``; a launch for each segment.
+    tuning: Tuning, out: torch.dtype, x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, columns] times the matrix, [T, rows], in the dtype ``out``; a launch for each segment. ``factors``: float32
+    [T] that the rows of x are to be multiplied by.
 
     Raises:
         ValueError: x or the bias do not fit the matrix.
@@ -37,17 +39,17 @@ def packed_linear(
     for one in weight.segments:
         own = None if bias is None else bias[one.first : one.first + one.rows]
         source, row = (x, x_row) if one.order is None else (x.index_select(1, one.order), columns)
-        _segment(tuning, source, row, one, y, rows, own)
+        _segment(tuning, source, row, one, y, rows, own, factors)
     return y
 
 
 def _segment(
     tuning: Tuning, x: torch.Tensor, x_row: int, weight: Segment, y: torch.Tensor, y_row: int,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor | None, factors: torch.Tensor | None,
 ) -> None:  # fmt: skip
     tokens = x.shape[0]
     launch, grid, sums = _launch(
-        tuning, tokens, weight.rows, weight.columns, weight.form, x.dtype, y_row, bias is not None
+        tuning, tokens, weight.rows, weight.columns, weight.form, x.dtype, y_row, bias is not None, factors is not None
     )
     target = y[:, weight.first :] if weight.first else y
     parts = arrived = y
@@ -55,31 +57,32 @@ def _segment(
         parts = torch.empty(sums, dtype=torch.float32, device=x.device)
         arrived = tuning.arrivals.of(x.device, grid[0] * grid[1])
     launch(
-        grid, x, weight.low, weight.high, weight.scales, weight.tops, bias if bias is not None else x, target, parts,
-        arrived, tokens, weight.rows, weight.columns, x_row,
+        grid, x, weight.low, weight.high, weight.scales, weight.tops, x if factors is None else factors,
+        bias if bias is not None else x, target, parts, arrived, tokens, weight.rows, weight.columns, x_row,
     )  # fmt: skip
 
 
 @memoized
 def _launch(
-    tuning: Tuning, tokens: int, rows: int, columns: int, form: PackedForm, dtype: torch.dtype, y_row: int, bias: bool
-) -> tuple[PreparedLaunch, tuple[int, int, int], tuple[int, int, int] | None]:
+    tuning: Tuning, tokens: int, rows: int, columns: int, form: PackedForm, dtype: torch.dtype, y_row: int, bias: bool,
+    factors: bool,
+) -> tuple[PreparedLaunch, tuple[int, int, int], tuple[int, int, int] | None]:  # fmt: skip
     """(launch, its grid, shape of its partial sums or None)."""
     spans = form.spans(columns)
     p = tuning.packed(tokens, rows, columns, form.columns, dtype.itemsize)
     across, down, each, splits = _grid(p, tokens, rows, spans)
-    launch = _prepared(tuning, p, columns, form, dtype, spans, each, splits, y_row, bias)
+    launch = _prepared(tuning, p, columns, form, dtype, spans, each, splits, y_row, bias, factors)
     return launch, (across, down, splits), (across * down * splits, p.n, p.m) if splits > 1 else None
 
 
 @memoized
 def _prepared(
     tuning: Tuning, p: Product, columns: int, form: PackedForm, dtype: torch.dtype, spans: int, each: int, splits: int,
-    y_row: int, bias: bool,
+    y_row: int, bias: bool, factors: bool,
 ) -> PreparedLaunch:  # fmt: skip
     """The same for all numbers of tokens that have the same sizes."""
     return PreparedLaunch(
-        packed_kernel, y_row=y_row, spans=spans, each=each, BIAS=bias, SPLITS=splits, BM=p.m, BN=p.n,
+        packed_kernel, y_row=y_row, spans=spans, each=each, FACTORS=factors, BIAS=bias, SPLITS=splits, BM=p.m, BN=p.n,
         EVEN=columns % form.columns == 0, PRECISION=PRECISION, SUMS=p.m <= MAX_SUMMED_TOKENS, OVERLAP=tuning.overlap,
         num_warps=p.warps, num_stages=p.stages, **form.constants(dtype, tuning.ptx), **tuning.launch,
     )  # fmt: skip

@@ -109,8 +109,8 @@ def round_as_allowed(x: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:
     """Activations [tokens, columns] rounded, in float32, as the parts of a weight, or of each matrix of a stack,
     allow."""
     every = parts if isinstance(parts[0], WeightPart) else [part for matrix in parts for part in matrix]
-    how, scales = every[0].format.activation, [p.tensors["activation_scale"] for p in every if len(p.tensors) > 2]
-    return rounded(x, how, torch.stack(scales).max() if scales and how.group < 0 else None)
+    how = every[0].format.activation
+    return rounded(x, how, torch.stack([p.tensors["activation_scale"] for p in every]).max() if how.group < 0 else None)
 
 
 def outputs_of(result: Any) -> tuple[Any, ...]:

@@ -418,15 +418,15 @@ def packed_sum(
 @fast_launch
 @triton.jit
 def packed_kernel(
-    x, low, high, scales, tops, bias, y, parts, arrived, tokens, rows, columns, x_row, y_row, spans, each,
-    BIAS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    BF16: tl.constexpr, UNITS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr,
-    ADDED: tl.constexpr, PTX: tl.constexpr, SUMS: tl.constexpr, OVERLAP: tl.constexpr,
+    x, low, high, scales, tops, factors, bias, y, parts, arrived, tokens, rows, columns, x_row, y_row, spans, each,
+    FACTORS: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, BF16: tl.constexpr, UNITS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    WORDS: tl.constexpr, ADDED: tl.constexpr, PTX: tl.constexpr, SUMS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y [tokens, rows] = x @ wᵀ for BM tokens and BN rows a program; splits of ``each`` spans as in
-    ``skinny_kernel``. The weights are the left operand, with few rows a program: of many rows, a warp group's product
-    would read them two bytes at a time."""
+    ``skinny_kernel``; FACTORS: sums are multiplied by ``factors`` [tokens]. The weights are the left operand, with few
+    rows a program: of many rows, a warp group's product would read them two bytes at a time."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -444,6 +444,8 @@ def packed_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     acc, finish = sum_of_spans(acc, parts, arrived, SPLITS, BN, BM)
     if finish:
+        if FACTORS:
+            acc *= tl.load(factors + m, mask=there, other=0.0)[None, :]
         if BIAS:
             acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
         at = m.to(tl.int64)[None, :] * y_row + n[:, None]

@@ -11,16 +11,17 @@ from evener_kernels_triton.jit.packed import packed_sum
 @fast_launch
 @triton.jit
 def packed_grouped_kernel(
-    x, low, high, scales, tops, bias, y, slots, lists, counts, tokens, room, rows, columns, spans, low_each, high_each,
-    scales_each, tops_each, bias_each, x_row, y_row, alpha, limit,
-    TOP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, TP: tl.constexpr, ONE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
-    STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr, UNITS: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr, ADDED: tl.constexpr, PTX: tl.constexpr,
-    SUMS: tl.constexpr, OVERLAP: tl.constexpr,
+    x, low, high, scales, tops, factors, bias, y, slots, lists, counts, tokens, room, rows, columns, spans, low_each,
+    high_each, scales_each, tops_each, bias_each, x_row, y_row, alpha, limit,
+    TOP: tl.constexpr, SHARE: tl.constexpr, ACT: tl.constexpr, FACTORS: tl.constexpr, BIAS: tl.constexpr,
+    TP: tl.constexpr, ONE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    BF16: tl.constexpr, UNITS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, WORDS: tl.constexpr,
+    ADDED: tl.constexpr, PTX: tl.constexpr, SUMS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As ``grouped_small_kernel``, whose names these are. ONE: there is one token, and a program takes one of its
-    pairs; else a program takes one matrix and all of its pairs, BM at a time."""
+    pairs; else a program takes one matrix and all of its pairs, BM at a time. FACTORS: products with a row of x are
+    multiplied by that of ``factors``."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     across = tl.cdiv(rows, BN)
@@ -62,6 +63,9 @@ def packed_grouped_kernel(
             tops + wide * tops_each, gate_row, inside, rows * halves, columns, 0, spans, KIND, STYLE, GROUP, ZERO,
             BF16, UNITS, LOW, HIGH, WORDS, ADDED, PTX, SUMS, EVEN, PRECISION, BM, BN,
         )  # fmt: skip
+        if FACTORS:
+            factor = tl.load(factors + source, mask=there, other=0.0)[None, :]
+            acc *= factor
         if BIAS:
             acc += tl.load(bias + wide * bias_each + gate_row, mask=inside, other=0.0).to(tl.float32)[:, None]
         if ACT != "":
@@ -70,6 +74,8 @@ def packed_grouped_kernel(
                 tops + wide * tops_each, up_row, inside, rows * halves, columns, 0, spans, KIND, STYLE, GROUP, ZERO,
                 BF16, UNITS, LOW, HIGH, WORDS, ADDED, PTX, SUMS, EVEN, PRECISION, BM, BN,
             )  # fmt: skip
+            if FACTORS:
+                up *= factor
             if BIAS:
                 up += tl.load(bias + wide * bias_each + up_row, mask=inside, other=0.0).to(tl.float32)[:, None]
             acc = gated(acc, up, alpha, limit, ACT)

@@ -42,6 +42,9 @@ GROUPED = {
     "uint4 by 32, zeros": QuantFormat("uint4", 32, scale="float16", zero="uint8"),
     "uint4 by 64, act": QuantFormat("uint4", 64, scale="bfloat16", order="act"),
     "uint4 by 128, zeros, act, piece": QuantFormat("uint4", 128, scale="float16", zero="uint8", order="act", groups=40),
+    # Activations that a kernel may round, of four-bit weights.
+    "uint4 by 128, x int8": QuantFormat("uint4", 128, scale="bfloat16", activation=Rounding("int8")),
+    "uint4 by 32, zeros, x e4m3": QuantFormat("uint4", 32, scale="float16", zero="uint8", activation=Rounding(_E4M3)),
     "int8 by 64, zeros": QuantFormat("int8", 64, scale="float16", zero="int8"),
     "int8 by 128, act": QuantFormat("int8", 128, scale="bfloat16", order="act"),
 }

@@ -5,8 +5,8 @@ tensors of them, such as quantized ones. What reads weights sees no difference. 
 
     Descriptor(name="my-package", checkpoint_views={"my_view": "my_package.views:MyView"}, …)
 
-When a model is loaded or converted, core asks each installed view once, with ``of``. ``load=dummy`` reads no checkpoint
-and asks none.
+When a model is loaded or converted, core asks each installed view once, with ``of``. ``load=dummy`` asks only about
+models whose config has a ``quantization_config``, and reads no tensor.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def view_model(
 ) -> StoredModel:  # fmt: skip
     """How the weights of an open checkpoint are read. The keys about that say nothing of a ``draft`` model."""
     asked, world = config.config, ranks.world
-    if asked.load == "dummy":
+    if asked.load == "dummy" and not checkpoint.config.get("quantization_config"):
         return StoredModel(checkpoint, {}, Unquantized(), family)
     quant, weight_map = ("auto", None) if draft else (asked.quant, asked.weight_map)
     checkpoint, scheme = view_checkpoint(ViewRequest(
