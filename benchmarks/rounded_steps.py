@@ -1,9 +1,11 @@
 """Time decode steps and prompts of a model of 8-bit weights on a GPU, with activations rounded and as they are, in one
 run. Its weights are random numbers, made on the device.
 
-    python benchmarks/rounded_steps.py MODEL FORM [--cases 1x128,64x512] [--only rounded|kept]
+    python benchmarks/rounded_steps.py MODEL FORM [--cases 1x128,64x512] [--only rounded|kept] [--experts N]
 
-Forms: those of ``rounded_products.py``, for all linear layers but the head and routers.
+Forms: those of ``rounded_products.py``, for all linear layers but the head and routers. ``--experts``: the model has so
+many, for comparing with an engine whose random weights choose no more; each row is followed by the experts of a layer
+that a step is expected to read if its tokens choose evenly, and the bytes of weights that it reads.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import gc
 import os
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_check import measure, say, start
+from model_configs import CONFIGS
 from model_configs import write as write_config
 from rounded_products import FORMS, part_of
 from stored_steps import CASES
@@ -56,8 +59,23 @@ def quantize(form: str, kept: bool) -> None:
 _ORIGINAL = Resolver.packings, dummy_weights._Noise.part
 
 
-def main(model: str, form: str, cases: Sequence[tuple[int, int]], ways: Sequence[str], out: Path) -> None:
+def weights_read(config: Mapping[str, Any], tokens: int) -> tuple[float, float]:
+    """(experts of a layer that are read if ``tokens`` tokens choose evenly, bytes of weights of a step): linear layers
+    at one byte, head and routers at two. Embedding, norms and scales are left out."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+    attention = hidden * config["head_dim"] * (heads + config["num_attention_heads"])
+    experts, inner, router = 1.0, config["intermediate_size"], 0
+    if count := config.get("num_experts", 0):
+        experts = count * (1 - (1 - min(1.0, config["num_experts_per_tok"] / count)) ** tokens)
+        inner, router = config["moe_intermediate_size"], 2 * count * hidden
+    layer = attention + experts * 3 * hidden * inner + router
+    return experts, config["num_hidden_layers"] * layer + 2 * config["vocab_size"] * hidden
+
+
+def main(model: str, form: str, cases: Sequence[tuple[int, int]], ways: Sequence[str], out: Path, experts: int) -> None:
     """Print a row for each case, first with activations rounded."""
+    if experts:
+        CONFIGS[model] = {**CONFIGS[model], "num_experts": experts}
     say(torch.cuda.get_device_name())
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(model, Path(folder) / model)
@@ -68,6 +86,8 @@ def main(model: str, form: str, cases: Sequence[tuple[int, int]], ways: Sequence
             for batch, prompt in cases:
                 try:
                     measure(llm, f"{model} {form} {way}", "graphs", batch, prompt, out)
+                    read, nbytes = weights_read(CONFIGS[model], batch)
+                    say(f"{batch}x{prompt}: {read:.1f} experts a layer, {nbytes / 1e9:.2f} GB of weights a step")
                 except Exception as error:  # the other rows are still useful
                     say(f"{model} {form} {way} {batch}x{prompt}: FAILED: {type(error).__name__}: {str(error)[:400]}")
             llm.close()
@@ -82,7 +102,11 @@ if __name__ == "__main__":
     parser.add_argument("form", choices=FORMS)
     parser.add_argument("--cases", default=",".join(f"{batch}x{prompt}" for batch, prompt in CASES))
     parser.add_argument("--only", choices=("rounded", "kept"))
+    parser.add_argument("--experts", type=int, default=0, metavar="N")
     given = parser.parse_args()
     pairs = [(int(batch), int(prompt)) for batch, prompt in (case.split("x") for case in given.cases.split(","))]
     ways = (given.only,) if given.only else ("rounded", "kept")
-    main(given.model, given.form, pairs, ways, Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="rounded-")))
+    if given.experts and CONFIGS[given.model].get("num_experts_per_tok", 1 << 30) > given.experts:
+        parser.error(f"--experts: {given.model} has no experts, or a token chooses more than {given.experts}")
+    folder = Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="rounded-"))
+    main(given.model, given.form, pairs, ways, folder, given.experts)

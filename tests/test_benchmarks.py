@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from model_configs import CONFIGS
 from model_sources import SOURCES, models_root
 from report import page
+from rounded_steps import weights_read
 from served import tiny_model
 from serving_metrics import ServiceLevel, percentile, standard_deviation, summary
 from serving_options import NOT_HERE, fields_of, parse
@@ -517,6 +518,16 @@ def test_profiled_steps_have_ranges_and_a_trace(model: Path, tmp_path: Path) -> 
     assert calls["step"] == calls["forward"] == 4 and calls["op decoder_layer"] % 4 == 0
     assert [step["requests"] for step in row["steps"]] == [2] * 4
     assert any(entry.get("name") == "forward" for entry in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_a_step_reads_the_weights_of_the_experts_that_even_choices_hit() -> None:
+    one, few = weights_read(CONFIGS["qwen3-30b-a3b"], 1), weights_read(CONFIGS["qwen3-30b-a3b"], 16)
+    assert one[0] == pytest.approx(8) and few[0] == pytest.approx(82.42, abs=0.01)
+    assert few[1] - one[1] == pytest.approx(48 * (few[0] - 8) * 3 * 2048 * 768)
+    cut = {**CONFIGS["qwen3-30b-a3b"], "num_experts": 8}
+    assert weights_read(cut, 1)[0] == weights_read(cut, 64)[0] == 8
+    linear = 36 * 4096 * (6144 + 4096 + 3 * 12288)
+    assert weights_read(CONFIGS["qwen3-8b"], 64) == (1, linear + 2 * 151936 * 4096)
 
 
 def test_a_failed_request_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ from evener_conformance.kit.families import Family, families
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.blocks import FORMS, PackedForm
 from evener_kernels_triton.experts import grouped, scores, sort
-from evener_kernels_triton.linear import dequantized, dequantized_linear, few_tokens_linear, gemv
+from evener_kernels_triton.linear import dequantized, dequantized_linear, few_tokens_linear, gemv, skinny
 from evener_kernels_triton.packed import PackedMatrix, Segment
 from evener_kernels_triton.packed_experts import ExpertAssignment, packed_grouped
 from evener_kernels_triton.packed_linear import packed_linear
@@ -208,6 +208,7 @@ def _stored(tuning: Tuning, kind: torch.dtype) -> None:
         for tokens in (1, 64, 256, 1024):
             product = few_tokens_linear if tokens <= MAX_OWN_TOKENS_STORED else dequantized_linear
             product(tuning, kind, torch.empty(tokens, 12288, dtype=kind, device=META), matrix(4096, 12288))
+        skinny(tuning, torch.empty(16, 4096, dtype=kind, device=META), matrix(24576, 4096), kind, activation="silu")
         for tokens in (2, 1024):
             slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
             x = torch.empty(tokens, 2048, dtype=kind, device=META)

@@ -25,6 +25,7 @@ from evener_conformance.kit.ops import check_kernel, forbid_nested_ops
 from evener_conformance.kit.shapes import SHAPES
 from evener_conformance.kit.state import check_provider
 from evener_conformance.reference.device import HostDevice
+from evener_kernels_triton import composites
 from evener_kernels_triton.experts import Choice, route, scores, sort
 from evener_kernels_triton.latent_state import LatentState
 from evener_kernels_triton.linear import gemv, skinny
@@ -127,6 +128,28 @@ def test_a_block_with_stored_weights_agrees_with_its_expansion(op: str, monkeypa
     results = check_composite(kernel, every, HostDevice(0), host_states(), linears, ("float32",), kinds=kinds)
     assert not [str(r) for r in results if r.outcome == "failed"]
     assert sum(r.outcome == "passed" for r in results) >= len(kinds)
+
+
+@pytest.mark.parametrize(("steps", "apart"), [(((3, 2),), False), (((17, 5),), True)], ids=["few", "more"])
+def test_few_tokens_have_the_activation_in_the_product_with_stored_gate_and_up(
+    steps: tuple[tuple[int, ...], ...], apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kernel,) = (k for k in host_kernels(composite=True) if k.op == "mlp_block")
+    linears = [k for k in host_kernels(composite=False) if k.op == "linear"]
+    monkeypatch.setattr(family_list, "STEPS", steps)
+    every, asked = list(schemas().values()), list[bool]()
+    enter = composites.act_rows
+
+    def act(*args: Any) -> torch.Tensor:
+        asked.append(True)
+        return enter(*args)
+
+    monkeypatch.setattr(composites, "act_rows", act)
+    results = check_composite(
+        kernel, every, HostDevice(0), host_states(), linears, ("float32",), kinds=("float8 quantized",)
+    )  # fmt: skip
+    assert {r.outcome for r in results if r.case != "all"} <= {"passed", "not applicable"} and bool(asked) == apart
+    assert "passed" in {r.outcome for r in results}
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from interpreted import every_access_checked
 
 from evener.contracts.quant import QuantFormat, WeightPart
-from evener_kernels_triton.linear import dequantized, few_tokens_linear, gemv, persistent_gemv
+from evener_kernels_triton.linear import dequantized, few_tokens_linear, gemv, persistent_gemv, skinny
 from evener_kernels_triton.stored import KINDS, STORED, StoredMatrix
 from evener_kernels_triton.tuning import Tuning
 
@@ -124,6 +124,20 @@ def test_an_activation_in_a_product_of_one_token_with_long_rows() -> None:
     gate, up = (x @ torch.cat([values(p) for p in parts]).T + bias).chunk(2, 1)
     torch.testing.assert_close(got, torch.nn.functional.gelu(gate) * up, rtol=1e-4, atol=2e-2)
     assert set(programs) == {"stored_gemv_kernel"}
+
+
+@pytest.mark.parametrize("tuning", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(("group", "high"), FORMS)
+@pytest.mark.parametrize("columns", [200, 1280], ids=["one span", "several spans"])
+def test_an_activation_in_a_product_of_a_few_tokens(tuning: Tuning, group: int, high: int, columns: int) -> None:
+    parts = [part(40, columns, "float8_e4m3fn", group, high, seed) for seed in range(2)]
+    draw = torch.Generator().manual_seed(7)
+    x, bias = torch.randn(5, columns, generator=draw) / columns**0.5, torch.randn(80, generator=draw)
+    with every_access_checked() as programs:
+        got = skinny(tuning, x, packed(parts), torch.float32, bias=bias, activation="silu")
+    gate, up = (x @ torch.cat([values(p) for p in parts]).T + bias).chunk(2, 1)
+    torch.testing.assert_close(got, torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=2e-3)
+    assert set(programs) == {"stored_kernel"}
 
 
 @pytest.mark.parametrize("storage", KINDS)

@@ -26,6 +26,7 @@ from evener_kernels_triton.linear import (
     product_bytes,
     product_variants,
     project_rows,
+    skinny,
 )
 from evener_kernels_triton.packed import PACKED, PackedMatrix
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
@@ -36,6 +37,9 @@ from evener_kernels_triton.tuning import Tuning, power_of_two
 from evener_kernels_triton.variants import combined
 
 Enter = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+#: Up to so many tokens the activation is in the product with stored elements: 3.4 µs less of a layer of Qwen3-8B on an
+#: H100 with 16 tokens. With 64 and scales of 128 x 128 the layer took 35 more.
+MAX_ACTIVATED_TOKENS = 16
 
 
 def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: str = "") -> Enter:
@@ -44,6 +48,8 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
     s = cast(NormStatic, call.static)
     eps, offset, dtype = s["eps"], s["offset"], getattr(torch, s["dtype"])
     project = project_rows(tuning, call, dtype, weight)
+    few = call.bucket.high <= MAX_ACTIVATED_TOKENS
+    inside = bool(activation) and few and tuning.uses_own_product(call.bucket.high, weight.rows, is_stored(weight))
 
     def one(
         x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: torch.Tensor | StoredMatrix,
@@ -68,9 +74,11 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
         after = x.float() if total is None else total
-        # Measured: for more tokens, gate and up rows in one tile are slower.
+        # Measured: of plain numbers, for more tokens, gate and up rows in one tile are slower.
         if activation and call.bucket.high == 1 and not isinstance(w, PackedMatrix) and in_words(w):
             return gemv(tuning, y, w, dtype, bias=bias, activation=activation), after
+        if inside and isinstance(w, StoredMatrix):
+            return skinny(tuning, y, w, dtype, bias=bias, activation=activation), after
         wide = project(y, w, bias)
         return (act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide), after
 

@@ -23,8 +23,8 @@ from evener_kernels_triton.packed_linear import packed_bytes, packed_linear, unp
 from evener_kernels_triton.primitives import rows_of
 from evener_kernels_triton.rounded import rounded_bytes, rounded_linear, rounds
 from evener_kernels_triton.rounded_values import round_values, rounded_values_bytes, rounds_values
-from evener_kernels_triton.stored import STORED, WORD, Form, StoredMatrix, in_words, pieces, words
-from evener_kernels_triton.tuning import Product, Sizes, Tuning, memoized
+from evener_kernels_triton.stored import STORED, WORD, Form, StoredMatrix, form_of, in_words, pieces, words
+from evener_kernels_triton.tuning import MAX_COLUMNS, Product, Sizes, Tuning, memoized
 from evener_kernels_triton.variants import packed_products, products, rounded_products, stored_products
 
 #: The data of a linear weight, in one of this package's layouts.
@@ -113,16 +113,16 @@ def _gemv(
 
 def skinny(
     tuning: Tuning, x: torch.Tensor, weight: torch.Tensor | StoredMatrix, out: torch.dtype, *,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, activation: str = "",
 ) -> torch.Tensor:  # fmt: skip
-    """A few tokens [T, columns] to [T, rows]; see ``skinny_kernel`` and ``stored_kernel``."""
+    """A few tokens [T, columns] to [T, rows]; see ``skinny_kernel`` and ``stored_kernel``, which knows activations."""
     x_row, apart = x.stride()
     if apart != 1:
         x, x_row = x.contiguous(), x.shape[1]
     tokens, where, (rows, columns) = x.shape[0], x.device, weight.shape
     elements, scales, blocks, form = pieces(weight)
-    launch, grid, sums = _skinny(tuning, tokens, rows, columns, x.dtype.itemsize, form, bias is not None)
-    y = torch.empty(tokens, rows, dtype=out, device=where)
+    launch, grid, sums = _skinny(tuning, tokens, rows, columns, x.dtype.itemsize, form, bias is not None, activation)
+    y = torch.empty(tokens, rows // 2 if activation else rows, dtype=out, device=where)
     parts = arrived = y
     if sums is not None:
         parts = torch.empty(sums, dtype=torch.float32, device=where)
@@ -137,26 +137,30 @@ def skinny(
 
 @memoized
 def _skinny(
-    tuning: Tuning, tokens: int, rows: int, columns: int, element: int, form: Form, bias: bool
+    tuning: Tuning, tokens: int, rows: int, columns: int, element: int, form: Form, bias: bool, activation: str
 ) -> tuple[PreparedLaunch, tuple[int, int, int], tuple[int, int, int] | None]:
     """(launch, its grid, shape of its partial sums or None)."""
-    rule = tuning.stored if form.kind else tuning.skinny
-    p = within(rule(tokens, rows, columns, element), form)
+    if form.kind:
+        p = within(tuning.stored(tokens, rows, columns, element, form.wide or MAX_COLUMNS), form)
+    else:
+        p = tuning.skinny(tokens, rows, columns, element)
     across, down, each, splits = _grid(p, tokens, rows, columns)
-    launch = _skinny_launch(tuning, p, rows, columns, each, splits, form, bias)
+    launch = _skinny_launch(tuning, p, rows, columns, each, splits, form, bias, activation)
     return launch, (across, down, splits), (across * down * splits, p.n, p.m) if splits > 1 else None
 
 
 @memoized
 def _skinny_launch(
-    tuning: Tuning, p: Product, rows: int, columns: int, each: int, splits: int, form: Form, bias: bool
+    tuning: Tuning, p: Product, rows: int, columns: int, each: int, splits: int, form: Form, bias: bool, activation: str
 ) -> PreparedLaunch:  # fmt: skip
     """The same for all numbers of tokens that have the same sizes."""
-    kernel, stored = (stored_kernel, form.constants(tuning.ptx)) if form.kind else (skinny_kernel, {})
+    kernel, more = skinny_kernel, dict[str, Any]()
+    if form.kind:
+        kernel, more = stored_kernel, {"ACT": activation, **form.constants(tuning.ptx)}
     return PreparedLaunch(
-        kernel, y_row=rows, each=each, BIAS=bias, SPLITS=splits, BM=p.m, BN=p.n, BK=p.k,
+        kernel, y_row=rows // 2 if activation else rows, each=each, BIAS=bias, SPLITS=splits, BM=p.m, BN=p.n, BK=p.k,
         EVEN=rows % p.n == 0 and columns % p.k == 0, PRECISION=PRECISION, OVERLAP=tuning.overlap,
-        num_warps=p.warps, num_stages=p.stages, **stored, **tuning.launch,
+        num_warps=p.warps, num_stages=p.stages, **more, **tuning.launch,
     )  # fmt: skip
 
 
@@ -166,16 +170,22 @@ def _grid(p: Product, tokens: int, rows: int, columns: int) -> tuple[int, int, i
     return -(-rows // p.n), -(-tokens // p.m), each, -(-columns // each)
 
 
-def partial_sums(tuning: Tuning, call: OpCall, rows: int, columns: int, stored: bool = False) -> int:
-    """Bytes of the partial sums of ``few_tokens_linear``, if it serves the tokens of ``call``."""
+def partial_sums(
+    tuning: Tuning, call: OpCall, rows: int, columns: int, stored: bool = False, wide: int = 0
+) -> int:  # fmt: skip
+    """Bytes of the partial sums of ``few_tokens_linear``, if it serves the tokens of ``call``. ``wide``: of the form of
+    stored elements."""
     tokens = call.bucket.high
     by_rows = tokens == 1 and not (stored and columns % WORD)
     if by_rows or not tuning.uses_own_product(tokens, rows, stored):
         return 0
-    rule = tuning.stored if stored else tuning.skinny
-    p = rule(tokens, rows, columns, getattr(torch, call.static["dtype"]).itemsize)
+    element = getattr(torch, call.static["dtype"]).itemsize
+    if stored:
+        p = tuning.stored(tokens, rows, columns, element, wide or MAX_COLUMNS)
+    else:
+        p = tuning.skinny(tokens, rows, columns, element)
     across, down, _, splits = _grid(p, tokens, rows, columns)
-    # With fewer columns at a time, as scales may ask for, there may be more spans, up to what the rule asks for.
+    # With fewer columns at a time than measured sizes have, there may be more spans, up to what these ask for.
     splits = p.splits if stored else splits
     return across * down * splits * p.n * p.m * 4 if splits > 1 else 0
 
@@ -313,7 +323,8 @@ def product_bytes(tuning: Tuning, call: OpCall, weight: LinearWeight) -> int:
         return dequantized_bytes(call, weight.rows, weight.columns) + again
     if is_packed(weight):
         return packed_bytes(tuning, call.bucket.high, weight.parts, element) + again
-    return partial_sums(tuning, call, weight.rows, weight.columns, stored)
+    wide = form_of(weight.parts).wide if stored else 0
+    return partial_sums(tuning, call, weight.rows, weight.columns, stored, wide)
 
 
 def product_variants(tuning: Tuning, call: OpCall, weight: LinearWeight, halves: int = 1) -> Sequence[Variant]:
@@ -323,7 +334,8 @@ def product_variants(tuning: Tuning, call: OpCall, weight: LinearWeight, halves:
     if rounds(tuning, call.bucket.high, weight):
         return rounded_products(tuning, call, weight.rows, weight.columns)
     if is_stored(weight):
-        return stored_products(tuning, call, weight.rows, weight.columns, halves)
+        most = form_of(weight.parts).wide or MAX_COLUMNS
+        return stored_products(tuning, call, weight.rows, weight.columns, most, halves)
     return products(tuning, call, weight.rows, weight.columns, halves)
 
 

@@ -31,6 +31,8 @@ MAX_OWN_TOKENS, MAX_OWN_TOKENS_FEW_ROWS = 32, 64
 MAX_OWN_TOKENS_STORED = 256
 #: Most tokens in a tile for which sums of groups of packed weights are scaled, rather than the weights.
 MAX_SUMMED_TOKENS = 16
+#: Most columns of stored elements in a tile.
+MAX_COLUMNS = 256
 #: Most tokens in a tile.
 MAX_TILE_TOKENS = 128
 #: Most splits of a request with latent state.
@@ -290,24 +292,28 @@ class Tuning:
         return self._apply_changes(Product(m, n, k, 4, stages, splits))
 
     @memoized
-    def stored(self, tokens: int, rows: int, columns: int, element: int) -> Product:
-        """Weights of one byte an element; x has ``element`` bytes. Splits as in ``skinny``, but until there are several
-        programs for each unit.
+    def stored(self, tokens: int, rows: int, columns: int, element: int, most: int) -> Product:
+        """Weights of one byte an element, ``most`` columns at a time at most; x has ``element`` bytes. Splits as in
+        ``skinny``, but until there are several programs for each unit.
 
-        The rule follows a sweep of sizes on a GPU with 132 units. Its best took, for 6,144 x 4,096, 4,096 x 4,096,
-        24,576 x 4,096 and 4,096 x 12,288 with a scale a row, 10.6, 8.3, 27.5 and 17.2 µs with one token, and 18.1,
-        14.2, 46.7 and 30.0 with 64.
+        The rule follows sweeps of sizes on a GPU with 132 units. With 64 tokens the best took, for 6,144 x 4,096,
+        4,096 x 4,096, 24,576 x 4,096 and 4,096 x 12,288 with a scale a row, 18.1, 14.2, 46.7 and 30.0 µs. With up to 16
+        tokens these four products and two norms took 83.4 µs on an H100 (reading takes 61.9), and 97.3 with tiles of 64
+        rows and twice as many spans; with scales of 128 x 128 91.0 and 96.6.
         """
         m = max(16, min(MAX_TILE_TOKENS, power_of_two(tokens)))
-        n = max(16, min(64, power_of_two(rows)))
-        k = max(16, min(256 if m == 16 else 64, power_of_two(columns)))
+        n = max(16, min(32 if m == 16 else 64, power_of_two(rows)))
+        k = min(max(16, most), max(16, min(MAX_COLUMNS if m == 16 else 64, power_of_two(columns))))
         # A tile of the weight is there as it is stored, and in x's dtype.
         while k > 32 and 2 * (m * element + n * (1 + element)) * k > self.shared:
             k //= 2
         # Rows of few tiles that are long hide the latency of memory by stages, not by other programs.
-        most, programs = (4, 4) if m == 16 else (7 if rows <= columns else 5, 3) if m <= 64 else (3, 2)
-        stages = max(2, min(most, (self.shared - 1024) // ((m * element + n) * k)))
         tiles, splits = -(-rows // n) * -(-tokens // m), 1
+        if m == 16:
+            stages, programs = 4 if tiles < 2 * self.units else 3, 1 if tiles >= self.units else 2 if k > 128 else 4
+        else:
+            stages, programs = (7 if rows <= columns else 5, 3) if m <= 64 else (3, 2)
+        stages = max(2, min(stages, (self.shared - 1024) // ((m * element + n) * k)))
         while splits < 8 and 2 * splits * tiles <= programs * self.units and 8 * splits * k <= columns:
             splits *= 2
         return self._apply_changes(Product(m, n, k, 4, stages, splits))
@@ -317,17 +323,18 @@ class Tuning:
         """Weights and activations of one byte an element, ``most`` columns at a time at most.
 
         With up to 64 tokens a product takes as long as reading the weight: small tiles, several programs for each unit,
-        and splits as in ``stored``. Up to 256, tiles have half the rows if whole ones gave each unit less than two
-        programs: 48 tiles in four spans took 33 µs on 132 units, 6,144 x 4,096 at 128 tokens, twice as long as reading.
+        and splits as in ``stored``. Programs of a span have three stages, so that a unit has room for one more. Up to
+        256 tokens, tiles have half the rows if whole ones gave each unit less than two programs: 48 tiles in four spans
+        took 33 µs on 132 units, 6,144 x 4,096 at 128 tokens, twice as long as reading.
         """
         wide = 64 if tokens <= 64 else 128
         few = tokens <= 256 and -(-rows // 128) * -(-tokens // 128) < 2 * self.units
         m, n = max(16, min(wide, power_of_two(tokens))), max(16, min(64 if few else wide, power_of_two(rows)))
         k = min(most, max(32, min(128, power_of_two(columns))))
-        stages = max(2, min(4, (self.shared - 1024) // ((m + n) * k)))
         tiles, splits, programs = -(-rows // n) * -(-tokens // m), 1, 3 if wide == 64 else 2
         while splits < 8 and 2 * splits * tiles <= programs * self.units and 8 * splits * k <= columns:
             splits *= 2
+        stages = max(2, min(3 if wide == 64 and splits > 1 else 4, (self.shared - 1024) // ((m + n) * k)))
         found = self._apply_changes(Product(m, n, k, 8 if m * n > 8192 else 4, stages, splits))
         return replace(found, k=min(found.k, most))
 

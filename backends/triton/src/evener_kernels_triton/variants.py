@@ -52,14 +52,16 @@ def _single_token(tuning: Tuning, rows: int, columns: int, halves: int, stored: 
     return gemv_variants(tuning.gemv(rows, columns, halves, stored)) if p is None else persistent_gemv_variants(p)
 
 
-def stored_products(tuning: Tuning, call: OpCall, rows: int, columns: int, halves: int = 1) -> Sequence[Variant]:
-    """As ``products``, for weights of one byte an element."""
+def stored_products(
+    tuning: Tuning, call: OpCall, rows: int, columns: int, most: int, halves: int = 1
+) -> Sequence[Variant]:  # fmt: skip
+    """As ``products``, for weights of one byte an element; ``most`` as in ``Tuning.stored``."""
     tokens, element = call.bucket.high, _size(call)
     if tokens == 1 and columns % WORD == 0:
         return _single_token(tuning, rows // halves, columns, halves, True)
     if not tuning.uses_own_product(tokens, rows, stored=True):
         return []
-    own, tried = tuning.stored(tokens, rows, columns, element), list[Variant]()
+    own, tried = tuning.stored(tokens, rows, columns, element, most), list[Variant]()
     for n, k in ((own.n, own.k), (own.n // 2, own.k), (own.n * 2, own.k), (own.n, own.k // 2), (own.n, own.k * 2)):
         for stages in (3, 5):
             sizes = (own.m * element + n) * k * stages <= tuning.shared - 1024 and 16 <= n <= 128 and 32 <= k <= 256

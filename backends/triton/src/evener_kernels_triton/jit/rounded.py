@@ -160,21 +160,27 @@ def token_scales(scales, tokens, m, there, k, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
+def weight_scales(w_scales, n, inside, first, k, blocks, HIGH: tl.constexpr, WIDE: tl.constexpr, SAME: tl.constexpr):
+    """Scales of rows ``n`` at column ``k``. SAME: they share one, that of row ``first``."""
+    if SAME:
+        y = tl.load(w_scales + (first // HIGH) * blocks + k // WIDE)
+    else:
+        y = row_scales(w_scales, n, inside, blocks, k, HIGH, WIDE)
+    return y
+
+
+@triton.jit
 def add_rounded(
-    acc, a, b, w_scales, x_scales, tokens, n, inside, first, m, there, k, columns, blocks,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr, SAME: tl.constexpr, INTEGER: tl.constexpr,
-    BK: tl.constexpr,
+    acc, a, b, left, right,
+    WIDE: tl.constexpr, GROUP: tl.constexpr, SAME: tl.constexpr, INTEGER: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """acc + a [BN, BK] @ b [BK, BM] at column ``k``, times the scales of that column, if it has its own. SAME: rows of
-    ``a`` share one of each column, that of row ``first``."""
+    """acc + a [BN, BK] @ b [BK, BM], times ``weight_scales`` and ``token_scales`` of these columns, if columns have
+    scales of their own."""
     if WIDE > 0 or GROUP > 0:
         d = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32) if INTEGER else tl.dot(a, b)
-        right = token_scales(x_scales, tokens, m, there, k, columns, GROUP)
         if SAME:
-            right *= tl.load(w_scales + (first // HIGH) * blocks + k // WIDE)
-            acc += d * right[None, :]
+            acc += d * (right * left)[None, :]
         else:
-            left = row_scales(w_scales, n, inside, blocks, k, HIGH, WIDE)
             acc += d * left[:, None] * right[None, :]
     elif INTEGER:
         acc = tl.dot(a, b, acc, out_dtype=tl.int32)
@@ -220,12 +226,18 @@ def rounded_kernel(
     n = first + tl.arange(0, BN)
     inside = n < rows
     there = m < tokens
-    part = tl.program_id(2)
+    start = tl.program_id(2) * each
+    stop = tl.minimum(start + each, columns)
     # Rows past the end wrap around and are not stored: loads without a mask are copied faster.
     x_at = x + tl.where(there, m, 0).to(tl.int64)[:, None] * columns
     w_at = w + tl.where(inside, n, 0).to(tl.int64)[:, None] * columns
     acc = tl.zeros([BN, BM], tl.int32 if INTEGER and WIDE == 0 and GROUP <= 0 else tl.float32)
-    for k in range(part * each, tl.minimum(part * each + each, columns), BK):
+    left = tl.zeros([BN], tl.float32)
+    right = tl.zeros([BM], tl.float32)
+    if WIDE > 0 or GROUP > 0:
+        left = weight_scales(w_scales, n, inside, first, start, blocks, HIGH, WIDE, SAME)
+        right = token_scales(x_scales, tokens, m, there, start, columns, GROUP)
+    for k in range(start, stop, BK):
         c = k + tl.arange(0, BK)
         if EVEN:
             a = tl.load(w_at + c[None, :])
@@ -234,10 +246,16 @@ def rounded_kernel(
             real = (c < columns)[None, :]
             a = tl.load(w_at + c[None, :], mask=real, other=0.0)
             b = tl.load(x_at + c[None, :], mask=real, other=0.0)
-        acc = add_rounded(
-            acc, a, tl.trans(b), w_scales, x_scales, tokens, n, inside, first, m, there, k, columns, blocks, HIGH,
-            WIDE, GROUP, SAME, INTEGER, BK,
-        )  # fmt: skip
+        next_left = left
+        next_right = right
+        if WIDE > 0 or GROUP > 0:
+            # Loaded before the product, and used after the next one: nothing waits for them.
+            after = tl.where(k + BK < stop, k + BK, k)
+            next_left = weight_scales(w_scales, n, inside, first, after, blocks, HIGH, WIDE, SAME)
+            next_right = token_scales(x_scales, tokens, m, there, after, columns, GROUP)
+        acc = add_rounded(acc, a, tl.trans(b), left, right, WIDE, GROUP, SAME, INTEGER, BK)
+        left = next_left
+        right = next_right
     sums = scaled(acc, w_scales, x_scales, tokens, n, inside, m, there, columns, blocks, HIGH, WIDE, GROUP)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()

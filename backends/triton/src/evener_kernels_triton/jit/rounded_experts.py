@@ -5,7 +5,7 @@ import triton.language as tl
 
 from evener_kernels_triton.jit.experts import gated
 from evener_kernels_triton.jit.launch import fast_launch
-from evener_kernels_triton.jit.rounded import add_rounded, scaled
+from evener_kernels_triton.jit.rounded import add_rounded, scaled, token_scales, weight_scales
 
 
 @triton.jit
@@ -55,18 +55,35 @@ def rounded_grouped_kernel(
         up_at = own + up_row.to(tl.int64)[:, None] * columns
         acc = tl.zeros([BN, BM], tl.int32 if INTEGER and WIDE == 0 and GROUP <= 0 else tl.float32)
         high = acc
+        right = tl.zeros([BM], tl.float32)
+        left = 0.0 if SAME else tl.zeros([BN], tl.float32)
+        left_up = left
+        if WIDE > 0 or GROUP > 0:
+            right = token_scales(x_scales, tokens, m, there, 0, columns, GROUP)
+            left = weight_scales(own_scales, gate_row, inside, first, 0, blocks, HIGH, WIDE, SAME)
+            if ACT != "":
+                left_up = weight_scales(own_scales, up_row, inside, rows + first, 0, blocks, HIGH, WIDE, SAME)
         for k in range(0, columns, BK):
             c = k + tl.arange(0, BK)
             b = tl.trans(_columns(x_at, c, columns, EVEN))
-            acc = add_rounded(
-                acc, _columns(gate_at, c, columns, EVEN), b, own_scales, x_scales, tokens, gate_row, inside, first, m,
-                there, k, columns, blocks, HIGH, WIDE, GROUP, SAME, INTEGER, BK,
-            )  # fmt: skip
+            a = _columns(gate_at, c, columns, EVEN)
+            next_right = right
+            next_left = left
+            next_up = left_up
+            if WIDE > 0 or GROUP > 0:
+                # Loaded before the product, and used after the next one: nothing waits for them.
+                after = tl.where(k + BK < columns, k + BK, k)
+                next_right = token_scales(x_scales, tokens, m, there, after, columns, GROUP)
+                next_left = weight_scales(own_scales, gate_row, inside, first, after, blocks, HIGH, WIDE, SAME)
+                if ACT != "":
+                    next_up = weight_scales(own_scales, up_row, inside, rows + first, after, blocks, HIGH, WIDE, SAME)
+            acc = add_rounded(acc, a, b, left, right, WIDE, GROUP, SAME, INTEGER, BK)
             if ACT != "":
-                high = add_rounded(
-                    high, _columns(up_at, c, columns, EVEN), b, own_scales, x_scales, tokens, up_row, inside,
-                    rows + first, m, there, k, columns, blocks, HIGH, WIDE, GROUP, SAME, INTEGER, BK,
-                )  # fmt: skip
+                u = _columns(up_at, c, columns, EVEN)
+                high = add_rounded(high, u, b, left_up, right, WIDE, GROUP, SAME, INTEGER, BK)
+            right = next_right
+            left = next_left
+            left_up = next_up
         sums = scaled(
             acc, own_scales, x_scales, tokens, gate_row, inside, m, there, columns, blocks, HIGH, WIDE, GROUP
         )  # fmt: skip
