@@ -115,8 +115,8 @@ def test_imports_inside_the_core_point_towards_the_contracts(part: str) -> None:
     assert violations(inside(part, CORE), lambda target: not belongs(target, *UPWARD[part])) == []
 
 
-def test_formats_import_only_contracts_and_errors() -> None:
-    allowed = allow_of_evener("evener_formats", "evener.contracts", "evener.errors")
+def test_formats_import_only_contracts_errors_and_where_the_cache_folder_is() -> None:
+    allowed = allow_of_evener("evener_formats", "evener.contracts", "evener.errors", "evener.folders")
     assert violations(inside("evener_formats", FORMATS), allowed, typing=True) == []
 
 

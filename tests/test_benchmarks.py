@@ -14,6 +14,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import cpu_start
 import draft_costs
 import gpu_check
 import hybrid
@@ -481,6 +482,17 @@ def test_starts_with_and_without_a_model_cache_are_measured(tmp_path: Path) -> N
     program("model_cache.py", file, "--repeats", "1", "--set", "infer.max_reqs=2", "--out", out)
     found = json.loads(out.read_text())
     assert found["cache_mb"] > 100 and found["weights_s"].keys() == found["start_s"].keys() == {"without", "with"}
+
+
+def test_processes_that_take_turns_are_measured_and_one_that_fails_says_why() -> None:
+    code = "import time; data = b'x' * ({} << 20); time.sleep({})"
+    commands = {name: [sys.executable, "-c", code.format(*of)] for name, of in (("a", (500, 0)), ("b", (0, 0.2)))}
+    found = cpu_start.measure(commands, 1)
+    # A process begins as a copy of this one, so the smaller one's memory says nothing.
+    assert 500 < found["a"].memory_mib < 2000
+    assert 0 < found["b"].processor_seconds < found["b"].seconds and found["b"].seconds > 0.2
+    with pytest.raises(SystemExit, match=r"failed:\n.*no model"):
+        cpu_start.once([sys.executable, "-c", "import sys; sys.exit('no model')"])
 
 
 @pytest.mark.slow

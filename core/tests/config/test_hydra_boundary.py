@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from evener_keys.hydra_boundary import compose_flat, find_file, from_command_line
+from evener_keys.command_line import from_command_line, plain_values
+from evener_keys.hydra_boundary import compose_flat, find_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,3 +120,21 @@ def test_llm_configs_are_built_without_hydra_and_without_torch() -> None:
         "assert not {'hydra', 'omegaconf', 'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_plain_values_are_read_without_hydra_and_as_hydra_reads_them(nothing_installed: Packages) -> None:
+    code = (
+        "import sys; from evener_keys.command_line import from_command_line as read; "
+        "from evener.config.keys import split_command_line as split; "
+        "config = read('/m', split(['infer.max_reqs=3', 'infer.kv_memory=0.5', 'dtype=bf16']).overrides).config; "
+        "assert (config.infer.max_reqs, config.infer.kv_memory, config.dtype) == (3, 0.5, 'bfloat16'), config; "
+        "assert not {'hydra', 'omegaconf'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    overrides = [Override(key, value, value) for key, value in (("model", "a b=c,'d"), ("infer.max_reqs", "3"))]
+    assert plain_values(overrides) == compose_flat((), overrides, nothing_installed)
+
+
+@pytest.mark.parametrize("value", ["[a,b]", "{a: 1}", "'a'", '"a"', "x${dtype}", "???", 3, True])
+def test_values_with_a_grammar_are_left_to_hydra(value: object) -> None:
+    assert plain_values([Override("model", value, str(value))]) is None

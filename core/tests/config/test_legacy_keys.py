@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from evener_keys.hydra_boundary import from_command_line
+from evener_keys.command_line import from_command_line
 from evener_keys.legacy_keys import (
     LEGACY_KEYS,
     LEGACY_VALUES,

@@ -5,7 +5,7 @@ import pickle
 from typing import Any
 
 import pytest
-from evener_keys.hydra_boundary import from_command_line
+from evener_keys.command_line import from_command_line
 
 from evener.config.build import Built, from_overrides
 from evener.config.keys import split_command_line

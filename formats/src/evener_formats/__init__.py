@@ -43,7 +43,7 @@ descriptor = Descriptor(
         "pytorch_model.bin": "evener_formats.torch_files:TorchFile",
     },
     weight_makers={"cache": "evener_model_cache.cached_weights:load_cached"},
-    config_readers={"hydra": "evener_keys.hydra_boundary:from_command_line"},
+    config_readers={"hydra": "evener_keys.command_line:from_command_line"},
     old_spellings={"legacy": "evener_keys.legacy_keys:LegacyKeys"},
     tokenizer_readers={"tokenizer_json": "evener_formats.tokenizers.vocabulary:read_tokenizer"},
     chat_readers={"jinja": "evener_formats.chat.templates:read_chat"},

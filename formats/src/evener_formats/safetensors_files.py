@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,10 @@ DTYPES: Mapping[str, str] = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
     "F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn",
 }  # fmt: skip
+#: Of these a byte holds more than one number, or a part of one.
+_PACKED = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+#: After so many bytes of tensors, the pages of the file are given back.
+_GIVE_BACK = 32 << 20
 #: More axes than any weight has; a hostile file may have thousands, to make messages long.
 MAX_RANK = 16
 
@@ -36,23 +41,65 @@ class SafetensorsFile(WeightFile):
         self.path = path
         self._data, self._entries = _read_header(path)
         self.headers = {n: (DTYPES[each["dtype"]], tuple(each["shape"])) for n, each in self._entries.items()}
-        self._open: Any = None
+        self._map: mmap.mmap | None = None
+        self._given = 0
 
     def tensor(self, name: str) -> torch.Tensor:
+        import torch
+
+        if name not in self._entries:
+            raise CheckpointError(f"cannot read {name!r} from {self.path}: it has no such tensor; fetch the file again")
+        entry = self._entries[name]
+        begin, end = entry["data_offsets"]
+        if entry["dtype"] in _PACKED:
+            return self._by_library(name)
+        dtype = getattr(torch, DTYPES[entry["dtype"]])
+        if begin == end:
+            return torch.empty(entry["shape"], dtype=dtype)
+        mapped = self._mapped(end - begin)
+        if self._data + end > len(mapped):
+            raise CheckpointError(f"cannot read {name!r} from {self.path}: the file was cut; fetch it again")
+        found = torch.frombuffer(mapped, dtype=torch.uint8, count=end - begin, offset=self._data + begin)
+        return found.view(dtype).view(entry["shape"])
+
+    def _mapped(self, nbytes: int) -> mmap.mmap:
+        """The file in memory, of which ``nbytes`` are asked for. From time to time all its pages are given back."""
+        try:
+            if self._map is None:
+                with self.path.open("rb") as file:
+                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._given += nbytes
+            if self._given > _GIVE_BACK:
+                _give_back(self._map)
+                self._given = nbytes
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {self.path}: {error}; fetch the file again") from error
+        return self._map
+
+    def _by_library(self, name: str) -> torch.Tensor:
+        """A tensor of a dtype with several numbers in a byte."""
         from safetensors import SafetensorError, safe_open
 
         try:
-            self._open = self._open or safe_open(self.path, framework="pt")
-            tensor: torch.Tensor = self._open.get_tensor(name)
+            with safe_open(self.path, framework="pt") as file:
+                return file.get_tensor(name)  # type: ignore[no-any-return]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read {name!r} from {self.path}: {error}; fetch the file again") from error
-        return tensor
 
     def extent(self, name: str) -> Extent:
         return Extent(self.path, self._data + self._entries[name]["data_offsets"][0])
 
     def close(self) -> None:
-        self._open = None
+        if self._map is not None:
+            _give_back(self._map)
+        self._map, self._given = None, 0
+
+
+def _give_back(mapped: mmap.mmap) -> None:
+    """Let go of the pages of a file that are in this process's memory: most tensors are copied and then not used again.
+    Those that are used are there again at once, from the system's cache of the file."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _read_header(path: Path) -> tuple[int, dict[str, Any]]:

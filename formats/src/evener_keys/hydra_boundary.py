@@ -1,4 +1,5 @@
-"""Hydra, used only for the command line: config files (``CONFIG_NAME``, ``--config``) and the grammar of values.
+"""Hydra, used only for command lines that need it: config files (``CONFIG_NAME``, ``--config``), and values in its
+grammar.
 
 Old spellings are rewritten and keys are checked before Hydra sees them, because Hydra's own message for an unknown key
 is misleading. Plain values are quoted, so that paths with ``=``, ``,`` or spaces work; Hydra reads ``[a,b]``,
@@ -7,9 +8,8 @@ is misleading. Plain values are quoted, so that paths with ``=``, ``,`` or space
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,35 +19,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evener.config.build import Built, construct, normalize, overrides_from_mapping, with_model
 from evener.config.keys import Override, find_key_spec, flatten
 from evener.config.packages import Packages
 from evener.errors import ConfigError
 
 _BASE = "evener_base"
-
-
-def from_command_line(
-    model: str | os.PathLike[str] | None,
-    overrides: Sequence[Override],
-    file: str | None = None,
-    packages: Packages | None = None,
-) -> Built:
-    """A ``Config`` from what was typed: ``file`` first, then ``overrides`` over it.
-
-    Args:
-        model: the positional model, if any.
-        file: a YAML file: an absolute or relative path, or a name (see ``find_file``).
-
-    Raises:
-        ConfigError: an unknown key, an invalid value, an unreadable file, or no model.
-    """
-    packages = packages or Packages()
-    base = normalize(overrides_from_mapping(read_file(find_file(file))) if file else (), packages)
-    typed = normalize(with_model(overrides, model), packages)
-    flat = compose_flat(base.overrides, typed.overrides, packages)
-    # A typed name replaces the file's, as with every other key.
-    return Built(construct(flat, packages, typed.claimed or base.claimed), base.notes + typed.notes)
 
 
 def find_file(name: str, folder: Path | None = None) -> Path:

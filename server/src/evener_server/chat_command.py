@@ -20,6 +20,7 @@ from evener.errors import ConfigError, EngineDeadError, EvenerError
 from evener.logs import set_up_logging
 from evener_server.chat_models import ChatModel, LocalModel, RemoteModel
 from evener_server.chat_screen import MarkdownScreen, PlainScreen, Screen, without_echo
+from evener_server.collector import collector_paused, end_without_collection
 from evener_server.run_command import add_sampling_options, sampling_params_from
 
 HELP = (
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> int:
         ConfigError: a wrong option.
         EvenerError: the model does not start, or the server does not answer.
     """
+    end_without_collection()
     command = _command()
     arguments, words = command.parse(argv)
     loop = asyncio.new_event_loop()
@@ -71,7 +73,8 @@ async def _local(command: Command, argv: list[str]) -> ChatModel:
     arguments, config = read_config(command, argv)
     params = sampling_params_from(arguments, config)
     set_up_logging(config.log)
-    llm = await AsyncLLM.start(config, "thread")
+    with collector_paused():
+        llm = await AsyncLLM.start(config, "thread")
     try:
         if llm.tokenizer is None:
             raise ConfigError(f"{config.model} has no tokenizer, which a chat needs; set tokenizer=FOLDER")

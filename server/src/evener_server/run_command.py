@@ -17,6 +17,7 @@ from evener.cli.command import Command, read_config
 from evener.config.schema import Config
 from evener.errors import ConfigError, EngineError, EvenerError
 from evener.logs import set_up_logging
+from evener_server.collector import collector_paused, end_without_collection
 from evener_server.run_outputs import open_outputs
 
 if TYPE_CHECKING:
@@ -29,13 +30,16 @@ log = logging.getLogger("evener.run")
 
 def main(argv: list[str]) -> int:
     """Run it; the answer goes to standard output, one line with the timings to standard error."""
-    arguments, config = read_config(_command(), argv)
+    end_without_collection()
+    with collector_paused():
+        arguments, config = read_config(_command(), argv)
     if arguments.prompt is None and config.request.prompt_tokens_len is None:
         raise ConfigError("evener run needs a prompt: --prompt TEXT, or request.prompt_tokens_len=N for random tokens")
     if arguments.prompt == "-":
         arguments.prompt = sys.stdin.read()
     # A wrong request is reported before the output folder is created and before weights are read.
-    params, chats = sampling_params_from(arguments, config), _uses_chat_template(config, arguments)
+    with collector_paused():
+        params, chats = sampling_params_from(arguments, config), _uses_chat_template(config, arguments)
     outputs = open_outputs(config)
     config = config if outputs is None else outputs.save_config(config)
     set_up_logging(config.log)
@@ -162,9 +166,10 @@ def _uses_chat_template(config: Config, arguments: argparse.Namespace) -> bool:
 
 
 async def _answer(config: Config, arguments: argparse.Namespace, params: SamplingParams, chats: bool) -> _Answer:
-    from evener.async_llm import AsyncLLM
+    with collector_paused():
+        from evener.async_llm import AsyncLLM
 
-    llm = await AsyncLLM.start(config, "thread")
+        llm = await AsyncLLM.start(config, "thread")
     try:
         if llm.tokenizer is None:
             params = dataclasses.replace(params, detokenize=False)

@@ -10,8 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from evener.config.schema import Config, key_specs, to_flat
 from evener.errors import ConfigError
 
@@ -58,6 +56,8 @@ class OutputFolder:
         unset = [key for key, spec in specs.items() if spec.secret or flat[key] == spec.default]
         flat = {key: value for key, value in flat.items() if key not in unset}
         flat["model"] = str(Path(config.model).absolute())
+        from omegaconf import OmegaConf  # a tenth of a second, which a run without a folder need not wait
+
         tree = OmegaConf.create({})
         for key, value in flat.items():
             OmegaConf.update(tree, key, list(value) if isinstance(value, tuple) else value)

@@ -112,7 +112,8 @@ class WeightFile(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027  # optional
-        """(optional) Close the file. Tensors that were returned stay valid. Default: nothing."""
+        """(optional) Close the file. Tensors that were returned stay valid, and ``tensor`` opens it again. Default:
+        nothing."""
 
 
 class Checkpoint(ModelFiles):
@@ -150,7 +151,8 @@ class Checkpoint(ModelFiles):
         return None
 
     def close(self) -> None:
-        """(optional) Close the files. Tensors that were returned stay valid. Default: nothing."""
+        """(optional) Close the files, once the weights are loaded. Tensors that were returned stay valid, and
+        ``tensor`` opens them again. Default: nothing."""
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

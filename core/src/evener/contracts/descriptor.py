@@ -129,7 +129,7 @@ class Descriptor:
         old_spellings: (optional, for packages pinned to their core's version) ``{"name": "module:Class"}``: rewrites
             keys of before; see ``evener.config.old_spellings``.
         config_readers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
-            the configuration of a command line and a file; called as ``evener_keys.hydra_boundary.from_command_line``.
+            the configuration of a command line and a file; called as ``evener_keys.command_line.from_command_line``.
         layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
             how many layers each stage gets, where stages are on unlike devices; see ``evener_stages.assembly``.
         stage_parts: (optional, for packages pinned to their core's version) ``{"check": "module:function", …}``: what

@@ -87,8 +87,9 @@ class FrontendSettings:
 
 def _text_files(path: Path, family: Callable[[], type[Architecture]]) -> ModelFiles:
     """A model's text files; without ``tokenizer.json``, the files that the model's family makes from the others."""
-    files = open_files(path)
-    return files if files.text("tokenizer.json") is not None else family().text_files(files)
+    # Asked for by its name first: the text may be long, or made from something else.
+    files, name = open_files(path), "tokenizer.json"
+    return files if files.names(name) or files.text(name) is not None else family().text_files(files)
 
 
 def _architecture(name: str | None) -> type[Architecture]:

@@ -3,11 +3,12 @@ memory-mapped. Imports torch only to read a tensor."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from evener.errors import CheckpointError, did_you_mean
 from evener_formats.gguf.families import FAMILIES, Llama, family_of_file
 from evener_formats.gguf.header import GgufHeader, GgufTensor, read_header
 from evener_formats.tokenizers.gguf_tokenizer import tokenizer_files
+from evener_formats.tokenizers.tokenizer_json import MadeTokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +30,7 @@ _MOST_TENSORS = 1 << 20
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
-class GgufCheckpoint(Checkpoint):
+class GgufCheckpoint(Checkpoint, MadeTokenizer):
     """One GGUF file, or the first of several whose names end in ``-0000i-of-0000N.gguf``.
 
     Attributes:
@@ -70,6 +72,9 @@ class GgufCheckpoint(Checkpoint):
 
     def json(self, name: str) -> dict[str, Any]:
         return self._files[name]() if name in self._files else {}
+
+    def names(self, pattern: str) -> Sequence[str]:
+        return sorted(fnmatch.filter(self._files, pattern))
 
     @cached_property
     def _files(self) -> Mapping[str, Callable[[], dict[str, Any]]]:

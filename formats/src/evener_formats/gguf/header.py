@@ -8,10 +8,12 @@ its header.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import sys
+import weakref
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,10 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
 
+#: Headers that are in use, by the file's path and state: a front end and a worker in one process read the same file.
+_OPEN: MutableMapping[tuple[object, ...], GgufHeader] = weakref.WeakValueDictionary()
+
+
 def read_header(path: Path) -> GgufHeader:
     """Read the header of one file.
 
@@ -61,12 +67,15 @@ def read_header(path: Path) -> GgufHeader:
         CheckpointError: the file cannot be read or is truncated, or a count, type, shape or offset is wrong.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            size, key = status.st_size, (path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
             if size < 24:
                 raise CheckpointError(f"cannot load {path}: it is truncated: it has {size} bytes; fetch the file again")
+            if (known := _OPEN.get(key)) is not None:
+                return known
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(path, data, size).read()
+                return _OPEN.setdefault(key, _Reader(path, data, size).read())
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -125,6 +134,24 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise self._bad(f"the text at byte {self._at:,} is not UTF-8") from error
 
+    def _texts(self, count: int) -> list[str]:
+        """As ``_text``, ``count`` times; a vocabulary has hundreds of thousands, and calls would take most of the
+        time."""
+        data, end, at, length = self._data, self._end, self._at, struct.Struct("<Q").unpack_from
+        found: list[str] = []
+        try:
+            while len(found) < count and at + 8 <= end:
+                (size,) = length(data, at)
+                if size > end - at - 8:
+                    break
+                found.append(data[at + 8 : at + 8 + size].decode())
+                at += 8 + size
+        except UnicodeDecodeError as error:
+            raise self._bad(f"the text at byte {at + 8 + size:,} is not UTF-8") from error
+        self._at = at
+        # What was not read is cut off: this says where.
+        return found + [self._text() for _ in range(count - len(found))]
+
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._text()
@@ -137,7 +164,7 @@ class _Reader:
 
     def _array(self, kind: int) -> Any:
         if kind == _STRING:
-            return [self._text() for _ in range(self._count(8))]
+            return self._texts(self._count(8))
         if kind not in _SCALARS:
             raise self._bad(f"an array at byte {self._at:,} has items of the unknown type {kind}")
         items = array(_SCALARS[kind])

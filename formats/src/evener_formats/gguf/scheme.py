@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,10 @@ _SCALES: Mapping[str, tuple[int, ...]] = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
     "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
 }  # fmt: skip
+
+
+#: Numbers that are made at a time.
+_SLICE = 1 << 20
 
 
 class GgufScheme(QuantScheme):
@@ -51,17 +55,16 @@ class GgufScheme(QuantScheme):
         stored = part.tensors["weight"]
         if part.format.plain:
             return stored.to(getattr(torch, dtype))
-        import numpy as np
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
+        from evener_formats.gguf.block_numbers import BLOCK_NUMBERS
 
-        kind = GGMLQuantizationType[part.format.storage.upper()]
+        make = BLOCK_NUMBERS.get(part.format.storage) or _by_library(part.format.storage)
         out = torch.empty(part.rows, part.columns, dtype=getattr(torch, dtype))
-        # The library makes a float32 copy of its whole input; slices keep that copy small.
-        step = max(1, (1 << 22) // max(1, part.columns))
+        # A slice after another: what lies between stays in the processor's cache.
+        step = max(1, _SLICE // max(1, part.columns))
         for at in range(0, part.rows, step):
-            numbers = dequantize(stored[at : at + step].numpy(), kind)
-            out[at : at + step] = torch.from_numpy(np.ascontiguousarray(numbers))
+            rows = stored[at : at + step]
+            blocks = rows.reshape(-1, BLOCKS[part.format.storage][1])
+            out[at : at + step] = make(blocks).view(len(rows), part.columns)
         return out
 
     def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
@@ -102,6 +105,17 @@ class GgufScheme(QuantScheme):
         for dtype in ("float32", "float16", "bfloat16"):
             numbers = torch.randn(6, 10, generator=random).to(getattr(torch, dtype))
             yield config, {name: (dtype, (6, 10))}, {name: numbers}
+
+
+def _by_library(storage: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As ``BLOCK_NUMBERS``, by the library ``gguf``."""
+    import numpy as np
+    import torch
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType[storage.upper()]
+    return lambda blocks: torch.from_numpy(np.ascontiguousarray(dequantize(blocks.numpy(), kind)))
 
 
 def _stored_name(name: str, headers: Headers) -> str:

@@ -165,8 +165,8 @@ def _byte_level(source: _GgufTokenizer) -> dict[str, Any]:
             f"{source.where} splits text as {source.kind[:80]!r}, which is unknown{did_you_mean(source.kind, SPLITS)} "
             "(or give the folder of the model's own tokenizer: tokenizer=FOLDER)"
         )
-    merges = [merge.split(" ", 1) for merge in source.get("merges", list)]
-    if any(len(pair) != 2 for pair in merges):
+    pairs = [merge.partition(" ") for merge in source.get("merges", list)]
+    if not all(space for _, space, _ in pairs):
         raise CheckpointError(f"{source.where}: a merge of its tokenizer is not two tokens; fetch the file again")
     known = source.pieces.ids
     splits = [
@@ -181,7 +181,7 @@ def _byte_level(source: _GgufTokenizer) -> dict[str, Any]:
         post_processor=source.post_processor(source.kind in WHOLE_WORDS) or level,
         decoder=level,
         model=bpe(
-            known, [[a, b] for a, b in merges if a in known and b in known and a + b in known],
+            known, [(a, b) for a, _, b in pairs if a in known and b in known and a + b in known],
             ignore_merges=source.kind in WHOLE_WORDS,
         ),
     )  # fmt: skip

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from evener_formats.tokenizers.merge_cache import MergeCache
 from evener_formats.tokenizers.tokenizer_json import bpe
 
 #: SentencePiece's types of pieces, which GGUF uses too.
@@ -48,16 +51,31 @@ class Pieces:
             ignore_merges=whole_words,
         )  # fmt: skip
 
-    def _merges(self) -> list[list[str]]:
-        found = []
+    def _merges(self) -> list[tuple[str, str]]:
+        """The merges, in order of priority. Those of a large vocabulary take a second and are kept."""
+        cache = MergeCache.of(self.texts, self.scores, self.types)
+        pairs = None if cache is None else cache.read()
+        if pairs is None:
+            pairs = self._pairs()
+            if cache is not None:
+                cache.write(pairs)
+        text = self.texts.__getitem__
+        return list(zip(map(text, pairs[:, 0].tolist()), map(text, pairs[:, 1].tolist()), strict=True))
+
+    def _pairs(self) -> np.ndarray:
+        """The merges as ids, int32 [merges, 2]."""
+        found, lefts, rights, find = [], [], [], self.ids.get
         for text, number in self.ids.items():
             if self.types[number] not in (CONTROL, UNKNOWN, BYTE):
                 for at in range(1, len(text)):
-                    left, right = self.ids.get(text[:at]), self.ids.get(text[at:])
-                    if left is not None and right is not None:
-                        found.append((-self.scores[number], left, right))
-        found.sort()
-        return [[self.texts[left], self.texts[right]] for _, left, right in found]
+                    left = find(text[:at])
+                    if left is not None and (right := find(text[at:])) is not None:
+                        found.append(number)
+                        lefts.append(left)
+                        rights.append(right)
+        scores = np.asarray(self.scores, dtype=np.float64)[np.asarray(found, dtype=np.int64)]
+        order = np.lexsort((rights, lefts, -scores))
+        return np.stack((np.asarray(lefts, dtype=np.int32), np.asarray(rights, dtype=np.int32)), axis=1)[order]
 
 
 def spaces(prefix: bool) -> list[Mapping[str, Any]]:

@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+class MadeTokenizer:
+    """Model files whose ``json("tokenizer.json")`` is made from something else: its text would be written only to be
+    read again, which takes a second for a large vocabulary."""
+
+
 def added_token(number: int, text: str, *, special: bool = True, single_word: bool = False) -> dict[str, Any]:
     """A token that is found in a text before it is normalized and split; ``single_word``: not inside a word."""
     return {

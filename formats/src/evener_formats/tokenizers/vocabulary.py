@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from evener.contracts.tokenizer import ByteRule, ReadTokenizer, Vocabulary
 from evener.errors import CheckpointError, RequestError
 from evener_formats.tokenizers.text_bound import most_bytes
 from evener_formats.tokenizers.token_bytes import byte_rule
+from evener_formats.tokenizers.tokenizer_json import MadeTokenizer
 
 # One text at a time: the library's threads would not help, and they warn when a process is forked.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -106,10 +109,11 @@ def read_tokenizer(files: ModelFiles) -> ReadTokenizer | None:
     """
     config = files.json("tokenizer_config.json")
     special = _special_tokens(config, files.json("special_tokens_map.json"))
-    text = files.text("tokenizer.json")
-    if text is not None:
+    made = files.json("tokenizer.json") if isinstance(files, MadeTokenizer) else {}
+    text = None if made else files.text("tokenizer.json")
+    if made or text is not None:
         try:
-            library = tokenizers.Tokenizer.from_str(text)
+            library = tokenizers.Tokenizer.from_str(text) if text is not None else from_parts(made)
         except Exception as error:  # the library raises a bare Exception
             where = files.where("tokenizer.json")
             raise CheckpointError(f"{where} cannot be used ({error}); fetch the file again") from error
@@ -118,6 +122,21 @@ def read_tokenizer(files: ModelFiles) -> ReadTokenizer | None:
     if any(files.names(name) for name in (*_SLOW_FILES, "*.tiktoken")):
         return ReadTokenizer(_through_transformers(files.path), special)
     return None
+
+
+def from_parts(file: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a ``tokenizer.json`` that was not written: as ``Tokenizer.from_str`` of its text makes
+    it. Of the model, which must be BPE, the library gets the lists as they are."""
+    model, added = dict(file["model"]), file["added_tokens"]
+    empty = {**model, "vocab": {}, "merges": []}
+    library = tokenizers.Tokenizer.from_str(json.dumps({**file, "model": empty, "added_tokens": []}))
+    assert model.pop("type") == "BPE", "converters make no other"
+    library.model = tokenizers.models.BPE(**{name: value for name, value in model.items() if value is not None})
+    # In runs of one kind: the library takes special and other tokens by two calls.
+    for special, run in itertools.groupby(added, key=lambda entry: bool(entry["special"])):
+        add = library.add_special_tokens if special else library.add_tokens
+        add([tokenizers.AddedToken(**{k: v for k, v in entry.items() if k != "id"}) for entry in run])
+    return library
 
 
 def _special_tokens(config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str | list[str]]:

@@ -77,34 +77,31 @@ template <class F> INLINE bool with_block_format(long kind, F f) {
   return false;
 }
 
-// 32 columns of one row. d and m are float16 bits.
+// 32 columns of one row. d and m are float16 bits. Where ``halves``, a byte of q holds columns j and j + 16, and ``fifths`` the fifth bits.
 struct Decoded {
   uint8_t q[32];
+  uint32_t fifths;
   uint16_t d, m;
   uint8_t s[2], t[2];
 };
 
+constexpr bool halves(long kind) { return kind == Q4_0 || kind == Q4_1 || kind == Q5_0 || kind == Q5_1; }
 INLINE uint16_t half_bits(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8); }
+INLINE uint32_t word_bits(const uint8_t* p) { return half_bits(p) | (uint32_t)half_bits(p + 2) << 16; }
 
 // Unit ``u`` (of 1 or 8) of the block at p, in the file's layout (ggml-common.h).
-static void decode(long kind, const uint8_t* p, long u, Decoded* o) {
-  uint8_t* q = o->q;
-  auto nibbles = [&](const uint8_t* b) {
-    for (int j = 0; j < 16; j++) q[j] = b[j] & 15, q[j + 16] = b[j] >> 4;
-  };
-  auto fifths = [&](const uint8_t* h) {
-    for (int j = 0; j < 32; j++) q[j] |= (h[j / 8] >> (j % 8) & 1) << 4;
-  };
+INLINE void decode(long kind, const uint8_t* __restrict p, long u, Decoded* __restrict o) {
+  uint8_t* __restrict q = o->q;
   auto scales_k4 = [&](const uint8_t* b) {
     o->s[0] = u < 4 ? b[u] & 63 : (b[u + 4] & 15) | (b[u - 4] >> 6) << 4;
     o->t[0] = u < 4 ? b[u + 4] & 63 : b[u + 4] >> 4 | (b[u] >> 6) << 4;
   };
   long n = u / 4, j = u % 4;
   switch (kind) {
-    case Q4_0: o->d = half_bits(p), nibbles(p + 2); break;
-    case Q4_1: o->d = half_bits(p), o->m = half_bits(p + 2), nibbles(p + 4); break;
-    case Q5_0: o->d = half_bits(p), nibbles(p + 6), fifths(p + 2); break;
-    case Q5_1: o->d = half_bits(p), o->m = half_bits(p + 2), nibbles(p + 8), fifths(p + 4); break;
+    case Q4_0: o->d = half_bits(p), memcpy(q, p + 2, 16); break;  // of these four, q is the halves of bytes
+    case Q4_1: o->d = half_bits(p), o->m = half_bits(p + 2), memcpy(q, p + 4, 16); break;
+    case Q5_0: o->d = half_bits(p), o->fifths = word_bits(p + 2), memcpy(q, p + 6, 16); break;
+    case Q5_1: o->d = half_bits(p), o->m = half_bits(p + 2), o->fifths = word_bits(p + 4), memcpy(q, p + 8, 16); break;
     case Q8_0: o->d = half_bits(p), memcpy(q, p + 2, 32); break;
     case Q2_K:
       for (int l = 0; l < 32; l++) q[l] = p[16 + 32 * n + l] >> (2 * j) & 3;
@@ -124,7 +121,7 @@ static void decode(long kind, const uint8_t* p, long u, Decoded* o) {
     case Q4_K:
     case Q5_K: {
       const uint8_t* b = p + (kind == Q4_K ? 16 : 48) + u / 2 * 32;
-      for (int l = 0; l < 32; l++) q[l] = u % 2 ? b[l] >> 4 : b[l] & 15;
+      for (int l = 0; l < 32; l++) q[l] = b[l] >> (u % 2 * 4) & 15;
       if (kind == Q5_K)
         for (int l = 0; l < 32; l++) q[l] |= (p[16 + l] >> u & 1) << 4;
       o->d = half_bits(p), o->m = half_bits(p + 2);
@@ -134,7 +131,7 @@ static void decode(long kind, const uint8_t* p, long u, Decoded* o) {
     case Q6_K:
       for (int l = 0; l < 32; l++) {
         uint8_t b = p[64 * n + 32 * (j % 2) + l];
-        q[l] = (j < 2 ? b & 15 : b >> 4) | (p[128 + 32 * n + l] >> (2 * j) & 3) << 4;
+        q[l] = (b >> (j / 2 * 4) & 15) | (p[128 + 32 * n + l] >> (2 * j) & 3) << 4;
       }
       for (int g = 0; g < 2; g++) o->s[g] = p[192 + 2 * u + g];
       o->d = half_bits(p + 208);
@@ -153,18 +150,46 @@ static void decode(long kind, const uint8_t* p, long u, Decoded* o) {
   }
 }
 
-template <class F> static void store_unit(const Decoded& in, long unit, long lane, char* tile) {
+// Of the bytes 0, 2, 4 and 6 of x, the low BITS bits of each, one after another.
+template <int BITS> INLINE uint32_t every_second(uint64_t x) {
+  const uint64_t one = (1 << BITS) - 1, two = (1 << 2 * BITS) - 1;
+  x &= one * 0x0001000100010001;
+  x = (x | x >> (16 - BITS)) & two * 0x0000000100000001;
+  return (uint32_t)(x | x >> (32 - 2 * BITS)) & ((1u << 4 * BITS) - 1);
+}
+
+// Bits 0, 2, 4, … of x, one after another.
+INLINE uint32_t even_bits(uint32_t x) {
+  x &= 0x55555555;
+  x = (x | x >> 1) & 0x33333333;
+  x = (x | x >> 2) & 0x0f0f0f0f;
+  x = (x | x >> 4) & 0x00ff00ff;
+  return (x | x >> 8) & 0xffff;
+}
+
+// Eight bytes, the first in the lowest bits.
+INLINE uint64_t eight_bytes(const uint8_t* p) {
+  uint64_t x;
+  memcpy(&x, p, 8);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+  x = __builtin_bswap64(x);
+#endif
+  return x;
+}
+
+template <class F> INLINE void store_unit(const Decoded& in, long unit, long lane, char* tile) {
   char* scales = tile + F::at(unit);
   uint8_t* q = (uint8_t*)scales + F::scale_bytes;
   if (F::bits == 8) {
     for (int c = 0; c < 32; c++) q[(c / 2 * LANES + lane) * 2 + c % 2] = in.q[c];
   } else {
-    uint32_t low[4] = {}, fifth = 0, high[2] = {};
-    for (int c = 0; c < 32; c++) {
-      int p = c / 2, half = c % 2 * 16;
-      low[p / 4] |= (uint32_t)(in.q[c] & 15) << (half + 4 * (p % 4));
-      fifth |= (uint32_t)(in.q[c] >> 4 & 1) << (half + p);
-      high[p / 8] |= (uint32_t)(in.q[c] >> 4 & 3) << (half + 2 * (p % 8));
+    uint32_t low[4], fifth = 0, high[2] = {};
+    if (halves(F::kind)) fifth = even_bits(in.fifths) | even_bits(in.fifths >> 1) << 16;
+    for (int z = 0; z < 4; z++) {  // eight columns: four pairs
+      uint64_t x = halves(F::kind) ? eight_bytes(in.q + 8 * (z % 2)) >> (z / 2 * 4) : eight_bytes(in.q + 8 * z);
+      low[z] = every_second<4>(x) | every_second<4>(x >> 8) << 16;
+      if (F::bits == 5 && !halves(F::kind)) fifth |= (every_second<1>(x >> 4) | every_second<1>(x >> 12) << 16) << 4 * z;
+      if (F::bits == 6) high[z / 2] |= (every_second<2>(x >> 4) | every_second<2>(x >> 12) << 16) << 8 * (z % 2);
     }
     for (int z = 0; z < 4; z++) memcpy(q + (z * LANES + lane) * 4, low + z, 4);
     if (F::bits == 5) memcpy(q + (4 * LANES + lane) * 4, &fifth, 4);

@@ -33,10 +33,10 @@ def load_stage(a: Assembly, tables: bool = True) -> WeightBytes:
     if a.placement is not None:  # first: a placement may have tables of the device that hold some of them too
         there = _load(a, placed, here, a.placement.packings, a.placement.torch_device, None)
     loaded = _load(a, here, placed, a.resolver.packings_by_layout, a.device.torch_device, a.device)
-    loaded = replace(loaded, placed=there.allocated + there.mapped)
+    a.checkpoint.close()  # nothing more is read, and its pages need not stay in memory
     for group in a.build.groups:
         group.bind()
-    return loaded
+    return replace(loaded, placed=there.allocated + there.mapped)
 
 
 def _load(

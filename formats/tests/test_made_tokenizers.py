@@ -1,0 +1,133 @@
+"""Tokenizers of GGUF files, which have no ``tokenizer.json``: the library gets their parts without its text."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from evener.loading.checkpoint import open_files
+from evener_formats.gguf.header import read_header
+from evener_formats.tokenizers import merge_cache
+from evener_formats.tokenizers.merge_cache import MergeCache
+from evener_formats.tokenizers.sentencepiece_bpe import BYTE, CONTROL, NORMAL, USER, Pieces
+from evener_formats.tokenizers.vocabulary import from_parts, read_tokenizer
+
+Write = Callable[..., Path]
+PIECES = ["<unk>", "<s>", "</s>", "<tool>", "<0x0A>", "▁", "a", "b", "c", "ab", "bc", "abc", "▁a", "▁ab"]
+TYPES = [2, CONTROL, CONTROL, USER, BYTE, *[NORMAL] * 9]
+SCORES = [0.0, 0.0, 0.0, 0.0, 0.0, -9.0, -8.0, -7.0, -6.0, -1.0, -2.0, -3.0, -2.0, -1.0]
+SENTENCEPIECE: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": PIECES, "tokenizer.ggml.token_type": TYPES,
+    "tokenizer.ggml.scores": SCORES, "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [{}, SENTENCEPIECE], ids=["byte level", "sentencepiece"])
+def test_a_tokenizer_of_parts_is_the_one_of_the_text(keys: dict[str, Any], write_gguf: Write) -> None:
+    files = open_files(write_gguf("llama", {}, {}, **keys))
+    text = files.text("tokenizer.json")
+    assert text is not None
+    assert from_parts(files.json("tokenizer.json")).to_str() == tokenizers.Tokenizer.from_str(text).to_str()
+
+
+def test_a_file_is_found_by_its_name_without_being_made(write_gguf: Write) -> None:
+    files = open_files(write_gguf("llama", {}, {}))
+    assert files.names("tokenizer.json") == ["tokenizer.json"] and files.names("*.model") == []
+
+
+def test_the_text_of_a_gguf_tokenizer_is_not_written_to_be_read(
+    write_gguf: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = open_files(write_gguf("llama", {}, {}, **SENTENCEPIECE))
+    monkeypatch.setattr(type(files), "text", lambda self, name: pytest.fail(f"the text of {name} was written"))
+    made = read_tokenizer(files)
+    assert made is not None and made.vocabulary.encode("abc<tool>", True)[0] == 1
+
+
+def test_a_header_in_use_is_read_once(write_gguf: Write) -> None:
+    path = write_gguf("llama", {}, {})
+    first = read_header(path)
+    assert read_header(path) is first
+    os.utime(path, ns=(1, 1))
+    assert read_header(path) is not first
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pieces]:
+    """A vocabulary whose merges are kept in a folder of its own, ``tmp_path/evener/tokenizers``."""
+    monkeypatch.setattr(merge_cache, "LEAST_PIECES", 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield Pieces(PIECES, SCORES, TYPES)
+
+
+def merges(pieces: Pieces) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = pieces.model("<unk>")["merges"]
+    return found
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "evener/tokenizers").iterdir())
+
+
+def test_merges_of_a_large_vocabulary_are_kept_and_the_same(
+    large: Pieces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [("▁", "ab"), ("a", "b"), ("▁a", "b"), ("▁", "a"), ("b", "c"), ("a", "bc"), ("ab", "c")]
+    assert merges(large) == expected
+    assert len(kept(tmp_path)) == 1
+    monkeypatch.setattr(Pieces, "_pairs", lambda self: pytest.fail("the merges were computed again"))
+    assert merges(Pieces(PIECES, SCORES, TYPES)) == expected
+
+
+def test_another_vocabulary_has_merges_of_its_own(large: Pieces, tmp_path: Path) -> None:
+    merges(large)
+    other = [*SCORES[:-1], 5.0]
+    assert merges(Pieces(PIECES, other, TYPES))[0] == ("▁", "ab")
+    assert merges(Pieces(PIECES, SCORES, [*TYPES[:-1], CONTROL])) != merges(large)
+    assert len(kept(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"\1" + data[1:], lambda data: b""])
+def test_a_damaged_file_of_merges_is_made_again(
+    large: Pieces, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    expected = merges(large)
+    (file,) = kept(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert merges(large) == expected and file.read_bytes() == whole
+
+
+def test_a_file_of_merges_that_others_may_write_is_not_read(large: Pieces, tmp_path: Path) -> None:
+    merges(large)
+    (file,) = kept(tmp_path)
+    file.chmod(0o666)
+    cache = MergeCache.of(large.texts, large.scores, large.types)
+    assert cache is not None and cache.read() is None
+
+
+def test_ids_outside_the_vocabulary_are_not_used(large: Pieces) -> None:
+    cache = MergeCache.of(large.texts, large.scores, large.types)
+    assert cache is not None
+    cache.write(np.array([[0, len(PIECES)]], dtype=np.int32))
+    assert cache.read() is None
+
+
+def test_the_folder_of_merges_has_a_bound(large: Pieces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_cache, "MOST_FILES", 2)
+    for number in range(4):
+        merges(Pieces(PIECES, [float(number), *SCORES[1:]], TYPES))
+    assert len(kept(tmp_path)) == 2
+
+
+def test_without_room_for_merges_they_are_computed(large: Pieces, tmp_path: Path) -> None:
+    (tmp_path / "evener").write_text("a file where the folder would be")
+    assert json.dumps(merges(large))

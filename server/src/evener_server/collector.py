@@ -1,0 +1,27 @@
+"""Python's collector of cycles. It looks at every object again and again while a start makes millions that stay, and
+twice more when the process ends: each takes half a second, of three for a short answer."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without collections inside; may be nested."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def end_without_collection() -> None:
+    """Let this process end without a last look at objects whose memory the system takes back anyway. Until then
+    nothing changes."""
+    atexit.register(gc.freeze)
