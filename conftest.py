@@ -78,6 +78,16 @@ def gemma_dir() -> Path:
 
 
 @pytest.fixture
+def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes that begin with torch imported, for tests of what they say and not of how they end."""
+    from warm import CHILDREN, warm
+
+    python = str(warm() / "python")
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setenv(CHILDREN, python)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """For tests whose tensors are tiny: threads would only wait for each other."""
     import torch

@@ -611,7 +611,7 @@ probe = importlib.import_module(found.probe)
 print(found.module, probe.marks().fit, [device.name for device in probe.probe().devices])
 """
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(BENCHMARKS)]))
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True,
+    done = subprocess.run([warm() / "python", "-c", code, str(tmp_path)], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": path})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split(" ", 2) == [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_run_streams_the_answer_and_says_the_figures_beside_it(smollm2_dir: Path) -> None:
-    done = run("run", smollm2_dir, "--prompt", "What is the capital of France?", "--temperature", "0", *REAL,
-               program=EVENER)  # fmt: skip
+    done = run("run", smollm2_dir, "--prompt", "What is the capital of France?", "--temperature", "0", *REAL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n") and "Paris" in done.stdout
     figures = done.stderr.splitlines()[-1]
@@ -65,7 +63,7 @@ def test_legacy_benchmark_command_writes_log_and_result(tiny: Path, tmp_path: Pa
     words = (f"models.ckpt_dir={tiny}", "infer.do_load=false", "request.prompt_tokens_len=20",
              "request.max_new_tokens=9", "infer.max_seq_len=64", "infer.max_reqs=8", "executor=process")  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "evener", "run", *words, "infer.kv_memory=4MiB"],
+        [*warm_python(), "-m", "evener", "run", *words, "infer.kv_memory=4MiB"],
         capture_output=True, text=True, timeout=2 * PATIENCE, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,13 +14,14 @@ import folder_fuzzer
 import pytest
 from folder_fuzzer import Report, fuzz
 from model_folders import Folder, Folders
+from warm import warm
 
 PROGRAM = Path(folder_fuzzer.__file__)
 
 
 def start(mode: str, first: int, count: int) -> subprocess.Popen[str]:
     """The fuzzer, over ``count`` folders from number ``first`` on."""
-    command = [sys.executable, str(PROGRAM), "--mode", mode, "--first", str(first), "--count", str(count)]
+    command = [warm() / "python", str(PROGRAM), "--mode", mode, "--first", str(first), "--count", str(count)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -393,7 +393,7 @@ async def raw_answer(port: int, pieces: list[bytes], reset: bool, quiet: asyncio
 
 def over_sockets(model: Path, count: int, number: int) -> None:
     keys = {key: value for key, value in TINY.items() if key != "executor"}
-    with Served.model(model, *(f"{key}={value}" for key, value in keys.items())) as served:
+    with Served.warm(model, *(f"{key}={value}" for key, value in keys.items())) as served:
         port = int(served.url.rpartition(":")[2])
         wanted = {**GOOD, "model": served.name}
         before = served.http.post("/v1/completions", json=wanted).json()["choices"]

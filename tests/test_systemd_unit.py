@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from docs_blocks import DOCS
-from served import EVENER, Served, tiny_model
+from served import Served, tiny_model
 from systemd_unit import ANALYZE, UNIT, complaints, values
+from warm import CHILDREN, warm
 
 TEXT = UNIT.read_text("utf-8")
 SET = values(TEXT)
@@ -20,7 +21,8 @@ def test_the_command_of_the_unit_serves_what_the_config_file_says_and_ends_well_
     model = tiny_model(tmp_path / "model")
     config = tmp_path / "server.yaml"
     config.write_text(f"model: {model}\nload: dummy\nserve.port: 0\ninfer.kv_memory: 16MiB\ninfer.threads: 1\n")
-    with Served(EVENER, *[str(config) if word == "/etc/evener/server.yaml" else word for word in words]) as server:
+    words = [str(config) if word == "/etc/evener/server.yaml" else word for word in words]
+    with Served("env", f"{CHILDREN}={warm() / 'python'}", warm() / "evener", *words) as server:
         assert server.get("/ready").status_code == 200
         assert server.stop() == 0
         # The drain of the unit is the one that the server uses.

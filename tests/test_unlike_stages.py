@@ -244,7 +244,7 @@ def test_a_backend_that_is_not_installed_is_refused_with_those_that_are(configur
 
 
 def test_processes_of_unlike_stages_match_one_device_and_the_death_of_one_is_reported_by_its_stage(
-    configured: Configured,
+    configured: Configured, warm_children: None
 ) -> None:
     want = play(build_controller(configured())[0], **traffic())
     # The chip measures what is left for state, and the CPU does not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -34,3 +35,14 @@ def test_a_command_whose_last_words_cannot_be_written_ends_with_pythons_status_f
         command = [warm() / "python", "-c", "print('said')"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 120 and "No space left on device" in done.stderr
+
+
+def test_a_command_has_the_files_that_it_was_given_under_their_numbers() -> None:
+    pipes = [os.pipe() for _ in range(3)]
+    given = [end for _, end in pipes]
+    program = "import os, sys\nfor number in sys.argv[1:]: os.write(int(number), number.encode())"
+    subprocess.run([warm() / "python", "-c", program, *map(str, given)], pass_fds=given, check=True)
+    for reading, writing in pipes:
+        os.close(writing)
+        assert os.read(reading, 9) == str(writing).encode()
+        os.close(reading)

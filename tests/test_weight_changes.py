@@ -193,7 +193,9 @@ def test_an_engine_that_sleeps_gives_the_memory_of_its_weights_and_cache_back(tm
         assert tokens(llm) == want
 
 
-def test_processes_replace_weights_while_others_wait_and_end_what_is_too_long(old: Path, new: Path) -> None:
+def test_processes_replace_weights_while_others_wait_and_end_what_is_too_long(
+    old: Path, new: Path, warm_children: None
+) -> None:
     want = fresh(old), fresh(new)
 
     async def run() -> None:

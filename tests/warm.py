@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -31,6 +32,8 @@ from typing import NoReturn
 from evener.plugins.catalog import prepare_torch_import
 
 EVENER = "import sys; from evener.cli.main import main; sys.exit(main())"
+#: Most files that a command may be given.
+_FILES = 32
 #: The variable that makes a command's own children such processes.
 CHILDREN = "EVENER_WARM_CHILDREN"
 #: What most commands import. A module that is found broken here would be so in a command.
@@ -43,10 +46,17 @@ _IMPORTED = (
 #: Sends its arguments, folder, environment and files, and ends as the command does. It imports little, for speed.
 _CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
+def is_open(number):  # not that of the listing itself, which is closed again
+    try:
+        return os.get_inheritable(number)
+    except OSError:
+        return False
 with socket.socket(socket.AF_UNIX) as to:
     to.connect({path!r})
-    said = json.dumps([{words!r} + sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
-    socket.send_fds(to, [len(said).to_bytes(8, "big")], [0, 1, 2])
+    others = {{int(name) for name in os.listdir("/proc/self/fd")}} - {{0, 1, 2, to.fileno()}}
+    files = [0, 1, 2, *filter(is_open, sorted(others))]
+    said = json.dumps([{words!r} + sys.argv[1:], os.getcwd(), dict(os.environ), files]).encode()
+    socket.send_fds(to, [len(said).to_bytes(8, "big")], files)
     to.sendall(said)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: to.send(bytes([number])))
@@ -108,7 +118,7 @@ def _serve(listener: socket.socket, parent: int) -> list[str]:
         words, folder, environ, files = _request(to)
         pid = os.fork()
         if pid:
-            for file in files:  # a pipe's reader waits until nobody can write
+            for file in files.values():  # a pipe's reader waits until nobody can write
                 os.close(file)
             _accompany(to, pid)
         to.close()
@@ -116,17 +126,18 @@ def _serve(listener: socket.socket, parent: int) -> list[str]:
         return words
 
 
-def _request(to: socket.socket) -> tuple[list[str], str, dict[str, str], list[int]]:
-    """The words after ``python``, the folder, the environment and the files of what is to be run."""
-    head, files, *_ = socket.recv_fds(to, 8, 3)
+def _request(to: socket.socket) -> tuple[list[str], str, dict[str, str], dict[int, int]]:
+    """The words after ``python``, the folder, the environment and the files of what is to be run, by the number that
+    each is to have."""
+    head, files, *_ = socket.recv_fds(to, 8, _FILES)
     left, said = int.from_bytes(head, "big"), b""
     while len(said) < left:
         more = to.recv(left - len(said))
         if not more:  # its starter is gone
             os._exit(1)
         said += more
-    words, folder, environ = json.loads(said)
-    return words, folder, environ, files
+    words, folder, environ, numbers = json.loads(said)
+    return words, folder, environ, dict(zip(numbers, files, strict=True))
 
 
 def _accompany(to: socket.socket, pid: int) -> NoReturn:
@@ -143,8 +154,12 @@ def _accompany(to: socket.socket, pid: int) -> NoReturn:
     os._exit(0)
 
 
-def _become(folder: str, environ: dict[str, str], files: list[int]) -> None:
-    for number, file in enumerate(files):
+def _become(folder: str, environ: dict[str, str], files: dict[int, int]) -> None:
+    # Out of the way first: the number that one file is to have may be that of another one.
+    away = {number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1000) for number, file in files.items()}
+    for file in files.values():
+        os.close(file)
+    for number, file in away.items():
         os.dup2(file, number)
         os.close(file)
     os.chdir(folder)

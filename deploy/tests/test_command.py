@@ -98,7 +98,7 @@ def test_resources_have_rays_names() -> None:
     assert read_resources("") == {}
 
 
-def test_a_child_serves_until_it_is_stopped_and_its_end_is_not_reported_then(model: Path) -> None:
+def test_a_child_serves_until_it_is_stopped_and_its_end_is_not_reported_then(model: Path, warm_children: None) -> None:
     ends: list[int] = []
     engine = EngineProcess([str(model), *KEYS, "serve.port=1"], {}, ends.append)
     try:
@@ -110,7 +110,7 @@ def test_a_child_serves_until_it_is_stopped_and_its_end_is_not_reported_then(mod
     assert not ends and not engine.alive
 
 
-def test_a_child_that_dies_is_reported_and_one_whose_parent_is_gone_ends(model: Path) -> None:
+def test_a_child_that_dies_is_reported_and_one_whose_parent_is_gone_ends(model: Path, warm_children: None) -> None:
     ended, codes = threading.Event(), list[int]()
 
     def on_end(code: int) -> None:
@@ -129,7 +129,7 @@ def test_a_child_that_dies_is_reported_and_one_whose_parent_is_gone_ends(model: 
     engine.stop()
 
 
-def test_a_child_that_does_not_start_is_an_error_with_the_end_of_its_log(model: Path) -> None:
+def test_a_child_that_does_not_start_is_an_error_with_the_end_of_its_log(model: Path, warm_children: None) -> None:
     with pytest.raises(EngineError, match=r"before it was ready(.|\n)*infer.tp_sise"):
         EngineProcess([str(model), "infer.tp_sise=2"], {}, lambda code: None)
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm import warm
 
 from evener.backend.torch_marks import TorchMarks
 from evener.config.build import from_overrides
@@ -103,7 +104,7 @@ def test_descriptor_and_probe_import_no_torch_L0() -> None:
 def test_a_torch_npu_without_cann_fails_the_probe_with_what_to_type_L0(tmp_path: Path) -> None:
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import evener_backend_ascend.probe as p; p.probe()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([warm() / "python", "-c", code], capture_output=True, text=True, timeout=60)
     assert "BackendError: torch_npu cannot be imported: libhccl.so" in done.stderr
     assert "type: source /usr/local/Ascend/ascend-toolkit/set_env.sh" in done.stderr
 

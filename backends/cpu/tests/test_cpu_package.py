@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from warm import warm
 
 from evener.backend.native_code import Unavailable
 from evener.contracts.ops import Bucket, OpCall
@@ -186,7 +187,7 @@ def test_a_forked_child_gets_threads_of_its_own() -> None:
         "if child == 0: os._exit(0)\n"
         "sys.exit(os.waitpid(child, 0)[1])\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([warm() / "python", "-c", code], check=True)
 
 
 def test_hooks_refuse_another_backends_device() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from gcu_stand_ins import FUNCTIONS, stand_in_ops
 from stand_ins import installed, source_is_cited
+from warm import warm
 
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
@@ -192,7 +193,7 @@ def test_nothing_imports_what_rewrites_another_namespace_L0() -> None:
     lines = [line for path in folder.glob("*.py") for line in path.read_text("utf-8").splitlines()]
     assert not [line for line in lines if "import" in line.split("#")[0].split() and "transfer_to_gcu" in line]
     script = "import sys, evener_backend_gcu.plugin; print([m for m in sys.modules if 'torch_gcu' in m])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run([warm() / "python", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 

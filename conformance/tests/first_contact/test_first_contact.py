@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from warm import CHILDREN, warm
 
 from evener_conformance.distributions import write_distribution
 from evener_conformance.first_contact.evidence_file import Evidence, read
@@ -44,9 +45,9 @@ def contact(
         "FAILS": fails,
         "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]),
     }
-    environ["XDG_CACHE_HOME"] = str(out.parent / "cache")
+    environ.update({"XDG_CACHE_HOME": str(out.parent / "cache"), CHILDREN: str(warm() / "python")})
     done = subprocess.run(
-        [sys.executable, "-m", "evener", "first-contact", "--backend", "failing", "--out", str(out), *words],
+        [warm() / "evener", "first-contact", "--backend", "failing", "--out", str(out), *words],
         env=environ, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     return done.returncode, read(out) if out.is_file() else None, done.stderr

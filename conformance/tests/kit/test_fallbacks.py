@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from warm import warm
 
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.ops.reference.state import ReferenceState
@@ -42,7 +42,7 @@ for work in (lambda: x + 1, lambda: x.cumprod(0)):
 
 
 def test_a_fallback_that_torch_makes_by_itself_is_seen_by_its_profiler() -> None:
-    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True)
+    done = subprocess.run([warm() / "python", "-c", LAZY], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kept, lost = [line for line in done.stdout.splitlines() if line.startswith("None")]
     assert kept == "None {}" and "torch's fallback to the host" in lost

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from warm import warm
 
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.ops.parts import load_reference
@@ -118,6 +118,6 @@ print(x.sum().item())
 @pytest.mark.parametrize(("count", "code"), [(1, 0), (7000, -signal.SIGSEGV)])
 def test_a_read_behind_the_end_ends_the_process_on_the_host_though_nothing_uses_it(count: int, code: int) -> None:
     """The first elements are within the alignment, where the guard is NaN."""
-    command = [sys.executable, "-c", READER.format(count=count)]
+    command = [warm() / "python", "-c", READER.format(count=count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (code, "" if code else "35.0\n")

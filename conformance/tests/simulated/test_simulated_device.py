@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm import warm
 
 from evener.errors import BackendError, NoBackendError, ProbeError
 from evener.plugins.choose import choose
@@ -117,7 +117,7 @@ def test_without_a_compiler_the_device_is_made_in_python_and_gives_the_same_toke
     environ = {**os.environ, "PATH": "", "XDG_CACHE_HOME": str(tmp_path / "empty")}
     environ.pop("CXX", None)
     done = subprocess.run(
-        [sys.executable, "-c", IN_PYTHON, str(tmp_path)], env=environ, capture_output=True, text=True, check=False
+        [warm() / "python", "-c", IN_PYTHON, str(tmp_path)], env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     (want, got), name, graphs, fallbacks = json.loads(done.stdout.splitlines()[-1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from harsh_traffic import shrink
 from lively_weights import write_lively
-from warm import CHILDREN, warm
 
 from evener.config.schema import Config
 from evener.engine.controller.controller import Controller
@@ -29,14 +27,6 @@ from .late_streams import LateEvent, LateStream
 @pytest.fixture(scope="session")
 def installed_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install_reference_backend(tmp_path_factory.mktemp("reference")).parent
-
-
-@pytest.fixture
-def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Child processes that begin with torch imported, for tests of what they say and not of how they end."""
-    python = str(warm() / "python")
-    monkeypatch.setattr(sys, "executable", python)
-    monkeypatch.setenv(CHILDREN, python)
 
 
 @pytest.fixture

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from evener.engine.controller.controller import Controller
 from evener.engine.processes.local_clients import InlineClient
 from evener.engine.processes.process_executor import ProcessExecutor
 from evener.engine.processes.start import build_controller, start_engine
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.messages import NewRequest, Ready, Sampling
+from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.wire.worker_facts import WorkerFacts, merge_facts
 from evener.errors import ArchitectureError, EngineDeadError, EngineError
 from evener_conformance.reference.engine import RunResult
@@ -32,7 +30,9 @@ def requests(max_tokens: int = 10) -> list[NewRequest]:
     ]
 
 
-def test_two_ranks_match_one_and_the_death_of_either_is_reported_by_name(make_config: Any, drive: Any) -> None:
+def test_two_ranks_match_one_and_the_death_of_either_is_reported_by_name(
+    make_config: Any, drive: Any, warm_children: None
+) -> None:
     alone = start_engine(make_config(), "inline")
     expected = drive(alone, requests())
     alone.close()
@@ -58,17 +58,10 @@ def test_two_ranks_match_one_and_the_death_of_either_is_reported_by_name(make_co
         client.close()
 
 
-def test_a_stopped_rank_times_out_and_all_processes_exit(make_config: Any) -> None:
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_stopped_rank_times_out_and_all_processes_exit(rank: int, make_config: Any) -> None:
     # A rank of a busy machine is silent for seconds by itself, while it imports torch.
-    config = make_config(**{"infer.pp_size": 2, "infer.heartbeat_timeout": 6.0})
-    # An engine for each rank that is stopped, so that the silences are waited for at the same time.
-    started = [build_controller(config) for _ in range(2)]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(stop_rank, range(2), *zip(*started, strict=True)))
-
-
-def stop_rank(rank: int, controller: Controller, ready: Ready) -> None:
-    """Stop a rank of an engine that is at work; it must be named, and no process of the engine be left."""
+    controller, ready = build_controller(make_config(**{"infer.pp_size": 2, "infer.heartbeat_timeout": 6.0}))
     executor = controller.executor
     assert isinstance(executor, ProcessExecutor)
     client, played = InlineClient(controller, ready), RunResult()

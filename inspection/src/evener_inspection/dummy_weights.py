@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -46,10 +46,17 @@ def _matrices(item: LinearWeight, noise: _Noise, device: torch.device) -> Iterat
         yield [noise.part(p, cut, item.dtype, device) for p, cut in named]
 
 
+# Kept for the next engine of this process; it is read only.
+@lru_cache(maxsize=1)
+def _drawn(seed: int) -> torch.Tensor:
+    """One period of noise, float32 in host memory: 4 MB."""
+    return torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed), dtype=torch.float32) * STD
+
+
 class _Noise:
     def __init__(self, seed: int, shared: frozenset[str]) -> None:
         self._seed, self._names, self._quantized = seed, shared, QuantizedNoise(seed, STD)
-        self._period = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)) * STD
+        self._period = _drawn(seed)
         self._typed: dict[tuple[str, str], torch.Tensor] = {}
         self._made: dict[tuple[str, tuple[int, ...], str, Slice | None], torch.Tensor] = {}
 

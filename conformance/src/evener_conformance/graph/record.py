@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from evener.contracts.graph import GraphCapture, Replay
 from evener.errors import EngineError
+from evener_conformance.graph.nested import mapped, tensors
 from evener_conformance.reference.device import ForbidHostReads
 
 #: Value that a capture leaves in the integer tensors that it made; floats become NaN.
@@ -91,9 +91,9 @@ class Recorder(TorchDispatchMode):
     def record(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call any ``func`` and record it as one call. The mode must not be active."""
         result = func(*args, **kwargs)
-        storages = {t.untyped_storage()._cdata for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
-        call = _Call(func, tree_map(self._reference, args), tree_map(self._reference, kwargs), len(self._alive))
-        for value in _tensors(result):
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
+        call = _Call(func, mapped(self._reference, args), mapped(self._reference, kwargs), len(self._alive))
+        for value in tensors(result):
             own = value.untyped_storage()._cdata not in storages
             call.kept.append(value if own else None)
             self._index[id(value)] = len(self._alive)
@@ -151,8 +151,8 @@ class RecordedReplay(Replay):
             return reference.tensor() if isinstance(reference, _ExternalTensor) else reference
 
         for call in self._calls:
-            result = call.function(*tree_map(value, call.args), **tree_map(value, call.kwargs))
-            for offset, (new, kept) in enumerate(zip(_tensors(result), call.kept, strict=True)):
+            result = call.function(*mapped(value, call.args), **mapped(value, call.kwargs))
+            for offset, (new, kept) in enumerate(zip(tensors(result), call.kept, strict=True)):
                 values[call.first + offset] = new if kept is None else kept.copy_(new)
 
 
@@ -184,7 +184,3 @@ class RecordingCapture(GraphCapture):
 
     def release(self) -> None:
         self.replays.clear()
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten, tree_map_only
 
+from evener_conformance.graph.nested import mapped, tensors
 from evener_conformance.graph.record import Recorder
 from evener_conformance.simulated.constraints import ConstraintError, Constraints
 from evener_conformance.simulated.namespace import Namespace
@@ -36,29 +36,38 @@ class Launcher:
         def run(*now: Any) -> Any:
             self.launches[kernel] = self.launches.get(kernel, 0) + 1
             self._check(kernel, now)
-            result = function(*tree_map_only(torch.Tensor, self._namespace.host, now))
-            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._where), result)
+            return mapped(self._on_device, function(*mapped(self._on_host, now)))
 
         recorder = active_recorder()
         with _disable_current_modes():
             return run(*args) if recorder is None else recorder.record(run, args, {})
 
+    def _on_host(self, value: Any) -> Any:
+        return self._namespace.host(value) if isinstance(value, torch.Tensor) else value
+
+    def _on_device(self, value: Any) -> Any:
+        return value.to(self._where) if isinstance(value, torch.Tensor) else value
+
     def _check(self, kernel: str, args: Any) -> None:
+        for number, tensor in enumerate(tensors(args)):
+            if (why := self._fault(tensor)) is not None:
+                switch, what = why
+                raise ConstraintError(f"{switch}: kernel {kernel} was given tensor {number}, {_short(tensor)}{what}")
+
+    def _fault(self, tensor: torch.Tensor) -> tuple[str, str] | None:
+        """The switch whose constraint a tensor breaks, and what is wrong with it; None: the chip takes it."""
         can = self.constraints
-        for number, tensor in enumerate(a for a in tree_flatten(args)[0] if isinstance(a, torch.Tensor)):
-            what = f"kernel {kernel} was given tensor {number}, {_short(tensor)}"
-            if tensor.device != self._where:
-                raise ConstraintError(f"simulated: {what}, which is on {tensor.device}, not on {self._where}")
-            if tensor.dtype is torch.int64 and not can.int64:
-                raise ConstraintError(f"simulated.int64=false: {what}; this chip's kernels take int32")
-            name = str(tensor.dtype).removeprefix("torch.")
-            if tensor.is_floating_point() and name not in can.chip.dtypes:
-                raise ConstraintError(f"simulated.chip={can.chip.name}: {what}; this chip has no {name}")
-            if not tensor.is_contiguous():
-                raise ConstraintError(f"simulated: {what} with strides {tensor.stride()}; its kernels ignore strides")
-            if tensor.numel() and tensor.data_ptr() % can.alignment:
-                off = tensor.data_ptr() % can.alignment
-                raise ConstraintError(f"simulated.alignment={can.alignment}: {what}, which begins {off} bytes off")
+        if tensor.device != self._where:
+            return "simulated", f", which is on {tensor.device}, not on {self._where}"
+        if tensor.dtype is torch.int64 and not can.int64:
+            return "simulated.int64=false", "; this chip's kernels take int32"
+        if tensor.is_floating_point() and (name := _name(tensor.dtype)) not in can.chip.dtypes:
+            return f"simulated.chip={can.chip.name}", f"; this chip has no {name}"
+        if not tensor.is_contiguous():
+            return "simulated", f" with strides {tensor.stride()}; its kernels ignore strides"
+        if tensor.numel() and (off := tensor.data_ptr() % can.alignment):
+            return f"simulated.alignment={can.alignment}", f", which begins {off} bytes off"
+        return None
 
 
 def active_recorder() -> Recorder | None:
@@ -68,4 +77,8 @@ def active_recorder() -> Recorder | None:
 
 
 def _short(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return f"{_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

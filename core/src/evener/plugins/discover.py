@@ -378,8 +378,8 @@ def installed_catalog(builtins: Sequence[Descriptor] = ()) -> Catalog:
     Raises:
         DuplicateNameError, UnknownNameError: as ``discover``.
     """
-    folders = tuple((folder, modified(folder)) for folder in sys.path)
-    return with_builtins(_read_installed(folders, tuple(map(os.environ.get, SWITCHES))), builtins)
+    found = _read_installed(tuple((each, modified(each)) for each in sys.path), tuple(map(os.environ.get, SWITCHES)))
+    return with_builtins(found, builtins) if builtins else found
 
 
 # Metadata is found by walking ``sys.path`` and ``sys.meta_path``. While another thread's import changes one of these

@@ -159,7 +159,8 @@ def _read_marks(package: Package) -> tuple[ModuleType, Marks]:
     """
     path = package.descriptor.probe or ""
     try:
-        with guarded(f"{package}: its probe {path}"):
+        # Of what is imported already nothing runs.
+        with contextlib.nullcontext() if path in sys.modules else guarded(f"{package}: its probe {path}"):
             module = importlib.import_module(path)
     except (Exception, SystemExit) as cause:  # a package may raise anything; the cause is kept
         raise DescriptorError(
