@@ -12,8 +12,8 @@ import pytest
 from served import EVENER, PATIENCE, Served, tiny_model
 from warm import CHILDREN, warm
 
-REAL = ("infer.kv_memory=268435456", "infer.max_seq_len=512")
-SMALL = ("infer.kv_memory=4194304", "infer.max_seq_len=512")
+REAL = ("infer.kv_memory=268435456", "infer.max_seq_len=512", "infer.threads=1")
+SMALL = ("infer.kv_memory=4194304", "infer.max_seq_len=512", "infer.threads=1")
 
 
 def run(

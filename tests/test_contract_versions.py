@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ DIGEST = "3c601908ff73bd8dbd310955d76a216c3963716893e2d86e2468c162cddd5d19"
 RUN = """
 import json, sys
 from types import MappingProxyType
+for name in [name for name in sys.modules if name.startswith("evener")]:
+    del sys.modules[name]  # of a warm process: all of core is imported with these versions
 import evener.contracts.descriptor as descriptor
 
 spoken, folder = json.loads(sys.argv[1]), sys.argv[2]
@@ -112,13 +113,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "target"
 
 
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("newer")
+    files = {path.relative_to(NEWER).as_posix(): path.read_text() for path in _files(NEWER)}
+    install(files, folder / "source", folder / "target")
+    return folder / "target"
+
+
 @pytest.fixture
 def start(installed: Path, tmp_path: Path) -> Any:
     """``start(device=(2, 3))``: what a run says in a core that speaks these versions of these contracts."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
 
     def run(**spoken: tuple[int, int]) -> dict[str, Any]:
-        words = [sys.executable, "-c", RUN, json.dumps({**CORE_CONTRACTS, **spoken}), str(tmp_path)]
+        words = [warm() / "python", "-c", RUN, json.dumps({**CORE_CONTRACTS, **spoken}), str(tmp_path)]
         done = subprocess.run(words, capture_output=True, text=True, env=_environ(installed, tmp_path))
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -174,15 +183,16 @@ def test_wheels_of_the_examples_built_for_version_1_are_refused_with_both_number
     assert "core speaks architecture 2, this plugin speaks 1" in said["model"]
 
 
-def test_wheels_of_the_examples_built_for_version_2_run_or_are_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_wheels_of_the_examples_built_for_version_2_run_or_are_refused_with_both_numbers(
+    newer: Path, tmp_path: Path
+) -> None:
     """Which of the two follows from the numbers alone: an ImportError or another surprise is neither."""
-    installed, model = tmp_path / "installed", tmp_path / "model"
-    install({p.relative_to(NEWER).as_posix(): p.read_text() for p in _files(NEWER)}, tmp_path / "source", installed)
+    model = tmp_path / "model"
     model.mkdir()
     own = {"architectures": ["ExampleForCausalLM"], "head_dim": 8, "rope_theta": 10000.0}
     (model / "config.json").write_text(json.dumps({**TINY, **own}))
-    words = [warm() / "python", "-c", RUN_NEWER, str(installed), str(model)]
-    environ = {**_environ(installed, tmp_path), "WORKED_PRETEND": "1"}
+    words = [warm() / "python", "-c", RUN_NEWER, str(newer), str(model)]
+    environ = {**_environ(newer, tmp_path), "WORKED_PRETEND": "1"}
     del environ["XDG_CACHE_HOME"]  # the CPU's kernels take a minute to compile, and are there
     done = subprocess.run(words, capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
@@ -203,14 +213,12 @@ def test_wheels_of_the_examples_built_for_version_2_run_or_are_refused_with_both
 
 @pytest.mark.parametrize("package", sorted(path.name for path in NEWER.iterdir()))
 def test_a_later_core_refuses_each_of_these_wheels_with_both_numbers(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, newer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {p.relative_to(NEWER).as_posix(): p.read_text() for p in _files(NEWER / package)}
-    install(files, tmp_path / "source", tmp_path / "installed")
-    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
+    monkeypatch.syspath_prepend(str(newer))
     later = {contract: (newest + 1, newest + 1) for contract, (_, newest) in CORE_CONTRACTS.items()}
-    found = discover(path=[str(tmp_path / "installed")], environ={}, core_contracts={**later, "descriptor": (1, 1)})
-    [problem] = found.problems
+    found = discover(path=[str(newer)], environ={}, core_contracts={**later, "descriptor": (1, 1)})
+    [problem] = [each for each in found.problems if each.distribution == package]
     assert isinstance(problem.error, ContractVersionError)
     assert f"pip install -U {package}" in str(problem.error)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,8 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS / "packages/evener-model-again"
 CHECK = """
 import sys
+for name in [name for name in sys.modules if name.startswith("evener")]:
+    del sys.modules[name]  # of a warm process: what is imported from here on counts
 from pathlib import Path
 import torch
 from family_oracles import Transformers
@@ -44,25 +45,25 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "target"
 
 
-def run(target: Path, scratch: Path, *words: str, program: str | Path = sys.executable) -> str:
+def run(target: Path, scratch: Path, *words: str) -> list[str]:
     paths = {"PYTHONPATH": python_path(target, TESTS), "EVENER_DISABLE_PLUGINS": "evener-models"}
     done = subprocess.run(
-        [program, *words], env={**os.environ, **paths}, cwd=scratch, capture_output=True, text=True
+        [warm() / "python", *words], env={**os.environ, **paths}, cwd=scratch, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
 
 
 def test_a_family_from_outside_passes_the_runner_under_its_own_name_without_our_models(
     target: Path, tmp_path: Path
 ) -> None:
-    said = run(target, tmp_path, "-c", CHECK, str(tmp_path / "model")).splitlines()[-1]
+    said = run(target, tmp_path, "-c", CHECK, str(tmp_path / "model"))[-1]
     assert said == f"{target / 'evener_model_again'} 80 set()"
 
 
 def test_its_state_and_oracle_stand_in_the_list_of_models(target: Path, tmp_path: Path) -> None:
     command = "from evener.cli.main import main; main(['models'])"
-    listed = run(target, tmp_path, "-c", command, program=warm() / "python").splitlines()
+    listed = run(target, tmp_path, "-c", command)
     (line,) = [line for line in listed if "ForCausalLM" in line]
     assert line.split("  ") == ["AgainForCausalLM", "again", "full, recurrent", "transformers", "evener-model-again"]
 

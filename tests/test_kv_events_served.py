@@ -16,7 +16,7 @@ from warm import CHILDREN, warm
 
 from evener import LLM, SamplingParams
 
-KEYS = ("load=dummy", "dtype=float32", "infer.kv_memory=4194304", "infer.block_size=16")
+KEYS = ("load=dummy", "dtype=float32", "infer.kv_memory=4194304", "infer.block_size=16", "infer.threads=1")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from served import Served, free_port, tiny_model
 
-KEYS = ("load=dummy", "dtype=float32", "infer.kv_memory=8388608", "infer.block_size=16")
+KEYS = ("load=dummy", "dtype=float32", "infer.kv_memory=8388608", "infer.block_size=16", "infer.threads=1")
 #: What vLLM's example router sends to the first server.
 FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
          "remote_host": None, "remote_port": None}  # fmt: skip

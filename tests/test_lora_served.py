@@ -16,7 +16,7 @@ from evener_conformance.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
          "vocab_size": VOCAB_SIZE}  # fmt: skip
-KEYS = {"dtype": "float32", "infer.kv_memory": 2**22, "infer.max_seq_len": 128, "infer.max_reqs": 4}
+KEYS = {"dtype": "float32", "infer.kv_memory": 2**22, "infer.max_seq_len": 128, "infer.max_reqs": 4, "infer.threads": 1}
 PROMPT = "Adapters of three kinds"
 
 

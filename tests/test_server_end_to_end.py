@@ -23,8 +23,8 @@ from served import EVENER, PATIENCE, Hold, Served, descendants, eventually, free
 from evener.folders.run import remove_stale_folders
 
 CAPITAL: Any = [{"role": "user", "content": "What is the capital of France?"}]
-SMALL = ("infer.kv_memory=268435456", "infer.max_seq_len=1024")
-TINY = ("load=dummy", "infer.kv_memory=4194304", "infer.max_seq_len=2048", "infer.max_reqs=16")
+SMALL = ("infer.kv_memory=268435456", "infer.max_seq_len=1024", "infer.threads=1")
+TINY = ("load=dummy", "infer.kv_memory=4194304", "infer.max_seq_len=2048", "infer.max_reqs=16", "infer.threads=1")
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +324,8 @@ def idle(served: Served) -> bool:
 @pytest.mark.slow
 def test_while_state_is_scarce_no_more_requests_wait_than_max_queue(folder: Path) -> None:
     """The second request needs more state at once than the first one leaves, so it waits as long as that one runs."""
-    scarce = ("load=dummy", "infer.kv_memory=2MiB", "infer.max_seq_len=4096", "infer.step_tokens=4096")
+    scarce = ("load=dummy", "infer.threads=1", "infer.kv_memory=2MiB", "infer.max_seq_len=4096",
+              "infer.step_tokens=4096")  # fmt: skip
     body = {"prompt": [5] * 600, "max_tokens": 3400, "ignore_eos": True, "temperature": 0}
     large = {**body, "prompt": [6] * 4000, "max_tokens": 2}
     with Served.warm(folder, *scarce, "infer.max_reqs=8", "serve.max_queue=1") as served, ThreadPoolExecutor() as pool:

@@ -18,7 +18,7 @@ from served import PATIENCE, Served, eventually, tiny_model
 from evener import LLM, SamplingParams
 from evener.contracts.grammar.library import GrammarSpec
 
-TINY = ("load=dummy", "infer.kv_memory=4MiB", "infer.max_seq_len=2048", "infer.max_reqs=16")
+TINY = ("load=dummy", "infer.kv_memory=4MiB", "infer.max_seq_len=2048", "infer.max_reqs=16", "infer.threads=1")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["a", "b"]}, "n": {"type": "integer"}},

@@ -14,7 +14,7 @@ from served import PATIENCE, Served, eventually, tiny_model
 
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 
-TINY = ("load=dummy", "infer.kv_memory=4MiB", "infer.max_seq_len=2048", "infer.max_reqs=16")
+TINY = ("load=dummy", "infer.kv_memory=4MiB", "infer.max_seq_len=2048", "infer.max_reqs=16", "infer.threads=1")
 #: What a template must say so that the parsers of Qwen 3's format know it; it ends where the reasoning begins.
 TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}<tool_call></tool_call> "arguments"
 {% for message in messages %}{{ message.role }} {{ message.content }}{% endfor %}

@@ -25,7 +25,7 @@ from evener_deploy.engine_process import EngineProcess
 from evener_deploy.options import DeployOptions, read_resources
 from evener_server.process import bind
 
-KEYS = ("load=dummy", "dtype=float32", "infer.kv_memory=4194304", "log.level=warning")
+KEYS = ("load=dummy", "dtype=float32", "infer.kv_memory=4194304", "infer.threads=1", "log.level=warning")
 
 
 @pytest.fixture(scope="module")

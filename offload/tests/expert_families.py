@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from harsh_traffic import traffic
+from harsh_traffic import LIMITS, traffic
 
 from evener.config.schema import Config
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.worker.inline_executor import InlineExecutor
 from evener.engine.worker.worker import Worker
-from evener_conformance.reference.engine import RunResult, play
+from evener_conformance.reference.engine import RunResult, play, small_config
 
 #: ``configured("Qwen3Moe", **keys)``: the family on the simulated chip.
 Configured = Callable[..., Config]
@@ -31,9 +34,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
 FEW_BLOCKS = {"Qwen3Moe": 3, "DeepseekV3": 3, "GptOss": 5, "Mixtral": 3}
 
 
-def on_the_cpu(configured: Configured, family: str = "Qwen3Moe") -> RunResult:
-    config = configured(family, backend="cpu", **{"infer.block_size": 128})
-    return play(build_controller(config)[0], **traffic())
+# Most tests compare with it.
+@cache
+def on_the_cpu(family: str = "Qwen3Moe") -> RunResult:
+    """The answers to ``traffic`` of the family on the CPU. Its weights are the same each time."""
+    with TemporaryDirectory() as folder:
+        keys = {**LIMITS, "backend": "cpu", "infer.block_size": 128}
+        config = small_config(Path(folder) / "model", family, FAMILIES[family][0], **keys)
+        return play(build_controller(config)[0], **traffic())
 
 
 def worker_of(controller: Controller) -> Worker:

@@ -41,7 +41,7 @@ def test_a_chip_too_small_for_the_experts_gives_the_tokens_of_one_that_holds_the
     configured: Configured, family: str
 ) -> None:
     """With chunks, preemption, prefix hits and aborts together."""
-    want, every = on_the_cpu(configured, family), explain(configured(family))["memory"]
+    want, every = on_the_cpu(family), explain(configured(family))["memory"]
     layers = FAMILIES[family][1]
     few = explain(configured(family, **{"infer.cpu_layer_num": layers}))["memory"]
     assert every["weights"] - few["weights"] > 0.5 * every["weights"], "most of the model are experts"
@@ -60,7 +60,7 @@ def test_a_chip_too_small_for_the_experts_gives_the_tokens_of_one_that_holds_the
 
 
 def test_two_ranks_each_compute_their_part_of_every_expert(configured: Configured) -> None:
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     with rank_threads(configured(**{"infer.tp_size": 2, "infer.cpu_layer_num": 2})) as (controller, ranks):
         assert_same(play(controller, **traffic()), want)
         whole = explain(configured(**{"infer.cpu_layer_num": 2}))["memory"]["host"]
@@ -70,7 +70,7 @@ def test_two_ranks_each_compute_their_part_of_every_expert(configured: Configure
 
 
 def test_two_stages_have_the_last_layers_of_the_whole_model_on_the_host(configured: Configured) -> None:
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     with rank_threads(configured(**{"infer.pp_size": 2, "infer.cpu_layer_num": 2})) as (controller, ranks):
         assert_same(play(controller, **traffic()), want)
         placed = [worker.assembly.placement for worker in ranks.workers]
@@ -78,7 +78,7 @@ def test_two_stages_have_the_last_layers_of_the_whole_model_on_the_host(configur
 
 
 def test_named_layers_go_to_the_host_and_the_others_stay(configured: Configured) -> None:
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     controller, ready = build_controller(configured(**{"infer.host_experts": "0,2"}))
     assert_same(play(controller, **traffic()), want)
     assembly = worker_of(controller).assembly
@@ -179,10 +179,12 @@ def test_the_device_computes_shared_experts_while_rows_are_on_their_way(
 HALVED = {"offload.halves": "on"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [f if f in ("GptOss", "Mixtral") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
 def test_steps_in_two_halves_give_the_same_tokens(configured: Configured, family: str) -> None:
     """With chunks, preemption, prefix hits and aborts together."""
-    want = on_the_cpu(configured, family)
+    want = on_the_cpu(family)
     controller, ready = build_controller(configured(family, **HALVED, **{"infer.cpu_layer_num": FAMILIES[family][1]}))
     shrink(controller, FEW_BLOCKS[family])
     assert_same(play(controller, **traffic()), want)
@@ -192,7 +194,7 @@ def test_steps_in_two_halves_give_the_same_tokens(configured: Configured, family
 
 
 def test_ranks_and_stages_compute_their_parts_in_halves(configured: Configured) -> None:
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     for groups in ({"infer.tp_size": 2}, {"infer.pp_size": 2}):
         config = configured(**groups, **HALVED, **{"infer.cpu_layer_num": 2})
         with rank_threads(config) as (controller, ranks):
@@ -203,7 +205,7 @@ def test_ranks_and_stages_compute_their_parts_in_halves(configured: Configured) 
 
 def test_without_the_key_sizes_are_timed_in_both_ways(configured: Configured) -> None:
     controller, ready = build_controller(configured(**{"infer.cpu_layer_num": 3}))
-    assert_same(play(controller, **traffic()), on_the_cpu(configured))
+    assert_same(play(controller, **traffic()), on_the_cpu())
     stats = controller.scheduler.stats
     assert stats.counters["host_expert_halved_steps"] >= 4
     assert "steps are halved: where that is measured to be faster" in "\n".join(ready.info.manifest["notes"])
@@ -348,7 +350,7 @@ def test_on_the_cpu_backend_the_experts_are_on_the_host_already(configured: Conf
     config = configured(backend="cpu", **{"infer.block_size": 128, "infer.cpu_layer_num": 2})
     controller, ready = build_controller(config)
     assert ready.info.memory["host_layers"] == 0
-    assert_same(play(controller, **traffic()), on_the_cpu(configured))
+    assert_same(play(controller, **traffic()), on_the_cpu())
 
 
 #: Only experts are quantized: everything else has the same numbers on either device.
@@ -357,7 +359,7 @@ RULES = json.dumps({"re:.*self_attn.*": "none", "re:lm_head.*": "none"})
 PACKED = {"q4_k": 144 / 256, "q8_0": 34 / 32, "fp8": 1.0}
 
 
-@pytest.mark.parametrize("quant", PACKED)
+@pytest.mark.parametrize("quant", [q if q != "q8_0" else pytest.param(q, marks=pytest.mark.slow) for q in PACKED])
 def test_experts_quantized_while_loading_stay_packed_on_the_host(
     tmp_path: Path, quant: str
 ) -> None:

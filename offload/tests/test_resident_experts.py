@@ -33,11 +33,11 @@ def placement_of(controller: Any) -> ResidentExperts:
 
 
 @pytest.mark.parametrize(
-    "family", [f if f in ("Qwen3Moe", "DeepseekV3") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+    "family", [f if f == "DeepseekV3" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
 )
 def test_few_slots_for_experts_give_the_tokens_of_a_device_that_holds_all(configured: Configured, family: str) -> None:
     """With chunks, preemption, prefix hits and aborts together; steps of prompts need several waves."""
-    want, every = on_the_cpu(configured, family), explain(configured(family))["memory"]
+    want, every = on_the_cpu(family), explain(configured(family))["memory"]
     few = explain(configured(family, **{"infer.resident_experts": 8}))["memory"]
     small = {"simulated.memory": (every["total"] + few["total"]) // 2}
     with pytest.raises(MemoryPlanError, match="does not fit"):
@@ -54,7 +54,7 @@ def test_few_slots_for_experts_give_the_tokens_of_a_device_that_holds_all(config
 
 
 def test_only_the_layers_that_are_named_leave_the_device(configured: Configured) -> None:
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     for keys, layers in (({"infer.cpu_layer_num": 1}, (2,)), ({"infer.host_experts": "0-1"}, (0, 1))):
         controller, ready = build_controller(configured(**{"infer.resident_experts": 12, **keys}))
         assert_same(play(controller, **traffic()), want)
@@ -67,7 +67,7 @@ def test_only_the_layers_that_are_named_leave_the_device(configured: Configured)
 
 @pytest.mark.slow
 def test_two_ranks_have_slots_for_their_parts_of_experts(configured: Configured) -> None:
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     with rank_threads(configured(**{"infer.tp_size": 2, "infer.resident_experts": 8})) as (controller, ranks):
         assert_same(play(controller, **traffic()), want)
         for worker in ranks.workers:
@@ -111,7 +111,7 @@ def test_what_was_needed_copied_and_guessed_is_in_the_statistics(configured: Con
 
 
 def test_guesses_of_the_next_layer_can_be_switched_off(configured: Configured) -> None:
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     controller, _ = build_controller(configured(**{"infer.resident_experts": 24, "offload.prefetch_experts": False}))
     assert_same(play(controller, **traffic()), want)
     held = [layer.residents for layer in placement_of(controller).layer.values()]
@@ -194,7 +194,7 @@ def test_copies_and_products_wait_for_each_other_on_the_device(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A product waits for the copies to its slots, and a copy for the last product with what it overwrites."""
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     controller, _ = build_controller(configured(**{"infer.resident_experts": 8}))
     order, device = Order(), worker_of(controller).assembly.device
     monkeypatch.setattr(device, "new_event", lambda: OrderedEvent(order))

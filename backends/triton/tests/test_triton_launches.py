@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
 from triton.runtime.interpreter import InterpretedFunction
+from warm import warm
 
 from evener_kernels_triton.jit.launch import fast_launch
 from evener_kernels_triton.jit.rows import softcap_kernel
@@ -28,7 +28,7 @@ ALWAYS = (
 def found() -> dict[str, Any]:
     """What ``launches.py`` says, in a process whose Triton compiles instead of interpreting."""
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DEFAULT_FP_FUSION": "1"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run([warm() / "python", str(SCRIPT)], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     said: dict[str, Any] = json.loads(done.stdout)
     return said

@@ -261,10 +261,12 @@ def stand_in(
 
 
 @pytest.mark.parametrize(
-    ("form", "columns", "tokens"),
-    [(FORMS[0], 96, 65), (FORMS[2], 512, 66), pytest.param(FORMS[2], 1024, 80, marks=pytest.mark.slow)], ids=str,
-)
-@pytest.mark.parametrize("bias", [False, True])
+    ("form", "columns", "tokens", "bias"),
+    [(FORMS[0], 96, 65, True), (FORMS[2], 512, 66, True),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+         (FORMS[0], 96, 65, False), (FORMS[2], 512, 66, False), (FORMS[2], 1024, 80, False), (FORMS[2], 1024, 80, True)
+     ))], ids=str,
+)  # fmt: skip
 def test_many_tokens_are_multiplied_by_the_library_where_the_device_has_the_product(
     form: tuple[str, int, int, int], columns: int, tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

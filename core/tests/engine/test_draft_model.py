@@ -266,7 +266,7 @@ def test_a_draft_model_whose_state_cannot_go_back_is_refused(make_config: Any) -
 def test_a_draft_model_drafts_for_a_model_with_recurrent_layers(make_lively: Any, play: Any) -> None:
     config = make_lively("Qwen3Next", {"num_experts": 0, "vocab_size": 5}, **LIMITS)
     draft = make_lively("Llama", {**TWO_LAYERS, "vocab_size": 5}, **LIMITS)
-    messages = [NewRequest(id=m.id, prompt=[each % 5 for each in m.prompt], max_tokens=40, sampling=m.sampling)
+    messages = [NewRequest(id=m.id, prompt=[each % 5 for each in m.prompt], max_tokens=20, sampling=m.sampling)
                 for m in requests(*ASKED)]  # fmt: skip
     expected = play(strict_controller(config)[0], messages).tokens
     controller = always(strict_controller(drafted(config, draft))[0])

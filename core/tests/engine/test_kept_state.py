@@ -89,8 +89,8 @@ def tiny_tensors(one_thread: None) -> None:
     """Every test here runs on one thread."""
 
 
-#: What other cases have too, each with something else beside it.
-ALONE = ("full", "full, one plan in flight", "latent", "recurrent")
+#: What other cases have too, each with something else beside it; an index is kept in blocks as latent state is.
+ALONE = ("full", "full, one plan in flight", "latent", "recurrent", "sparse")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in ALONE else c for c in CASES])
@@ -178,9 +178,13 @@ def test_workers_in_processes_of_their_own_do_as_plans_say(make_lively: Any, pla
         controller.executor.close()
 
 
-@pytest.mark.parametrize("blocks", [1, 100])
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("family", ["Gemma3", pytest.param("Llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "together", "blocks"),
+    [("Gemma3", True, 1), ("Gemma3", False, 100), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("Gemma3", True, 100), ("Gemma3", False, 1), ("Llama", True, 1), ("Llama", True, 100), ("Llama", False, 1),
+        ("Llama", False, 100),
+    ))],
+)  # fmt: skip
 def test_copies_on_streams_may_take_their_time(
     family: str, together: bool, blocks: int, late: None, make_lively: Any, play: Any, shrink_pool: Any,
     monkeypatch: pytest.MonkeyPatch,

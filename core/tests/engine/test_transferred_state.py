@@ -3,6 +3,7 @@ was fetched is computed again."""
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -293,9 +294,15 @@ def test_places_that_a_rank_could_not_be_told_to_forget_are_named_again(
     assert rank._rows == {} and rank._expected == set()
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-@pytest.mark.parametrize("free", [9, 14, 10_000])
-@pytest.mark.parametrize("keeps", [None, 1 << 22], ids=["alone", "beside host memory"])
+#: Families, free blocks and bytes of host memory: each value, and few blocks with each of the others.
+FEW = (("Llama", 9, None), ("Gemma3", 9, 1 << 22), ("Gemma3", 14, None), ("Llama", 10_000, 1 << 22))
+EVERY = itertools.product(("Llama", "Gemma3"), (9, 14, 10_000), (None, 1 << 22))
+
+
+@pytest.mark.parametrize(
+    ("family", "free", "keeps"),
+    [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in FEW)],
+)
 def test_many_prompts_at_once_in_a_small_pool_change_no_token(
     family: str, free: int, keeps: int | None, make_lively: Any, play: Any, pair: Any
 ) -> None:
