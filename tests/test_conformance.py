@@ -44,7 +44,7 @@ def test_some_backend_runs_on_the_host() -> None:
 @pytest.mark.parametrize("backend", HOSTS)
 def test_a_host_backend_passes_the_kit(backend: str, area: str) -> None:
     # In every dtype they are among the slow tests.
-    few = {"formats": ("bfloat16",), "composites": ("float32",)}
+    few = {"formats": ("bfloat16",), "composites": ("float32",), "primitives": ("bfloat16",)}
     assert wrong(backend, area, few.get(area, ())) == []
 
 

@@ -143,7 +143,8 @@ def _request(to: socket.socket) -> tuple[list[str], str, dict[str, str], dict[in
 def _accompany(to: socket.socket, pid: int) -> NoReturn:
     """Hand signals from the starter to the command, and its exit status back; end it if the starter is gone."""
     ends = os.pidfd_open(pid)
-    while ends not in select.select([to, ends], [], [])[0]:
+    watched: list[socket.socket | int] = [to, ends]
+    while ends not in select.select(watched, [], [])[0]:
         said = to.recv(1)
         os.kill(pid, said[0] if said else signal.SIGKILL)
         if not said:

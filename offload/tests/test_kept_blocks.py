@@ -43,7 +43,7 @@ def test_later_turns_of_chats_get_their_state_from_the_host(configured: Configur
     shrink(controller, FEW_BLOCKS[family])
     mover = worker_of(controller).mover
     assert isinstance(mover, HostMemory) and len(mover._streams) == 2
-    assert talk(controller) == on_the_cpu(family)
+    assert talk(controller) == on_the_cpu(configured, family)
     counters = controller.scheduler.stats.counters
     assert counters["kv_host_hits"] >= 3 and counters["kv_host_loaded_bytes"] > 0
     assert controller.scheduler.state.pool.used == 0
@@ -53,7 +53,7 @@ def test_later_turns_of_chats_get_their_state_from_the_host(configured: Configur
 def test_two_ranks_keep_their_parts(configured: Configured) -> None:
     with rank_threads(configured(**HOST, **{"infer.tp_size": 2})) as (controller, ranks):
         shrink(controller, FEW_BLOCKS["Qwen3Moe"])
-        assert talk(controller) == on_the_cpu("Qwen3Moe")
+        assert talk(controller) == on_the_cpu(configured, "Qwen3Moe")
         assert controller.scheduler.stats.counters["kv_host_hits"] >= 3
         whole = sum(worker.mover.slab_bytes for worker in ranks.workers if isinstance(worker.mover, HostMemory))
     mover = worker_of(build_controller(configured(**HOST))[0]).mover
@@ -63,6 +63,6 @@ def test_two_ranks_keep_their_parts(configured: Configured) -> None:
 def test_experts_on_the_host_go_together_with_it(configured: Configured) -> None:
     controller, _ = build_controller(configured(**HOST, **{"infer.resident_experts": 24}))
     shrink(controller, FEW_BLOCKS["Qwen3Moe"])
-    assert talk(controller) == on_the_cpu("Qwen3Moe")
+    assert talk(controller) == on_the_cpu(configured, "Qwen3Moe")
     counters = controller.scheduler.stats.counters
     assert counters["expert_hits"] and counters["kv_host_hits"] >= 3
