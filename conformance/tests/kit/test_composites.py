@@ -242,6 +242,18 @@ def test_a_composite_that_is_wrong_for_a_single_row_is_found() -> None:
     assert found.outcome == "failed" and found.detail.startswith("step 3 of 1 rows: hidden states differ")
 
 
+@pytest.mark.parametrize(("factor", "outcome"), [(1.0, "passed"), (1.1, "failed")])
+def test_a_composite_for_one_row_only_is_checked_with_the_steps_of_one_row(factor: float, outcome: str) -> None:
+    class Single(Expansion):
+        def supports(self, call: OpCall) -> str | None:
+            return f"computes one row, not {call.bucket.high}" if call.bucket.high > 1 else None
+
+    kernel = Single("mlp_block", factor)
+    (found,) = check_composite(kernel, BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=("biased",))
+    assert found.outcome == outcome
+    assert outcome == "passed" or found.detail.startswith("step 3 of 1 rows: hidden states differ")
+
+
 def test_a_failure_names_the_parameters_by_which_a_kernel_may_take_another_path() -> None:
     kinds = ("windowed", "biased")
     results = check_composite(Expansion("mlp_block", 1.1), BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=kinds)

@@ -420,7 +420,7 @@ def _check(
         return "failed", f"no layer of the kit calls op {kernel.op!r}; add cases='module:function' to its OpSchema"
     label = f"{_PACKAGE}/{kernel.name}"
     refused = [reason for c in choices if c.provider != label for name, reason in c.refused if name == label]
-    if refused:
+    if refused and all(c.provider != label for c in choices):  # one that serves some numbers of tokens is checked
         return "not applicable", refused[0]
     rounding = rounding_references(schemas, model.resolver.manifest.rounded)
     inputs, near = _inputs(family, family.steps, dtype, seed), None
