@@ -40,7 +40,7 @@ def slots_of(packing: Packing, storage: str, device: HostDevice) -> tuple[Stacke
     stack = StackedWeight("stack", tuple(experts[0]), 64, 256, "float32", layout=packing.layout, experts=EXPERTS)
     stack.value = packing.pack_stack(experts, EXPERTS, "float32", torch.device("cpu"))
     build = Builder("float32", 64)
-    made = ExpertSlots(build, stack, packing, SLOTS, device)
+    made = ExpertSlots(build, [stack], packing, SLOTS, device)
     (table,) = build.weights
     assert isinstance(table, Table)
     table.value = table.make(torch.device("cpu"))
@@ -87,9 +87,9 @@ def test_a_layout_without_a_place_for_each_expert_is_refused() -> None:
     stack, _ = slots_of(PLAIN, "float32", HostDevice(0))
     assert stack.value is not None
     build = Builder("float32", 64)
-    ExpertSlots(build, stack, PLAIN, SLOTS, HostDevice(0))
+    ExpertSlots(build, [stack], PLAIN, SLOTS, HostDevice(0))
     object.__setattr__(stack.value, "data", stack.value.data[:3])
     (table,) = build.weights
     assert isinstance(table, Table)
-    with pytest.raises(ConfigError, match=r"cannot copy stack, which is packed as plain; use infer.cpu_layer_num"):
+    with pytest.raises(ConfigError, match=r"stack cannot be copied by expert, because it is packed as plain; use infer.cpu_layer_num and"):
         table.make(torch.device("cpu"))

@@ -190,12 +190,15 @@ class OrderedEvent:
         return self._over
 
 
+@pytest.mark.parametrize(
+    "keys", [{"infer.resident_experts": 8}, {"infer.cpu_layer_num": 3, "offload.stream_prompts": "1"}]
+)
 def test_copies_and_products_wait_for_each_other_on_the_device(
-    configured: Configured, monkeypatch: pytest.MonkeyPatch
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     """A product waits for the copies to its slots, and a copy for the last product with what it overwrites."""
     want = on_the_cpu()
-    controller, _ = build_controller(configured(**{"infer.resident_experts": 8}))
+    controller, _ = build_controller(configured(**keys))
     order, device = Order(), worker_of(controller).assembly.device
     monkeypatch.setattr(device, "new_event", lambda: OrderedEvent(order))
     read, written = dict[tuple[int, int], Any](), dict[tuple[int, int], Any]()
@@ -220,7 +223,8 @@ def test_copies_and_products_wait_for_each_other_on_the_device(
     copied, waves = ExpertSlots.copy, ResidentLayer.filled
     monkeypatch.setattr(ExpertSlots, "copy", copy)
     monkeypatch.setattr(ResidentLayer, "filled", filled)
-    for layer in placement_of(controller).layer.values():
+    placement: Any = worker_of(controller).assembly.placement
+    for layer in placement.streamed.groups if "infer.cpu_layer_num" in keys else placement.layer.values():
         monkeypatch.setattr(layer, "_stream", order)
         layer.residents._slot.clear()
     assert_same(play(controller, **traffic()), want)

@@ -73,7 +73,8 @@ class Cases:
         return torch.randn(shape, generator=self._noise).to(dtype or self._torch)
 
     def _built(self, op: str, **static: Any) -> OpFunction:
-        kernel = next(kind(self._device) for kind in (*PRIMITIVES, NativeGroupedLinear, NativeMixExperts) if kind.op == op)
+        kinds = *PRIMITIVES, NativeGroupedLinear, NativeMixExperts
+        kernel = next(kind(self._device) for kind in kinds if kind.op == op)
         call = OpCall(op, static, Bucket(1, 512), self._device.capabilities)
         assert kernel.supports(call) is None
         return kernel.build(call)
