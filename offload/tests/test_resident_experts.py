@@ -11,6 +11,7 @@ import pytest
 import torch
 from expert_families import FAMILIES, FEW_BLOCKS, HEADS, Configured, on_the_cpu, worker_of
 from harsh_traffic import LIMITS, assert_same, shrink, traffic
+from msgspec.structs import replace
 
 from evener.contracts.declared import CallSite
 from evener.engine.processes.start import build_controller
@@ -116,6 +117,37 @@ def test_guesses_of_the_next_layer_can_be_switched_off(configured: Configured) -
     assert_same(play(controller, **traffic()), want)
     held = [layer.residents for layer in placement_of(controller).layer.values()]
     assert all(each.guesses == 0 and each.copied == each.misses for each in held)
+
+
+def test_a_layer_that_has_all_it_needs_is_not_guessed_for(configured: Configured) -> None:
+    controller, _ = build_controller(configured(**{"infer.resident_experts": 94}))
+    layers, message = list(placement_of(controller).layer.values()), traffic()["messages"][0]
+    for number in range(3):  # afterwards all experts that these tokens need are there, for more than 16 steps
+        assert not play(controller, [replace(message, id=f"r{number}")]).dead
+    guesses = [layer.residents.guesses for layer in layers]
+    assert guesses[1] > 0 and all(layer.quiet > 16 for layer in layers)
+    assert not play(controller, [replace(message, id="again")]).dead
+    assert [layer.residents.guesses for layer in layers] == guesses
+
+
+def test_a_small_step_whose_experts_have_slots_is_one_run(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want, waves = on_the_cpu(configured), ResidentLayer.filled
+    controller, _ = build_controller(configured(**{"infer.resident_experts": 12}))
+    steps = list[tuple[bool, int]]()
+
+    def filled(layer: ResidentLayer, needed: Any, elsewhere: Any, together: bool) -> Iterator[Wave]:
+        found = 0
+        for found, wave in enumerate(waves(layer, needed, elsewhere, together), 1):
+            assert together <= (set(needed) == set(wave.slots))
+            yield wave
+        steps.append((together, found))
+
+    monkeypatch.setattr(ResidentLayer, "filled", filled)
+    assert_same(play(controller, **traffic()), want)
+    assert sum(together for together, _ in steps) > 50 and all(count == 1 for together, count in steps if together)
+    assert any(count > 1 for _, count in steps), "prompts"
 
 
 def test_a_layer_is_guessed_for_only_if_its_experts_and_those_before_are_in_host_memory(configured: Configured) -> None:
