@@ -23,7 +23,7 @@ from evener_conformance.reference.engine import play, small_config
 from evener_inspection.explanation import explain
 from evener_offload.expert_slots import ExpertSlots
 from evener_offload.resident_experts import ResidentExperts
-from evener_offload.resident_layer import ResidentLayer
+from evener_offload.resident_layer import ResidentLayer, _runs
 from evener_offload.residents import Wave
 
 
@@ -139,7 +139,8 @@ def test_a_small_step_whose_experts_have_slots_is_one_run(
 
     def filled(layer: ResidentLayer, needed: Any, elsewhere: Any, together: bool) -> Iterator[Wave]:
         found = 0
-        for found, wave in enumerate(waves(layer, needed, elsewhere, together), 1):
+        for wave in waves(layer, needed, elsewhere, together):
+            found += 1
             assert together <= (set(needed) == set(wave.slots))
             yield wave
         steps.append((together, found))
@@ -175,6 +176,12 @@ def test_a_block_gives_the_same_bits_whatever_is_on_the_device(configured: Confi
                         for site, group in ((want, weights), (got, same))]  # fmt: skip
             first, second = (every.device.readback(rows).wait() for rows in both)
             assert torch.equal(first, second) and first.abs().max() > 0
+
+
+def test_neighbours_that_go_to_neighbouring_slots_are_copied_together() -> None:
+    places = [(3, 0), (4, 1), (5, 2), (7, 3), (8, 5), (9, 6)]
+    assert list(_runs(places, 9)) == [(3, 0, 3), (7, 3, 1), (8, 5, 1), (9, 6, 1)], "9 is of the next layer"
+    assert list(_runs([], 9)) == []
 
 
 def blocks_of(build: Builder) -> list[tuple[CallSite, Any]]:
@@ -236,13 +243,13 @@ def test_copies_and_products_wait_for_each_other_on_the_device(
     read, written = dict[tuple[int, int], Any](), dict[tuple[int, int], Any]()
     unread, beside = set[Any](), 0
 
-    def copy(slots: ExpertSlots, expert: int, slot: int) -> None:
+    def copy(slots: ExpertSlots, expert: int, slot: int, count: int = 1) -> None:
         nonlocal beside
-        place = id(slots), slot
-        assert order.current == "copies" and order.follows(read.get(place))
-        beside += any(not order.follows(stamp) for stamp in read.values())
-        written[place] = order.work()
-        copied(slots, expert, slot)
+        for place in ((id(slots), each) for each in range(slot, slot + count)):
+            assert order.current == "copies" and order.follows(read.get(place))
+            beside += any(not order.follows(stamp) for stamp in read.values())
+            written[place] = order.work()
+        copied(slots, expert, slot, count)
 
     def filled(layer: ResidentLayer, *given: Any) -> Iterator[Wave]:
         for wave in waves(layer, *given):

@@ -91,7 +91,8 @@ def test_ranks_settle_one_number_and_halves_are_of_steps_that_are_not_streamed(c
             each.streamed._least = 12
         before = [each.counters()["host_expert_halved_steps"] for each in placed]
         assert_same(play(controller, **traffic()), want)
-        assert all(each.counters()["host_expert_halved_steps"] > count for each, count in zip(placed, before, strict=True))
+        after = [each.counters()["host_expert_halved_steps"] for each in placed]
+        assert after[0] > before[0] and after[1] > before[1]
         assert placed[0].streamed.tokens == placed[1].streamed.tokens > 100
 
 

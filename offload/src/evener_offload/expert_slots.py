@@ -38,7 +38,7 @@ class ExpertSlots:
         self.weight = replace(stack, name=f"{stack.name} on the device", experts=count, placement=None)
         self.nbytes = packing.nbytes(stack.parts, stack.dtype)
         self._experts = stack.experts
-        #: Tensors of matrices, see ``_parts``.
+        #: Tensors of matrices, and (-1) of whole stacks, see ``_parts``.
         self._known: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._table = own.table(("slots of experts", stack.name), count * self.nbytes, self._make)
 
@@ -47,20 +47,23 @@ class ExpertSlots:
         """The slots."""
         return cast("PackedWeight", self._table.value)
 
-    def copy(self, expert: int, slot: int) -> None:
-        """Start copying an expert to a slot, on the current stream."""
+    def copy(self, expert: int, slot: int, count: int = 1) -> None:
+        """Start copying ``count`` experts of one layer to as many slots from ``slot`` on, on the current stream."""
         number, within = divmod(expert, self._experts)
-        for source, target in zip(self._parts(number, within), self._parts(-1, slot), strict=True):
+        for source, target in zip(self._parts(number, within, count), self._parts(-1, slot, count), strict=True):
             target.copy_(source, non_blocking=True)
 
-    def _parts(self, stack: int, index: int) -> list[torch.Tensor]:
-        """The tensors of one matrix of a stack, or (-1) of the slots; found once."""
-        known = self._known.get((stack, index))
+    def _parts(self, stack: int, index: int, count: int) -> list[torch.Tensor]:
+        """The tensors of so many matrices of a stack, or (-1) of the slots."""
+        known = self._known.get((stack, index if count == 1 else -1))
         if known is None:
             value = self.value if stack < 0 else self.stacks[stack].value
             assert value is not None, "weights are loaded"
-            known = self._known[stack, index] = _tensors(value.data[index])
-        return known
+            if isinstance(value.data, tuple) and count > 1:
+                return [each for at in range(index, index + count) for each in self._parts(stack, at, 1)]
+            known = _tensors(value.data[index] if count == 1 else value.data)
+            self._known[stack, index if count == 1 else -1] = known
+        return known if count == 1 else [tensor[index : index + count] for tensor in known]
 
     def _make(self, where: torch.device) -> Any:
         """Empty slots. The experts move to page-locked memory, if the device has any: copies from it are

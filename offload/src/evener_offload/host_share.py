@@ -35,7 +35,7 @@ from evener_offload.slot_products import MOST_TOKENS
 
 log = logging.getLogger("evener.worker")
 #: Rows with which the host is timed, and how often.
-_TIMED_ROWS, _TIMES = 16, 3
+_TIMED_ROWS, _TIMES = 4, 3
 #: Rows [T, hidden], ids [T, k] with -1 for pairs of others, the pairs' weights, and the layer's weights, to sums
 #: [T, hidden].
 OnHost = Callable[[torch.Tensor, "np.ndarray[Any, Any]", torch.Tensor, MoEWeights], torch.Tensor]
@@ -153,15 +153,15 @@ class HostShare:
         """Time one expert. Called in the warm-up, so nothing else runs."""
 
         def host(count: int) -> float:
-            ids = np.full((count, top), -1, dtype=np.int32)
-            ids[:, 0] = 0
+            """Seconds of one expert with ``count`` rows, beside as many others as a token has; new ones each time."""
             many, weights = x[:1].expand(count, -1).contiguous(), torch.ones(count, top)
             times = []
-            for _ in range(1 + _TIMES):
+            for number in range(1 + _TIMES):
+                ids = (np.arange(top, dtype=np.int32) + (number + count) * top) % layer.experts
                 began = time.perf_counter()
-                compute(many, ids, weights, w)
+                compute(many, np.tile(ids, (count, 1)), weights, w)
                 times.append(time.perf_counter() - began)
-            return min(times[1:])
+            return min(times[1:]) / top
 
         copy = min(self._device.measure(layer.copy_again) for _ in range(1 + _TIMES))
         one, several = host(1), host(_TIMED_ROWS)

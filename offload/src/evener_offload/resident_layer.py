@@ -132,9 +132,9 @@ class ResidentLayer:
             self._copied[slot] = copied
 
     def _submit(self, wave: Wave) -> None:
-        for expert in wave.copied:
-            self.gate_up.copy(expert, wave.slots[expert])
-            self.down.copy(expert, wave.slots[expert])
+        for expert, slot, count in _runs([(expert, wave.slots[expert]) for expert in wave.copied], self.experts):
+            self.gate_up.copy(expert, slot, count)
+            self.down.copy(expert, slot, count)
 
     def _await_copies(self, wave: Wave) -> None:
         for event in _distinct(self._copied[slot] for slot in wave.slots.values()):
@@ -153,6 +153,17 @@ class ResidentLayer:
         event = self._device.new_event()
         event.record()
         return event
+
+
+def _runs(places: Sequence[tuple[int, int]], experts: int) -> Iterator[tuple[int, int, int]]:
+    """Experts and their slots as (first expert, first slot, count): both are one more from each to the next, and a run
+    is of one layer, of which there are so many ``experts``."""
+    begin = 0
+    for at in range(1, len(places) + 1):
+        expert, slot = places[at - 1]
+        if at == len(places) or places[at] != (expert + 1, slot + 1) or places[at][0] % experts == 0:
+            yield *places[begin], at - begin
+            begin = at
 
 
 def _slots(waves: Sequence[Wave]) -> set[int]:

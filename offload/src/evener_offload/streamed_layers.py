@@ -195,14 +195,16 @@ class StreamedLayers:
         slots, experts, top = self._places[path].slots, static["experts"], static["top"]
         x, ids, weights = (self._device.readback(each).wait() for each in (x, ids, weights))
 
-        def host(tokens: int) -> tuple[float, int]:
-            """Seconds, and how many experts had rows."""
-            times = []
-            for _ in range(1 + _TIMES):
+        def host(tokens: int) -> tuple[float, float]:
+            """Seconds, and how many experts had rows; other tokens each time, so that caches do not hold them."""
+            found = []
+            for number in range(1 + _TIMES):
+                begin = max(0, min(number * tokens, x.shape[0] - tokens))
+                rows = slice(begin, begin + tokens)
                 began = time.perf_counter()
-                compute(x[:tokens], ids[:tokens], weights[:tokens], w)
-                times.append(time.perf_counter() - began)
-            return min(times[1:]), len(ids[:tokens].unique())
+                compute(x[rows], ids[rows], weights[rows], w)
+                found.append((time.perf_counter() - began, len(ids[rows].unique())))
+            return min(found[1:])
 
         copy = min(self._device.measure(slots.copy_again) for _ in range(1 + _TIMES))
         (one, some), (more, others) = host(1), host(min(_TIMED_TOKENS, x.shape[0]))
