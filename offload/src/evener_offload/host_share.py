@@ -3,8 +3,8 @@
 
 The host's kernels read the same memory that copies are made from if both read one layout; otherwise host memory holds
 the experts a second time, as the host reads them. For small steps, a layer's rows are copied to the host too. While the
-device computes with what it has and what arrives, the host computes its experts' part of each token's sum, which is
-added to the device's.
+device computes with what it has and what arrives, the host computes its experts' part of each token's sum, in a thread
+of its own: the one that submits work to the device is busy for as long. The sums are added on the device.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,8 @@ from evener_offload.second_layout import Stacks, keep, second_bytes, second_layo
 from evener_offload.slot_products import MOST_TOKENS
 
 log = logging.getLogger("evener.worker")
+#: With so many threads or more, one of them submits work instead of computing.
+_SPARING = 4
 #: Rows with which the host is timed, and how often.
 _TIMED_ROWS, _TIMES = 4, 3
 #: Rows [T, hidden], ids [T, k] with -1 for pairs of others, the pairs' weights, and the layer's weights, to sums
@@ -57,7 +61,11 @@ class HostShare:
 
     def __init__(self, config: ResolvedConfig, device: Device, resolver: Resolver, most_rows: int | None) -> None:
         self._device, self._most_rows, self.computed = device, most_rows, 0
-        _, self._resolver = open_host(config, resolver)
+        host, self._resolver = open_host(config, resolver)
+        # If the host computed on all cores, the thread that shares its core with the one that submits would hold up the
+        # others in every product.
+        host.limit_threads(config.threads - (config.threads >= _SPARING))
+        self._thread = ThreadPoolExecutor(1, "evener-host-share", initializer=host.select)
         self._device_resolver, self.packings = resolver, self._resolver.packings_by_layout
         #: By path: what the host reads.
         self._stacks: dict[str, Stacks] = {}
@@ -103,7 +111,7 @@ class HostShare:
         def compute(
             x: torch.Tensor, ids: np.ndarray[Any, Any], weights: torch.Tensor, w: MoEWeights
         ) -> torch.Tensor:
-            slots, biases = torch.from_numpy(ids), self._biases_of(path, w)
+            slots, biases = torch.from_numpy(ids), self._biases[path]
             h = act(gate_up(x, up_stack.value, slots, biases[0]).flatten(0, 1))
             pairs = down(h, down_stack.value, slots.reshape(-1, 1), biases[1])
             return mix(pairs.view(*ids.shape, -1), weights)  # type: ignore[no-any-return]
@@ -111,9 +119,13 @@ class HostShare:
         return compute
 
     def choose(
-        self, layer: ResidentLayer, numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor, w: MoEWeights
-    ) -> list[int]:
+        self, layer: ResidentLayer, path: str, numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor,
+        w: MoEWeights,
+    ) -> list[int]:  # fmt: skip
         """The experts of ``numbers`` [T, k] that the host computes. ``x``: the step's rows, on the host."""
+        if path not in self._biases:
+            both = w.gate_up_bias, w.down_bias
+            self._biases[path] = [None if b is None else self._device.readback(b).wait() for b in both]
         experts, counts = np.unique(numbers, return_counts=True)
         held = layer.residents.slots
         rows = {int(each): int(count) for each, count in zip(experts, counts, strict=True) if int(each) not in held}
@@ -132,20 +144,20 @@ class HostShare:
         if self._learned is None or self._learned.query():
             self._learned = layer.learn(expert, needed)
 
-    def rows(
+    def start(
         self, chosen: list[int], numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor,
         weights: torch.Tensor, w: MoEWeights,
-    ) -> torch.Tensor:  # fmt: skip
-        """The chosen experts' part of each token's sum, on the device: [T, hidden]."""
+    ) -> Callable[[], torch.Tensor]:  # fmt: skip
+        """Start computing the chosen experts' part of each token's sum; returns what waits for it, and copies it to the
+        device: [T, hidden]."""
         self.computed += len(chosen)
-        found = compute(x, np.where(np.isin(numbers, chosen), numbers, -1).astype(np.int32), weights, w)
-        return upload(self._device, found)
+        ids = np.where(np.isin(numbers, chosen), numbers, -1).astype(np.int32)
+        job = self._thread.submit(_inferred, partial(compute, x, ids, weights, w))
+        return lambda: upload(self._device, job.result())
 
-    def _biases_of(self, path: str, w: MoEWeights) -> list[torch.Tensor | None]:
-        if path not in self._biases:
-            both = w.gate_up_bias, w.down_bias
-            self._biases[path] = [None if b is None else self._device.readback(b).wait() for b in both]
-        return self._biases[path]
+    def close(self) -> None:
+        """End the thread. Calling it again does nothing."""
+        self._thread.shutdown()
 
     def _measure(
         self, layer: ResidentLayer, top: int, compute: OnHost, x: torch.Tensor, w: MoEWeights
@@ -166,3 +178,8 @@ class HostShare:
         copy = min(self._device.measure(layer.copy_again) for _ in range(1 + _TIMES))
         one, several = host(1), host(_TIMED_ROWS)
         return ExpertCosts(copy, one, max(0.0, several - one) / (_TIMED_ROWS - 1))
+
+
+def _inferred(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode():  # belongs to a thread
+        return work()

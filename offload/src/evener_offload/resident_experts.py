@@ -114,6 +114,10 @@ class ResidentExperts(Placement):
             "expert_wasted_bytes": sum(held.wasted * nbytes for held, nbytes in layers),
         }
 
+    def close(self) -> None:
+        if self.share is not None:
+            self.share.close()
+
     @staticmethod
     def settled(a: Assembly) -> tuple[InferConfig, str]:
         """What ``infer.resident_experts=auto`` means for ``a``, which has all experts on the device: as many of each
@@ -146,15 +150,18 @@ class ResidentExperts(Placement):
             copied = None if on_host is None else (device.readback(x), device.readback(weights))
 
             def finish() -> torch.Tensor:
-                numbers, others = chosen.wait().numpy(), list[int]()
+                numbers, others, beside = chosen.wait().numpy(), list[int](), None
                 if share is not None and on_host is not None and copied is not None:
-                    others = share.choose(layer, numbers, on_host, copied[0].wait(), w)
+                    rows, factors = copied[0].wait(), copied[1].wait()
+                    others = share.choose(layer, path, numbers, on_host, rows, w)
+                    if others:
+                        beside = share.start(others, numbers, on_host, rows, factors, w)
                 y = products(x, ids, weights, w, numbers, others)
                 if following is not None and guessed is not None:
                     following[1].ahead(likeliest(guessed.wait().numpy(), following[1].experts))
-                if share is not None and on_host is not None and copied is not None and others:
+                if share is not None and beside is not None:
                     share.learn(layer, others[-1], numbers.ravel().tolist())
-                    y = y + share.rows(others, numbers, on_host, copied[0].wait(), copied[1].wait(), w)
+                    y = y + beside()
                 return y
 
             return finish
