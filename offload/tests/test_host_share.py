@@ -109,7 +109,7 @@ def test_a_rule_that_is_none_is_refused(configured: Configured, value: str) -> N
 
 
 def test_a_layout_that_the_host_cannot_read_is_in_host_memory_a_second_time(configured: Configured) -> None:
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     keys = {"infer.resident_experts": 8, "offload.host_when_sooner": "2"}
     once = explain(configured(**{"infer.resident_experts": 8}))["memory"]["host"]
     controller, ready = build_controller(configured(**keys))

@@ -133,7 +133,7 @@ def test_a_layer_that_has_all_it_needs_is_not_guessed_for(configured: Configured
 def test_a_small_step_whose_experts_have_slots_is_one_run(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want, waves = on_the_cpu(configured), ResidentLayer.filled
+    want, waves = on_the_cpu(), ResidentLayer.filled
     controller, _ = build_controller(configured(**{"infer.resident_experts": 12}))
     steps = list[tuple[bool, int]]()
 

@@ -36,7 +36,7 @@ def test_large_steps_on_the_device_and_small_ones_on_the_host_give_the_tokens_of
     configured: Configured, family: str
 ) -> None:
     """With chunks, preemption, prefix hits and aborts together."""
-    want, layers = on_the_cpu(configured, family), FAMILIES[family][1]
+    want, layers = on_the_cpu(family), FAMILIES[family][1]
     keys = {"infer.cpu_layer_num": layers}
     once = explain(configured(family, **keys))["memory"]
     controller, ready = build_controller(configured(family, **keys, **{"offload.stream_prompts": "16"}))
@@ -69,7 +69,7 @@ def test_packed_experts_are_copied_in_a_layout_of_the_device(tmp_path: Path, wri
 
 
 def test_measured_costs_decide_which_steps_are_streamed(configured: Configured) -> None:
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     keys = {"infer.cpu_layer_num": 3, "offload.stream_prompts": "auto"}
     controller, ready = build_controller(configured(**keys))
     streamed = placement_of(controller).streamed
@@ -82,7 +82,7 @@ def test_measured_costs_decide_which_steps_are_streamed(configured: Configured) 
 
 
 def test_ranks_settle_one_number_and_halves_are_of_steps_that_are_not_streamed(configured: Configured) -> None:
-    want = on_the_cpu(configured)
+    want = on_the_cpu()
     keys = {"infer.tp_size": 2, "infer.cpu_layer_num": 2, "offload.halves": "on", "offload.stream_prompts": "auto"}
     with rank_threads(configured(**keys)) as (controller, ranks):
         placed: list[Any] = [worker.assembly.placement for worker in ranks.workers]
