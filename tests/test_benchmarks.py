@@ -588,7 +588,7 @@ def test_a_model_larger_than_the_device_is_timed(tmp_path: Path, monkeypatch: py
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     keys = ("backend=simulated", "infer.max_seq_len=128", "infer.max_reqs=2", "infer.step_tokens=64", "dtype=float32",
-            "infer.kv_memory=4MiB")  # fmt: skip
+            "infer.kv_memory=4MiB", "offload.stream_prompts=off")  # fmt: skip
     program(
         "hybrid.py", tmp_path / "model", "--cap", "16MiB", "--forms", "bf16", "--layers", "1", "--residents", "8",
         "--cases", "2x16", "--steps", "3", "--apart", "8MiB", "--out", tmp_path,

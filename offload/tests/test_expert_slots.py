@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def slots_of(packing: Packing, storage: str, device: HostDevice) -> tuple[Stacke
     stack = StackedWeight("stack", tuple(experts[0]), 64, 256, "float32", layout=packing.layout, experts=EXPERTS)
     stack.value = packing.pack_stack(experts, EXPERTS, "float32", torch.device("cpu"))
     build = Builder("float32", 64)
-    made = ExpertSlots(build, stack, packing, SLOTS, device)
+    made = ExpertSlots(build, [stack], packing, SLOTS, device)
     (table,) = build.weights
     assert isinstance(table, Table)
     table.value = table.make(torch.device("cpu"))
@@ -74,7 +75,15 @@ def test_experts_are_copied_to_slots_bit_for_bit(packing: Packing, storage: str)
     assert slots.value.shape == (SLOTS, 64, 256) and slots.weight.experts == SLOTS
     for expert, slot in ((5, 0), (0, 3), (2, 1), (4, 3)):
         slots.copy(expert, slot)
-    for expert, slot in ((5, 0), (2, 1), (4, 3)):
+    slots.copy(3, 2)
+    check(stack, slots, ((5, 0), (2, 1), (3, 2), (4, 3)))
+    slots.copy(1, 0, 3)
+    check(stack, slots, ((1, 0), (2, 1), (3, 2), (4, 3)))
+
+
+def check(stack: StackedWeight, slots: ExpertSlots, places: Sequence[tuple[int, int]]) -> None:
+    assert stack.value is not None
+    for expert, slot in places:
         pairs = zip(tensors(stack.value.data[expert]), tensors(slots.value.data[slot]), strict=True)
         for source, target in pairs:
             assert torch.equal(source.view(torch.uint8), target.view(torch.uint8)) if source.is_contiguous() else (
@@ -87,9 +96,10 @@ def test_a_layout_without_a_place_for_each_expert_is_refused() -> None:
     stack, _ = slots_of(PLAIN, "float32", HostDevice(0))
     assert stack.value is not None
     build = Builder("float32", 64)
-    ExpertSlots(build, stack, PLAIN, SLOTS, HostDevice(0))
+    ExpertSlots(build, [stack], PLAIN, SLOTS, HostDevice(0))
     object.__setattr__(stack.value, "data", stack.value.data[:3])
     (table,) = build.weights
     assert isinstance(table, Table)
-    with pytest.raises(ConfigError, match=r"cannot copy stack, which is packed as plain; use infer.cpu_layer_num"):
+    words = r"stack cannot be copied by expert, because it is packed as plain; use infer.cpu_layer_num and"
+    with pytest.raises(ConfigError, match=words):
         table.make(torch.device("cpu"))

@@ -14,11 +14,12 @@ from evener.engine.processes.start import build_controller
 from evener.errors import ConfigError
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
+from evener_inspection.explanation import explain
 from evener_offload.expert_costs import ExpertCosts
 from evener_offload.host_share import HostShare
 from evener_offload.resident_experts import ResidentExperts
 
-#: The chip's own layout of experts is nothing for the host, so its reference computes them.
+#: The host reads what the reference of the chip does.
 KEYS = {"infer.resident_experts": 8, "ops.grouped_linear": "reference", "simulated.host_reads": True}
 
 
@@ -107,6 +108,11 @@ def test_a_rule_that_is_none_is_refused(configured: Configured, value: str) -> N
         build_controller(configured(**KEYS, **{"offload.host_when_sooner": value}))
 
 
-def test_a_layout_that_the_host_cannot_read_is_refused(configured: Configured) -> None:
-    with pytest.raises(ConfigError, match=r"packed as simulated.columns_first for the device, which no kernel of the"):
-        build_controller(configured(**{"infer.resident_experts": 8, "offload.host_when_sooner": "auto"}))
+def test_a_layout_that_the_host_cannot_read_is_in_host_memory_a_second_time(configured: Configured) -> None:
+    want = on_the_cpu()
+    keys = {"infer.resident_experts": 8, "offload.host_when_sooner": "2"}
+    once = explain(configured(**{"infer.resident_experts": 8}))["memory"]["host"]
+    controller, ready = build_controller(configured(**keys))
+    assert ready.info.memory["measured_host"] == ready.info.memory["host"] == 2 * once
+    assert_same(play(controller, **traffic()), want)
+    assert controller.scheduler.stats.counters["expert_host_computed"] > 100

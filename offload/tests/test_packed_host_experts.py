@@ -128,7 +128,7 @@ def test_experts_of_a_quantized_checkpoint_stay_packed_on_the_host(
     keys = {**LIMITS, "dtype": "float32", "infer.threads": 1}
     on_cpu = from_overrides(model, {**keys, "backend": "cpu", "infer.block_size": 128})
     want = play(build_controller(on_cpu)[0], **traffic())
-    chip = {**keys, "backend": "simulated", "infer.cpu_layer_num": layers}
+    chip = {**keys, "backend": "simulated", "infer.cpu_layer_num": layers, "offload.stream_prompts": "off"}
     controller, ready = build_controller(from_overrides(model, chip))
     shrink(controller, FEW_BLOCKS[family])
     assert_same(play(controller, **traffic()), want)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from expert_families import FAMILIES, FEW_BLOCKS, HEADS, Configured, on_the_cpu, worker_of
 from harsh_traffic import LIMITS, assert_same, shrink, traffic
+from msgspec.structs import replace
 
 from evener.contracts.declared import CallSite
 from evener.engine.processes.start import build_controller
@@ -22,7 +23,7 @@ from evener_conformance.reference.engine import play, small_config
 from evener_inspection.explanation import explain
 from evener_offload.expert_slots import ExpertSlots
 from evener_offload.resident_experts import ResidentExperts
-from evener_offload.resident_layer import ResidentLayer
+from evener_offload.resident_layer import ResidentLayer, _runs
 from evener_offload.residents import Wave
 
 
@@ -118,6 +119,38 @@ def test_guesses_of_the_next_layer_can_be_switched_off(configured: Configured) -
     assert all(each.guesses == 0 and each.copied == each.misses for each in held)
 
 
+def test_a_layer_that_has_all_it_needs_is_not_guessed_for(configured: Configured) -> None:
+    controller, _ = build_controller(configured(**{"infer.resident_experts": 94}))
+    layers, message = list(placement_of(controller).layer.values()), traffic()["messages"][0]
+    for number in range(3):  # afterwards all experts that these tokens need are there, for more than 16 steps
+        assert not play(controller, [replace(message, id=f"r{number}")]).dead
+    guesses = [layer.residents.guesses for layer in layers]
+    assert guesses[1] > 0 and all(layer.quiet > 16 for layer in layers)
+    assert not play(controller, [replace(message, id="again")]).dead
+    assert [layer.residents.guesses for layer in layers] == guesses
+
+
+def test_a_small_step_whose_experts_have_slots_is_one_run(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want, waves = on_the_cpu(), ResidentLayer.filled
+    controller, _ = build_controller(configured(**{"infer.resident_experts": 12}))
+    steps = list[tuple[bool, int]]()
+
+    def filled(layer: ResidentLayer, needed: Any, elsewhere: Any, together: bool) -> Iterator[Wave]:
+        found = 0
+        for wave in waves(layer, needed, elsewhere, together):
+            found += 1
+            assert together <= (set(needed) == set(wave.slots))
+            yield wave
+        steps.append((together, found))
+
+    monkeypatch.setattr(ResidentLayer, "filled", filled)
+    assert_same(play(controller, **traffic()), want)
+    assert sum(together for together, _ in steps) > 50 and all(count == 1 for together, count in steps if together)
+    assert any(count > 1 for _, count in steps), "prompts"
+
+
 def test_a_layer_is_guessed_for_only_if_its_experts_and_those_before_are_in_host_memory(configured: Configured) -> None:
     keys = {"infer.resident_experts": 24, "infer.host_experts": "0,2"}
     controller, _ = build_controller(configured(**keys))
@@ -143,6 +176,12 @@ def test_a_block_gives_the_same_bits_whatever_is_on_the_device(configured: Confi
                         for site, group in ((want, weights), (got, same))]  # fmt: skip
             first, second = (every.device.readback(rows).wait() for rows in both)
             assert torch.equal(first, second) and first.abs().max() > 0
+
+
+def test_neighbours_that_go_to_neighbouring_slots_are_copied_together() -> None:
+    places = [(3, 0), (4, 1), (5, 2), (7, 3), (8, 5), (9, 6)]
+    assert list(_runs(places, 9)) == [(3, 0, 3), (7, 3, 1), (8, 5, 1), (9, 6, 1)], "9 is of the next layer"
+    assert list(_runs([], 9)) == []
 
 
 def blocks_of(build: Builder) -> list[tuple[CallSite, Any]]:
@@ -190,24 +229,27 @@ class OrderedEvent:
         return self._over
 
 
+@pytest.mark.parametrize(
+    "keys", [{"infer.resident_experts": 8}, {"infer.cpu_layer_num": 3, "offload.stream_prompts": "1"}]
+)
 def test_copies_and_products_wait_for_each_other_on_the_device(
-    configured: Configured, monkeypatch: pytest.MonkeyPatch
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     """A product waits for the copies to its slots, and a copy for the last product with what it overwrites."""
     want = on_the_cpu()
-    controller, _ = build_controller(configured(**{"infer.resident_experts": 8}))
+    controller, _ = build_controller(configured(**keys))
     order, device = Order(), worker_of(controller).assembly.device
     monkeypatch.setattr(device, "new_event", lambda: OrderedEvent(order))
     read, written = dict[tuple[int, int], Any](), dict[tuple[int, int], Any]()
     unread, beside = set[Any](), 0
 
-    def copy(slots: ExpertSlots, expert: int, slot: int) -> None:
+    def copy(slots: ExpertSlots, expert: int, slot: int, count: int = 1) -> None:
         nonlocal beside
-        place = id(slots), slot
-        assert order.current == "copies" and order.follows(read.get(place))
-        beside += any(not order.follows(stamp) for stamp in read.values())
-        written[place] = order.work()
-        copied(slots, expert, slot)
+        for place in ((id(slots), each) for each in range(slot, slot + count)):
+            assert order.current == "copies" and order.follows(read.get(place))
+            beside += any(not order.follows(stamp) for stamp in read.values())
+            written[place] = order.work()
+        copied(slots, expert, slot, count)
 
     def filled(layer: ResidentLayer, *given: Any) -> Iterator[Wave]:
         for wave in waves(layer, *given):
@@ -220,7 +262,8 @@ def test_copies_and_products_wait_for_each_other_on_the_device(
     copied, waves = ExpertSlots.copy, ResidentLayer.filled
     monkeypatch.setattr(ExpertSlots, "copy", copy)
     monkeypatch.setattr(ResidentLayer, "filled", filled)
-    for layer in placement_of(controller).layer.values():
+    placement: Any = worker_of(controller).assembly.placement
+    for layer in placement.streamed.groups if "infer.cpu_layer_num" in keys else placement.layer.values():
         monkeypatch.setattr(layer, "_stream", order)
         layer.residents._slot.clear()
     assert_same(play(controller, **traffic()), want)

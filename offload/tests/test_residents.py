@@ -41,7 +41,17 @@ def test_experts_that_are_under_way_are_computed_after_those_that_are_here() -> 
     held = Residents(8)
     held.waves([1, 2, 3])
     waves = held.waves([1, 2, 3, 4], late={2})
-    assert [(sorted(wave.slots), wave.copied) for wave in waves] == [([1, 3], False), ([2], False), ([4], True)]
+    assert [(sorted(wave.slots), wave.copied) for wave in waves] == [([1, 3], ()), ([2], ()), ([4], (4,))]
+
+
+def test_a_step_that_is_computed_at_once_copies_what_is_missing_over_what_it_does_not_need() -> None:
+    held = Residents(4)
+    held.waves([0, 1, 2, 3])
+    (wave,) = held.waves([3, 9, 0, 8], late={0}, together=True)
+    assert wave.slots == {0: 0, 3: 3, 8: 1, 9: 2} and wave.copied == (8, 9)
+    (wave,) = held.waves([3, 9, 7], elsewhere={7}, together=True)
+    assert wave.slots == {3: 3, 9: 2} and not wave.copied
+    assert len(held.waves(range(5), together=True)) > 1, "there are not slots for all"
 
 
 def test_a_guess_takes_the_slots_of_the_oldest_but_never_of_a_guessed_expert() -> None:
@@ -71,17 +81,17 @@ def test_a_guess_fills_at_most_half_of_the_slots_and_one_of_a_single_one() -> No
     st.lists(
         st.tuples(
             st.lists(st.integers(0, 9), min_size=1, max_size=10), st.lists(st.integers(0, 9), unique=True),
-            st.sets(st.integers(0, 9)),
+            st.sets(st.integers(0, 9)), st.booleans(),
         ),
         min_size=1, max_size=8,
     ),
 )  # fmt: skip
 def test_waves_compute_each_expert_once_in_a_slot_that_holds_it(
-    count: int, steps: list[tuple[list[int], list[int], set[int]]]
+    count: int, steps: list[tuple[list[int], list[int], set[int], bool]]
 ) -> None:
     held, holds = Residents(count), dict[int, int]()
-    for needed, guessed, late in steps:
-        waves = held.waves(needed, late)
+    for needed, guessed, late, together in steps:
+        waves = held.waves(needed, late, together=together)
         assert sorted(expert for wave in waves for expert in wave.slots) == sorted(set(needed))
         before: set[int] = set()
         for wave in waves:
@@ -89,7 +99,7 @@ def test_waves_compute_each_expert_once_in_a_slot_that_holds_it(
             assert used and len(used) == len(wave.slots) and used <= set(range(count))
             if wave.copied:
                 assert not used & before or count == 1
-                holds.update({slot: expert for expert, slot in wave.slots.items()})
+                holds.update({wave.slots[expert]: expert for expert in wave.copied})
             assert all(holds[slot] == expert for expert, slot in wave.slots.items())
             before = used
         guess = held.ahead(guessed).slots

@@ -31,7 +31,7 @@ from evener.layers.decoder import AttentionConfig, MLPConfig
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cpu.block_packing import KINDS
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.experts import NativeGroupedLinear
+from evener_backend_cpu.experts import NativeGroupedLinear, NativeMixExperts
 from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.primitives import PRIMITIVES
 from evener_backend_cpu.state import PagedState
@@ -73,7 +73,8 @@ class Cases:
         return torch.randn(shape, generator=self._noise).to(dtype or self._torch)
 
     def _built(self, op: str, **static: Any) -> OpFunction:
-        kernel = next(kind(self._device) for kind in (*PRIMITIVES, NativeGroupedLinear) if kind.op == op)
+        kinds = *PRIMITIVES, NativeGroupedLinear, NativeMixExperts
+        kernel = next(kind(self._device) for kind in kinds if kind.op == op)
         call = OpCall(op, static, Bucket(1, 512), self._device.capabilities)
         assert kernel.supports(call) is None
         return kernel.build(call)
@@ -118,6 +119,9 @@ class Cases:
         act = self._built("act_and_mul", inner=width, activation=self._rng.choice(("silu", "gelu", "gelu_tanh")),
                           dtype=self._dtype, alpha=1.0, limit=0.0)  # fmt: skip
         yield "act_and_mul", act, lambda: (self._draw(tokens, 2 * width),)
+        mix, top = self._built("mix_experts", hidden=width, dtype=self._dtype), self._rng.randint(1, 9)
+        yield "mix_experts", mix, lambda: (
+            self._draw(tokens, top, width), self._draw(tokens, top, dtype=torch.float32))  # fmt: skip
 
     def _rotary(self) -> Case:
         size, heads, kv_heads = 2 * self._size(40), self._size(5), self._size(3)

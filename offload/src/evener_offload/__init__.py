@@ -14,10 +14,13 @@ module                holds
 ``halves``            two halves in turns, and the thread in which the host computes meanwhile
 ``halving``           which steps are computed in halves: decided, or measured
 ``residents``         which experts of a layer are on the device: the last used ones
-``expert_slots``      a stack of experts in host memory, and its slots on the device
-``resident_layer``    a layer's slots, and the order of copies to them and products with them
+``second_layout``     the same experts a second time, in a layout that another backend reads
+``expert_slots``      stacks of experts in host memory, and their slots on the device
+``resident_layer``    the slots of one or several layers; the order of copies to them and products with them
+``slot_products``     what the device computes with experts in slots
+``streamed_layers``   experts of host layers that pass through the device in large steps
 ``next_router``       which experts the next layer will probably need
-``expert_costs``      which missing experts the host computes, so that all is done soonest
+``expert_costs``      what is sooner: computing experts on the host, or copying them
 ``host_share``        the host's part of experts that the device computes
 ``resident_experts``  experts that the device computes, some after they were copied to it
 ====================  ===================================================================
@@ -52,6 +55,11 @@ descriptor = Descriptor(
             type=str, default="auto", choices=("auto", "on", "off"), help="With infer.cpu_layer_num or "
             "infer.host_experts: whether steps are computed in two halves, so that the host computes experts of one "
             "while the device computes the other; auto: where that is measured to be faster."
+        ),
+        "stream_prompts": Option(
+            type=str, default="auto", help="With infer.cpu_layer_num or infer.host_experts: experts of these layers "
+            "are copied to the device, and computed there, in steps with many tokens: off, auto (where that is "
+            "measured to be sooner), or the tokens of the smallest such step."
         ),
         "prefetch_experts": Option(
             type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "

@@ -1,4 +1,4 @@
-"""Which missing experts of a step the host computes, because that is sooner than copying them. Torch-free."""
+"""What is sooner: to compute an expert on the host, or to copy it to the device. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,3 +38,17 @@ def host_share(rows: Mapping[int, int], costs: ExpertCosts) -> list[int]:
             break
         chosen.append(expert)
     return chosen
+
+
+def least_streamed(experts: int, top: int, costs: ExpertCosts, most: int) -> int | None:
+    """The tokens, a power of two of at most ``most``, from which on copying all experts that a step needs is sooner
+    than computing them on the host; None: it never is. Each token is expected to choose its ``top`` of the
+    ``experts`` evenly."""
+    tokens = 1
+    while tokens <= most:
+        needed = experts * (1 - (1 - top / experts) ** tokens)
+        host = needed * costs.first + (tokens * top - needed) * costs.more
+        if needed * costs.copy < host:
+            return tokens
+        tokens *= 2
+    return None

@@ -1,9 +1,9 @@
-"""A stack of experts in host memory, and slots for some of them on the device, both in a layout of the device's."""
+"""Stacks of experts in host memory, and slots for some of them on the device, all in a layout of the device's."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,24 +17,29 @@ from evener.layers.builder import Builder
 
 
 class ExpertSlots:
-    """The slots of one stack.
+    """The slots of one stack, or of equal stacks of several layers.
 
     Args:
         own: gets the slots as a table, so that they are part of the memory plan.
-        stack: all experts; its weights are loaded to the host before tables of the device are made.
-        packing: the stack's.
+        stacks: all experts; their weights are loaded to the host before tables of the device are made.
+        packing: the stacks'.
         count: slots.
 
     Attributes:
-        stack: all experts.
+        stacks: all experts, which are numbered through.
         weight: the declaration of the slots, as kernels see it: a stack of ``count`` matrices.
         nbytes: of one expert.
     """
 
-    def __init__(self, own: Builder, stack: StackedWeight, packing: Packing, count: int, device: Device) -> None:
-        self.stack, self._device = stack, device
+    def __init__(
+        self, own: Builder, stacks: Sequence[StackedWeight], packing: Packing, count: int, device: Device
+    ) -> None:
+        self.stacks, self._device, stack = stacks, device, stacks[0]
         self.weight = replace(stack, name=f"{stack.name} on the device", experts=count, placement=None)
         self.nbytes = packing.nbytes(stack.parts, stack.dtype)
+        self._experts = stack.experts
+        #: Tensors of matrices, and (-1) of whole stacks, see ``_parts``.
+        self._known: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._table = own.table(("slots of experts", stack.name), count * self.nbytes, self._make)
 
     @property
@@ -42,27 +47,42 @@ class ExpertSlots:
         """The slots."""
         return cast("PackedWeight", self._table.value)
 
-    def copy(self, expert: int, slot: int) -> None:
-        """Start copying an expert to a slot, on the current stream."""
-        assert self.stack.value is not None, "weights are loaded"
-        pairs = zip(_tensors(self.stack.value.data[expert]), _tensors(self.value.data[slot]), strict=True)
-        for source, target in pairs:
+    def copy(self, expert: int, slot: int, count: int = 1) -> None:
+        """Start copying ``count`` experts of one layer to as many slots from ``slot`` on, on the current stream."""
+        number, within = divmod(expert, self._experts)
+        for source, target in zip(self._parts(number, within, count), self._parts(-1, slot, count), strict=True):
             target.copy_(source, non_blocking=True)
+
+    def _parts(self, stack: int, index: int, count: int) -> list[torch.Tensor]:
+        """The tensors of so many matrices of a stack, or (-1) of the slots."""
+        known = self._known.get((stack, index if count == 1 else -1))
+        if known is None:
+            value = self.value if stack < 0 else self.stacks[stack].value
+            assert value is not None, "weights are loaded"
+            if isinstance(value.data, tuple) and count > 1:
+                return [each for at in range(index, index + count) for each in self._parts(stack, at, 1)]
+            known = _tensors(value.data[index] if count == 1 else value.data)
+            self._known[stack, index if count == 1 else -1] = known
+        return known if count == 1 else [tensor[index : index + count] for tensor in known]
 
     def _make(self, where: torch.device) -> Any:
         """Empty slots. The experts move to page-locked memory, if the device has any: copies from it are
         asynchronous."""
-        whole, count = self.stack.value, self.weight.experts
-        assert whole is not None, "experts on the host are loaded first"
-        self.stack.value = replace(whole, data=map_tensors(whole.data, self._pinned))
+        self._known.clear()
+        for stack in self.stacks:
+            assert stack.value is not None, "experts on the host are loaded first"
+            stack.value = replace(stack.value, data=map_tensors(stack.value.data, self._pinned))
+        whole, count = self.stacks[0].value, self.weight.experts
+        assert whole is not None, "just set"
 
         def empty(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_like(tensor, device=where)
 
         def some(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.is_contiguous() or tensor.shape[0] != self.stack.experts:
-                raise ConfigError(f"infer.resident_experts cannot copy {self.stack.name}, which is packed as "
-                                  f"{whole.layout}; use infer.cpu_layer_num alone: then the host computes")  # fmt: skip
+            if not tensor.is_contiguous() or tensor.shape[0] != self._experts:
+                raise ConfigError(f"{self.stacks[0].name} cannot be copied by expert, because it is packed as "
+                                  f"{whole.layout}; use infer.cpu_layer_num and offload.stream_prompts=off, so that "
+                                  "the host computes")  # fmt: skip
             return torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=where)
 
         if isinstance(whole.data, tuple):

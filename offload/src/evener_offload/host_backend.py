@@ -1,8 +1,9 @@
-"""The host's backend beside the device's: its device, and a resolver over its kernels."""
+"""The host's backend beside the device's: its device, and a resolver over its kernels; and what goes between them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from evener.backend_search import BackendSearch
 from evener.config.resolve import ResolvedConfig
@@ -11,6 +12,10 @@ from evener.errors import ConfigError
 from evener.resolution.manifest import REFERENCE
 from evener.resolution.resolver import Resolver
 from evener.resolution.tuning import TuningTable
+from evener_offload import descriptor
+
+if TYPE_CHECKING:
+    import torch
 
 #: The backend that computes on the host.
 HOST = "cpu"
@@ -23,6 +28,19 @@ def host_memory() -> MemoryInfo:
         PluginError: its backend is not installed.
     """
     return BackendSearch(HOST).load({}).open_device().memory()
+
+
+def option(config: ResolvedConfig, name: str) -> Any:
+    """The value of ``offload.NAME``."""
+    return config.config.options.get("offload", {}).get(name, descriptor.options[name].default)
+
+
+def new_stream(device: Device) -> Any:
+    """A stream of the device for copies; None if it has one queue."""
+    try:
+        return device.new_stream()
+    except NotImplementedError:
+        return None
 
 
 def open_host(config: ResolvedConfig, beside: Resolver) -> tuple[Device, Resolver]:
@@ -47,3 +65,12 @@ def open_host(config: ResolvedConfig, beside: Resolver) -> tuple[Device, Resolve
                                 tuned=TuningTable()))  # fmt: skip
     resolver.manifest, resolver.attribution = beside.manifest, beside.attribution
     return device, resolver
+
+
+def upload(device: Device, rows: torch.Tensor) -> torch.Tensor:
+    """Copy rows that the host has computed to the device."""
+    import torch
+
+    if rows.dtype is torch.bfloat16:  # which numpy does not know
+        return device.upload(rows.view(torch.int16).numpy()).view(rows.dtype)
+    return device.upload(rows.numpy())

@@ -2,7 +2,8 @@
 is copied back. Meanwhile the device computes the layer's shared experts, and the other half of the step's rows if it is
 computed in two halves (``halves``).
 
-The weights are packed by the host's backend and never pass the device. With tensor parallelism each rank computes its
+The weights are packed by the host's backend. In steps of many tokens they pass through slots on the device if that is
+sooner (``streamed_layers``). With tensor parallelism each rank computes its
 own part of each expert on its own threads, and the results are added up as for experts on the device.
 """
 
@@ -31,17 +32,15 @@ from evener.engine.worker.step_layout import StepLayout
 from evener.layers.builder import Builder
 from evener.plugins.discover import installed_catalog
 from evener.resolution.resolver import Resolver
-from evener_offload import descriptor
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.half_plans import half_plans
 from evener_offload.halves import Halves
 from evener_offload.halving import Halving
-from evener_offload.host_backend import open_host
+from evener_offload.host_backend import new_stream, open_host, option, upload
 from evener_offload.layers import layer_number, ranges
 from evener_offload.placed_layers import place, placed_sites, stacks
+from evener_offload.streamed_layers import StreamedLayers, asked
 
-#: What numpy calls the numbers that it does not know.
-_AS_INTEGERS = {torch.bfloat16: torch.int16}
 #: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
 _PLACED = ("gate_up", "down", "gate_up_bias", "down_bias", "slots", "copies")
 #: With so many threads or more, one of them does not compute while there are two halves.
@@ -82,6 +81,14 @@ class HostExperts(Placement):
         self._work, self._expert_bytes = _Work(), dict[str, int]()
         for site in sites:
             place(site, own, self, _PLACED)
+        least, stream = asked(str(option(config, "stream_prompts"))), new_stream(device)
+        inputs = any(site.static["router_weight_on_input"] for site in sites)
+        auto = least is None and StreamedLayers.worthwhile(sites, self._resolver, resolver, stream, self.free)
+        streamed = sites if not inputs and (auto or least) else []
+        self.streamed = StreamedLayers(sites=streamed, own=own, host=self._resolver, resolver=resolver, device=device,
+                                       placement=self, least=least, stream=stream)  # fmt: skip
+        self.packings = {**resolver.packings_by_layout, **self.packings}
+        for site in sites:
             self._resolver.packings(stacks(site))
             each = (self.packings[s.layout].nbytes(s.parts, s.dtype) for s in stacks(site))
             self._expert_bytes[site.path] = sum(each)
@@ -91,8 +98,7 @@ class HostExperts(Placement):
             host.select()
 
         self._halves = Halves(select)
-        mode = str(config.config.options.get("offload", {}).get("halves", descriptor.options["halves"].default))
-        self._halving = Halving(mode, Agreement(own.communicator, device.torch_device))
+        self._halving = Halving(str(option(config, "halves")), Agreement(own.communicator, device.torch_device))
         drafted = config.config.infer.proposes in installed_catalog().lazy_imports("worker drafter")
         when = "never, because a drafter follows them" if drafted else str(self._halving)
         resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}; "
@@ -103,11 +109,14 @@ class HostExperts(Placement):
 
     def counters(self) -> Mapping[str, int]:
         """Bytes of experts that the host has read, each once in a layer's step or half of it; microseconds that it
-        computed; steps that were computed in two halves."""
+        computed; steps that were computed in two halves; tokens of steps whose experts were copied to the device, for
+        each layer, and bytes of these experts."""
         return {
             "host_expert_read_bytes": self._work.read_bytes,
             "host_expert_microseconds": self._work.nanoseconds // 1000,
             "host_expert_halved_steps": self._work.halved,
+            "host_expert_streamed_tokens": self.streamed.tokens,
+            "host_expert_streamed_bytes": self.streamed.copied,
         }
 
     def close(self) -> None:
@@ -115,8 +124,10 @@ class HostExperts(Placement):
 
     def divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
         """Hidden states of the step, in two halves if that pays. Not if no layer of this stage has its experts here, if
-        rows of media are embedded, or if a drafter reads what layers gave for the whole step."""
+        they are copied to the device for this step, if rows of media are embedded, or if a drafter reads what layers
+        gave for the whole step."""
         whole = not self.layers or step.embedding_overrides is not None or runner.after is not None
+        whole = whole or self.streamed.takes(sum(plan.counts)) is not False
         if whole or (plans := half_plans(plan, runner.geometry.block_size)) is None:
             return runner.model.forward(step)
         halved, began = self._halving(step.bucket), time.perf_counter()
@@ -144,6 +155,9 @@ class HostExperts(Placement):
         """What ``infer.cpu_layer_num=auto`` means for ``a``, which has all experts on the device: those of so many
         layers have to leave it that the rest and a fair share of state fit; all layers if that is not enough."""
         demand, lacking = memory_demand(a, a.config), lacking_bytes(a, "infer.cpu_layer_num")
+        if lacking > 0 and asked(str(option(a.config, "stream_prompts"))) != 0 and new_stream(a.device) is not None:
+            moved = [site for site in a.build.sites if site.op == "moe_block"]
+            lacking += StreamedLayers.room(moved, a.resolver.packings_by_layout)
         count = demand.layers_to_move(lacking)
         (most,) = agreed(a).most([len(demand.experts) if count is None else count])
         return replace(a.config.config.infer, cpu_layer_num=most), "cpu_layer_num"
@@ -151,11 +165,18 @@ class HostExperts(Placement):
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
         compute = self._resolver.resolve(op, f"{path} on the host", {**static, "placement": None}, bucket)
         device, halves, work = self._device, self._halves, self._work
-        nbytes, experts_of_layer = self._expert_bytes[path], static["experts"]
+        nbytes, experts_of_layer, streamed = self._expert_bytes[path], static["experts"], self.streamed
+        stream = streamed.resolve(path, static, bucket)
 
         def start(
             x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights
         ) -> Callable[[], torch.Tensor]:
+            if stream is not None:
+                if streamed.takes(x.shape[0]) is None:
+                    streamed.measure(path, static, compute, x, ids, weights, experts)
+                if streamed.takes(x.shape[0]):
+                    started: Callable[[], torch.Tensor] = stream(x, ids, weights, experts)
+                    return started
             copies = [device.readback(tensor) for tensor in (x, ids, weights)]
 
             def rows() -> torch.Tensor:
@@ -167,7 +188,7 @@ class HostExperts(Placement):
                 return found
 
             wait = halves.compute(rows) if halves.active else rows
-            return lambda: _upload(device, wait())
+            return lambda: upload(device, wait())
 
         return start
 
@@ -175,10 +196,3 @@ class HostExperts(Placement):
 def _distinct(ids: torch.Tensor, experts: int) -> int:
     """How many experts are chosen by some row of ``ids`` [T, k]."""
     return int(np.count_nonzero(np.bincount(ids.numpy().reshape(-1), minlength=experts)))
-
-
-def _upload(device: Device, rows: torch.Tensor) -> torch.Tensor:
-    integers = _AS_INTEGERS.get(rows.dtype)
-    if integers is None:
-        return device.upload(rows.numpy())
-    return device.upload(rows.view(integers).numpy()).view(rows.dtype)

@@ -1,9 +1,10 @@
 """Experts that are not on the device and that the host computes, if that is sooner than copying them
 (``offload.host_when_sooner``).
 
-The host's kernels read the same memory that copies are made from, so the layout must be one that both have. For small
-steps, a layer's rows are copied to the host too. While the device computes with what it has and what arrives, the host
-computes its experts' pairs; they are added to the others' at the end, before the sum over a token's pairs.
+The host's kernels read the same memory that copies are made from if both read one layout; otherwise host memory holds
+the experts a second time, as the host reads them. For small steps, a layer's rows are copied to the host too. While the
+device computes with what it has and what arrives, the host computes its experts' part of each token's sum, in a thread
+of its own: the one that submits work to the device is busy for as long. The sums are added on the device.
 """
 
 from __future__ import annotations
@@ -11,32 +12,37 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from evener.config.resolve import ResolvedConfig
+from evener.contracts.declared import CallSite
 from evener.contracts.device import Device
+from evener.contracts.experts import Placement
 from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.weights import MoEWeights
 from evener.errors import ConfigError
+from evener.layers.builder import Builder
 from evener.ops.composites import linear_static
 from evener.resolution.resolver import Resolver
 from evener_offload.expert_costs import ExpertCosts, host_share
-from evener_offload.host_backend import open_host
+from evener_offload.host_backend import open_host, upload
 from evener_offload.resident_layer import ResidentLayer
+from evener_offload.second_layout import Stacks, keep, second_bytes, second_layout
+from evener_offload.slot_products import MOST_TOKENS
 
 log = logging.getLogger("evener.worker")
-#: Tokens of the largest step in which the host may take part: its experts have few rows each, and all rows are copied.
-MOST_TOKENS = 64
+#: With so many threads or more, one of them submits work instead of computing.
+_SPARING = 4
 #: Rows with which the host is timed, and how often.
-_TIMED_ROWS, _TIMES = 16, 3
-#: What numpy calls the numbers that it does not know.
-_AS_INTEGERS = {torch.bfloat16: torch.int16}
-
-#: Rows [T, hidden], ids [T, k] with -1 for pairs of others, and the layer's weights, to rows [T * k, 1, hidden].
-OnHost = Callable[[torch.Tensor, "np.ndarray[Any, Any]", MoEWeights], torch.Tensor]
+_TIMED_ROWS, _TIMES = 4, 3
+#: Rows [T, hidden], ids [T, k] with -1 for pairs of others, the pairs' weights, and the layer's weights, to sums
+#: [T, hidden].
+OnHost = Callable[[torch.Tensor, "np.ndarray[Any, Any]", torch.Tensor, MoEWeights], torch.Tensor]
 
 
 class HostShare:
@@ -47,6 +53,7 @@ class HostShare:
 
     Attributes:
         computed: experts that the host has computed.
+        packings: the host's.
 
     Raises:
         ConfigError: the host does not compute in the run's dtype.
@@ -54,11 +61,18 @@ class HostShare:
 
     def __init__(self, config: ResolvedConfig, device: Device, resolver: Resolver, most_rows: int | None) -> None:
         self._device, self._most_rows, self.computed = device, most_rows, 0
-        _, self._resolver = open_host(config, resolver)
+        host, self._resolver = open_host(config, resolver)
+        # If the host computed on all cores, the thread that shares its core with the one that submits would hold up the
+        # others in every product.
+        host.limit_threads(config.threads - (config.threads >= _SPARING))
+        self._thread = ThreadPoolExecutor(1, "evener-host-share", initializer=host.select)
+        self._device_resolver, self.packings = resolver, self._resolver.packings_by_layout
+        #: By path: what the host reads.
+        self._stacks: dict[str, Stacks] = {}
         #: By bytes of an expert: layers with equal experts share what was measured.
         self._costs: dict[int, ExpertCosts] = {}
         self._learned: Any = None
-        self._biases: dict[int, list[torch.Tensor | None]] = {}
+        self._biases: dict[str, list[torch.Tensor | None]] = {}
         how = "measured costs decide" if most_rows is None else f"those with at most {most_rows} rows"
         resolver.manifest.notes.append(f"the host computes missing experts of small steps: {how}")
 
@@ -75,39 +89,43 @@ class HostShare:
             raise ConfigError(f"offload.host_when_sooner={value!r}: set auto, off, or a number from 1 to {MOST_TOKENS}")
         return int(value)
 
-    def check(self, layer: ResidentLayer) -> None:
-        """Raises:
-        ConfigError: no kernel of the host reads the layer's experts.
-        """
-        for slots in (layer.gate_up, layer.down):
-            if (layout := slots.stack.layout) not in self._resolver.packings_by_layout:
-                raise ConfigError(f"offload.host_when_sooner: {slots.stack.name} is packed as {layout} for the device, "
-                                  "which no kernel of the host reads; leave it out")  # fmt: skip
+    def keep(self, site: CallSite, own: Builder, placement: Placement) -> int:
+        """Declare the experts of ``site`` in layouts of both, and return the bytes that this adds."""
+        found = self._stacks[site.path] = second_layout(site, self._device_resolver, self._resolver, "the host")
+        keep(site, found, own, placement)
+        return second_bytes(site, found, self.packings)
 
-    def resolve(self, layer: ResidentLayer, path: str, static: Static, bucket: Bucket) -> OnHost:
-        """What computes the host's pairs of one layer."""
-        top = static["top"]
+    def resolve(self, path: str, static: Static, bucket: Bucket) -> OnHost:
+        """What computes the host's part of one layer."""
+        top, (up_stack, down_stack) = static["top"], self._stacks[path]
 
         def use(part: str, sizes: dict[str, int], **inner: Any) -> OpFunction:
             return self._resolver.resolve(part, f"{path} on the host", inner, bucket, sizes)
 
-        gate_up = use("grouped_linear", {"K": top}, **linear_static(layer.gate_up.stack))
+        gate_up = use("grouped_linear", {"K": top}, **linear_static(up_stack))
         act = use("act_and_mul", {"T": top}, inner=static["inner"],
                   **{k: static[k] for k in ("activation", "alpha", "limit", "dtype")})  # fmt: skip
-        down = use("grouped_linear", {"T": top}, **linear_static(layer.down.stack))
+        down = use("grouped_linear", {"T": top}, **linear_static(down_stack))
+        mix = use("mix_experts", {"K": top}, hidden=static["hidden"], dtype=static["dtype"])
 
-        def compute(x: torch.Tensor, ids: np.ndarray[Any, Any], w: MoEWeights) -> torch.Tensor:
-            slots, biases = torch.from_numpy(ids), self._biases_of(layer, w)
-            h = act(gate_up(x, layer.gate_up.stack.value, slots, biases[0]).flatten(0, 1))
-            found: torch.Tensor = down(h, layer.down.stack.value, slots.reshape(-1, 1), biases[1])
-            return found
+        def compute(
+            x: torch.Tensor, ids: np.ndarray[Any, Any], weights: torch.Tensor, w: MoEWeights
+        ) -> torch.Tensor:
+            slots, biases = torch.from_numpy(ids), self._biases[path]
+            h = act(gate_up(x, up_stack.value, slots, biases[0]).flatten(0, 1))
+            pairs = down(h, down_stack.value, slots.reshape(-1, 1), biases[1])
+            return mix(pairs.view(*ids.shape, -1), weights)  # type: ignore[no-any-return]
 
         return compute
 
     def choose(
-        self, layer: ResidentLayer, numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor, w: MoEWeights
-    ) -> list[int]:
+        self, layer: ResidentLayer, path: str, numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor,
+        w: MoEWeights,
+    ) -> list[int]:  # fmt: skip
         """The experts of ``numbers`` [T, k] that the host computes. ``x``: the step's rows, on the host."""
+        if path not in self._biases:
+            both = w.gate_up_bias, w.down_bias
+            self._biases[path] = [None if b is None else self._device.readback(b).wait() for b in both]
         experts, counts = np.unique(numbers, return_counts=True)
         held = layer.residents.slots
         rows = {int(each): int(count) for each, count in zip(experts, counts, strict=True) if int(each) not in held}
@@ -126,22 +144,20 @@ class HostShare:
         if self._learned is None or self._learned.query():
             self._learned = layer.learn(expert, needed)
 
-    def rows(
-        self, chosen: list[int], numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor, w: MoEWeights
-    ) -> torch.Tensor:
-        """The pairs of the chosen experts, on the device: [T * k, 1, hidden], 0 for all others."""
+    def start(
+        self, chosen: list[int], numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor,
+        weights: torch.Tensor, w: MoEWeights,
+    ) -> Callable[[], torch.Tensor]:  # fmt: skip
+        """Start computing the chosen experts' part of each token's sum; returns what waits for it, and copies it to the
+        device: [T, hidden]."""
         self.computed += len(chosen)
-        found = compute(x, np.where(np.isin(numbers, chosen), numbers, -1).astype(np.int32), w)
-        integers = _AS_INTEGERS.get(found.dtype)
-        if integers is None:
-            return self._device.upload(found.numpy())
-        return self._device.upload(found.view(integers).numpy()).view(found.dtype)
+        ids = np.where(np.isin(numbers, chosen), numbers, -1).astype(np.int32)
+        job = self._thread.submit(_inferred, partial(compute, x, ids, weights, w))
+        return lambda: upload(self._device, job.result())
 
-    def _biases_of(self, layer: ResidentLayer, w: MoEWeights) -> list[torch.Tensor | None]:
-        if id(layer) not in self._biases:
-            both = w.gate_up_bias, w.down_bias
-            self._biases[id(layer)] = [None if b is None else self._device.readback(b).wait() for b in both]
-        return self._biases[id(layer)]
+    def close(self) -> None:
+        """End the thread. Calling it again does nothing."""
+        self._thread.shutdown()
 
     def _measure(
         self, layer: ResidentLayer, top: int, compute: OnHost, x: torch.Tensor, w: MoEWeights
@@ -149,16 +165,21 @@ class HostShare:
         """Time one expert. Called in the warm-up, so nothing else runs."""
 
         def host(count: int) -> float:
-            ids = np.full((count, top), -1, dtype=np.int32)
-            ids[:, 0] = 0
-            many = x[:1].expand(count, -1).contiguous()
+            """Seconds of one expert with ``count`` rows, beside as many others as a token has; new ones each time."""
+            many, weights = x[:1].expand(count, -1).contiguous(), torch.ones(count, top)
             times = []
-            for _ in range(1 + _TIMES):
+            for number in range(1 + _TIMES):
+                ids = (np.arange(top, dtype=np.int32) + (number + count) * top) % layer.experts
                 began = time.perf_counter()
-                compute(many, ids, w)
+                compute(many, np.tile(ids, (count, 1)), weights, w)
                 times.append(time.perf_counter() - began)
-            return min(times[1:])
+            return min(times[1:]) / top
 
         copy = min(self._device.measure(layer.copy_again) for _ in range(1 + _TIMES))
         one, several = host(1), host(_TIMED_ROWS)
         return ExpertCosts(copy, one, max(0.0, several - one) / (_TIMED_ROWS - 1))
+
+
+def _inferred(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode():  # belongs to a thread
+        return work()

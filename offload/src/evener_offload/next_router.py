@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 class NextRouter:
-    """The router of ``site``, a ``moe_block``, for rows of the layer before; ``own`` has declared it."""
+    """The router of ``site``, a ``moe_block``, for rows of the layer before; ``own`` has declared it. ``path``: of the
+    site."""
 
     def __init__(self, site: CallSite, own: Builder) -> None:
-        self._site = site
+        self._site, self.path = site, site.path
         self._group: WeightGroup = next(g for g in own.groups if g.fields.get("router") is site.static["router"])
 
     def resolve(self, resolver: Resolver, bucket: Bucket) -> Callable[[torch.Tensor], torch.Tensor]:

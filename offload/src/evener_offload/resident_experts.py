@@ -3,21 +3,19 @@ the device, and the others wait in host memory, page-locked where the device has
 
 A layer's expert ids are read on the host. Experts that are in slots are computed at once; the others are copied
 meanwhile, on a stream of their own, and computed then. A step that needs more experts than there are slots goes on in
-waves: half of the slots are filled while the other half is computed with. The results of the waves are exactly those of
-one product with all experts: each (token, expert) pair is computed in one wave, with all pairs of its expert, and the
-pairs of a token are summed up in the end, in the order of its choices.
+waves: half of the slots are filled while the other half is computed with (``slot_products``).
 
-While a layer is computed, experts are copied that the next one will probably need (``next_router``).
+While a layer is computed, experts are copied that the next one will probably need (``next_router``). Once the next one
+has had all it needed for some steps, it is not guessed for until something is missing again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from evener.config.resolve import ResolvedConfig
@@ -29,20 +27,20 @@ from evener.contracts.weights import MoEWeights
 from evener.engine.worker.assembly import Assembly
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
-from evener.ops.composites import linear_static
 from evener.resolution.resolver import Resolver
-from evener_offload import descriptor
 from evener_offload.automatic import agreed, lacking_bytes
-from evener_offload.host_backend import host_memory
-from evener_offload.host_share import MOST_TOKENS, HostShare
+from evener_offload.host_backend import host_memory, new_stream, option
+from evener_offload.host_share import HostShare
 from evener_offload.layers import layer_number, ranges
 from evener_offload.next_router import NextRouter, likeliest
 from evener_offload.placed_layers import place, placed_sites, stacks
 from evener_offload.resident_layer import ResidentLayer
-from evener_offload.residents import Wave
+from evener_offload.slot_products import MOST_TOKENS, SlotProducts
 
 #: Fields of ``MoEWeights`` that are in host memory.
 _PLACED = ("gate_up", "down")
+#: Steps in which a layer had all it needed, before guesses for it stop.
+_QUIET = 16
 
 
 class ResidentExperts(Placement):
@@ -54,6 +52,7 @@ class ResidentExperts(Placement):
 
     Attributes:
         layer: by the path of the call site.
+        second_bytes: bytes of experts that are in host memory a second time, as the host reads them.
 
     Raises:
         ConfigError: the model does not have such layers, or the keys cannot be used together.
@@ -69,23 +68,28 @@ class ResidentExperts(Placement):
         self.free = host_memory().free // config.config.infer.tp_size
         self.layers = tuple(layer_number(site.path) for site in sites)
         self.layer: dict[str, ResidentLayer] = {}
-        stream = _new_stream(device)
+        self.second_bytes = 0
+        stream = new_stream(device)
+        #: What the host computes of the missing ones; None: nothing.
+        self.share: HostShare | None = None
+        if (most_rows := HostShare.asked(option(config, "host_when_sooner"))) != 0:
+            self.share = HostShare(config, device, resolver, most_rows)
+            self.packings = {**self.share.packings, **self.packings}
         for site in sites:
             self._refuse(site.static, count)
             place(site, own, self, _PLACED)
-            resolver.packings(stacks(site))
-            self.layer[site.path] = ResidentLayer(site, own, resolver, count, device, stream)
-        #: What the host computes of the missing ones; None: nothing.
-        self.share: HostShare | None = None
-        if (most_rows := HostShare.asked(_option(config, "host_when_sooner"))) != 0:
-            self.share = HostShare(config, device, resolver, most_rows)
-            for layer in self.layer.values():
-                self.share.check(layer)
+            if self.share is not None:
+                self.second_bytes += self.share.keep(site, own, self)
+            else:
+                resolver.packings(stacks(site))
+            self.layer[site.path] = ResidentLayer(
+                [stacks(site)], site.static["experts"], own, resolver.packings_by_layout, count, device, stream
+            )
         shown = f"{count} experts of each of {len(sites)} layers are on the device, the others in host memory"
         resolver.manifest.notes.append(f"{shown}: {ranges(self.layers)}")
         #: By path: the router of the next layer with experts, and what that layer has, if some are in host memory.
         self._next: dict[str, tuple[NextRouter, ResidentLayer]] = {}
-        if stream is not None and _option(config, "prefetch_experts"):
+        if stream is not None and option(config, "prefetch_experts"):
             every = [site for site in own.sites if site.op == "moe_block"]
             self._next = {
                 site.path: (NextRouter(following, own), self.layer[following.path])
@@ -110,6 +114,10 @@ class ResidentExperts(Placement):
             "expert_wasted_bytes": sum(held.wasted * nbytes for held, nbytes in layers),
         }
 
+    def close(self) -> None:
+        if self.share is not None:
+            self.share.close()
+
     @staticmethod
     def settled(a: Assembly) -> tuple[InferConfig, str]:
         """What ``infer.resident_experts=auto`` means for ``a``, which has all experts on the device: as many of each
@@ -128,53 +136,33 @@ class ResidentExperts(Placement):
         return replace(infer, resident_experts=count), "resident_experts"
 
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
-        layer, top, experts, device = self.layer[path], static["top"], static["experts"], self._device
-        following = self._next.get(path)
+        layer, device, following = self.layer[path], self._device, self._next.get(path)
         guess = following and following[0].resolve(self._resolver, bucket)
+        products = SlotProducts(layer, 0, device, self._resolver, path, static, bucket, True)
         share, on_host = self.share, None
         if share is not None and bucket.high <= MOST_TOKENS:
-            on_host = share.resolve(layer, path, static, bucket)
+            on_host = share.resolve(path, static, bucket)
 
-        def use(part: str, sizes: dict[str, int], **inner: Any) -> OpFunction:
-            return self._resolver.resolve(part, path, inner, bucket, sizes)
-
-        gate_up = use("grouped_linear", {"K": top}, **linear_static(layer.gate_up.weight))
-        act = use("act_and_mul", {"T": top}, inner=static["inner"],
-                  **{k: static[k] for k in ("activation", "alpha", "limit", "dtype")})  # fmt: skip
-        down = use("grouped_linear", {"T": top}, **linear_static(layer.down.weight))
-        mix = use("mix_experts", {"K": top}, hidden=static["hidden"], dtype=static["dtype"])
-
-        def rows(x: torch.Tensor, slots: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> torch.Tensor:
-            h = act(gate_up(x, layer.gate_up.value, slots, biases[0]).flatten(0, 1))
-            found: torch.Tensor = down(h, layer.down.value, slots.reshape(-1, 1), biases[1])
-            return found
-
-        def start(
-            x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights
-        ) -> Callable[[], torch.Tensor]:
-            chosen = device.readback(ids)
-            guessed = device.readback(guess(x)) if guess is not None else None
-            copied = device.readback(x) if on_host is not None else None
+        def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
+            chosen, guessed = device.readback(ids), None
+            if guess is not None and following is not None and following[1].quiet < _QUIET:
+                guessed = device.readback(guess(x))
+            copied = None if on_host is None else (device.readback(x), device.readback(weights))
 
             def finish() -> torch.Tensor:
-                numbers, total, others = chosen.wait().numpy(), None, list[int]()
+                numbers, others, beside = chosen.wait().numpy(), list[int](), None
                 if share is not None and on_host is not None and copied is not None:
-                    others = share.choose(layer, numbers, on_host, copied.wait(), w)
-                needed = numbers.flatten().tolist()
-                for wave in layer.filled(needed, others):
-                    # -1: the expert is not in the wave.
-                    slot_of = np.full(experts, -1, dtype=np.int32)
-                    slot_of[list(wave.slots)] = list(wave.slots.values())
-                    one = rows(x, device.upload(slot_of[numbers]), _biases(device, wave, layer.residents.count, w))
-                    total = one if total is None else total.add_(one)  # a pair's row is 0 in all waves but one
+                    rows, factors = copied[0].wait(), copied[1].wait()
+                    others = share.choose(layer, path, numbers, on_host, rows, w)
+                    if others:
+                        beside = share.start(others, numbers, on_host, rows, factors, w)
+                y = products(x, ids, weights, w, numbers, others)
                 if following is not None and guessed is not None:
                     following[1].ahead(likeliest(guessed.wait().numpy(), following[1].experts))
-                if share is not None and on_host is not None and copied is not None and others:
-                    share.learn(layer, others[-1], needed)
-                    one = share.rows(others, numbers, on_host, copied.wait(), w)
-                    total = one if total is None else total.add_(one)
-                assert total is not None, "a step has tokens"
-                return mix(total.view(*numbers.shape, -1), weights)  # type: ignore[no-any-return]
+                if share is not None and beside is not None:
+                    share.learn(layer, others[-1], numbers.ravel().tolist())
+                    y = y + beside()
+                return y
 
             return finish
 
@@ -187,25 +175,3 @@ class ResidentExperts(Placement):
         if static["router_weight_on_input"]:
             raise ConfigError("infer.resident_experts is not implemented for models that weight the experts' inputs; "
                               "use infer.cpu_layer_num alone, so that the host computes")  # fmt: skip
-
-
-def _biases(device: Device, wave: Wave, count: int, w: MoEWeights) -> list[torch.Tensor | None]:
-    """The biases of the wave's experts, by slot; those of other slots are not read."""
-    biases = w.gate_up_bias, w.down_bias
-    if biases == (None, None):
-        return [None, None]
-    expert_of = np.zeros(count, dtype=np.int32)
-    expert_of[list(wave.slots.values())] = list(wave.slots)
-    index = device.upload(expert_of)
-    return [None if bias is None else bias.index_select(0, index) for bias in biases]
-
-
-def _option(config: ResolvedConfig, name: str) -> Any:
-    return config.config.options.get("offload", {}).get(name, descriptor.options[name].default)
-
-
-def _new_stream(device: Device) -> Any:
-    try:
-        return device.new_stream()
-    except NotImplementedError:
-        return None

@@ -1,4 +1,5 @@
-"""One layer's slots on the device, what is in them, and the order of copies to them and of products with them.
+"""Slots on the device for experts of one layer, or of several in turn: what is in them, and the order of copies to them
+and of products with them.
 
 Copies run on a stream of their own, products on the steps' stream. A copy waits on the device for the last product with
 what the slot held before, and a product for the copies to its slots: the host waits for neither.
@@ -6,51 +7,64 @@ what the slot held before, and a product for the copies to its slots: the host w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from evener.contracts.declared import CallSite
+import numpy as np
+import torch
+
 from evener.contracts.device import Device
+from evener.contracts.quant import Packing
 from evener.layers.builder import Builder
-from evener.resolution.resolver import Resolver
 from evener_offload.expert_slots import ExpertSlots
-from evener_offload.placed_layers import stacks
 from evener_offload.residents import Residents, Wave
+from evener_offload.second_layout import Stacks
 
 
 class ResidentLayer:
-    """Slots for ``count`` experts of one layer.
+    """``count`` slots for experts of one layer, or of several equal ones.
 
     Args:
-        site: the layer's ``moe_block``.
+        layers: the stacks of each layer, in a layout of the device's.
+        experts: how many a layer has. Those of layer i are numbered from ``i * experts``.
         own: gets the slots, so that they are part of the memory plan.
-        resolver: the device's.
+        packings: the device's.
         stream: of the copies; None: the device has one queue, which keeps their order.
 
     Attributes:
-        gate_up, down: the slots of its two stacks.
+        gate_up, down: the slots of the two stacks.
         residents: the experts in them.
-        experts: how many the layer has.
         nbytes: of one expert.
+        quiet: steps since one needed an expert that was not there, or that had been copied ahead.
     """
 
     def __init__(
-        self, site: CallSite, own: Builder, resolver: Resolver, count: int, device: Device, stream: Any
-    ) -> None:
-        packings = resolver.packings_by_layout
-        self.gate_up, self.down = (ExpertSlots(own, s, packings[s.layout], count, device) for s in stacks(site))
-        self.residents, self.experts = Residents(count), site.static["experts"]
+        self, layers: Sequence[Stacks], experts: int, own: Builder, packings: Mapping[str, Packing], count: int,
+        device: Device, stream: Any,
+    ) -> None:  # fmt: skip
+        self.gate_up, self.down = (
+            ExpertSlots(own, each, packings[each[0].layout], count, device) for each in zip(*layers, strict=True)
+        )
+        self.residents, self.experts, self.quiet = Residents(count), experts, 0
         self.nbytes = self.gate_up.nbytes + self.down.nbytes
+        #: What ``places`` returns, and how many experts had got a slot then.
+        self._map: tuple[int, Any] | None = None
         self._device, self._stream = device, stream
         #: For each slot an event after the last product with it, and one after a copy that no product has waited for.
         self._used: list[Any] = [None] * count
         self._copied: list[Any] = [None] * count
 
-    def filled(self, needed: Iterable[int], elsewhere: Collection[int] = ()) -> Iterator[Wave]:
+    def filled(
+        self, needed: Iterable[int], elsewhere: Collection[int] = (), together: bool = False
+    ) -> Iterator[Wave]:
         """Wave after wave of the ``needed`` experts, each in its slots for work that is submitted to the current stream
         before the next wave is asked for. Experts that are on the device come first. Copies of the others are submitted
-        as early as their slots allow it. Those that are computed ``elsewhere`` are left out."""
-        waves = self.residents.waves(needed, self._late(), elsewhere)
+        as early as their slots allow it. Those that are computed ``elsewhere`` are left out. ``together``: all in one
+        wave, if there are slots for all."""
+        late = self._late()
+        waves = self.residents.waves(needed, late, elsewhere, together)
+        calm = not late and not elsewhere and not any(wave.copied for wave in waves)
+        self.quiet = self.quiet + 1 if calm else 0
         missing = [number for number, wave in enumerate(waves) if wave.copied]
         for number, wave in enumerate(waves):
             while missing and not _slots(waves[number : missing[0]]) & _slots([waves[missing[0]]]):
@@ -58,6 +72,20 @@ class ResidentLayer:
             self._await_copies(wave)
             yield wave
             self._note_use(wave)
+
+    def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where experts of a single layer are, on the device: ``slots`` [experts, 1] and ``copies`` [experts] as in
+        ``ExpertMap``; and int32 [slots], the expert in each slot, any number if there is none."""
+        held = self.residents
+        if self._map is None or self._map[0] != held.copied:
+            slot_of, expert_of = np.full((self.experts, 1), -1, dtype=np.int32), np.zeros(held.count, dtype=np.int32)
+            there = list(held.slots.values())
+            slot_of[list(held.slots), 0] = there
+            expert_of[there] = list(held.slots)
+            copies = (slot_of[:, 0] >= 0).astype(np.int32)
+            self._map = held.copied, tuple(map(self._device.upload, (slot_of, copies, expert_of)))
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._map[1]
+        return found
 
     def learn(self, expert: int, needed: Collection[int]) -> Any:
         """Start copying an expert that was computed elsewhere, for later steps; not over one that this step has
@@ -71,7 +99,7 @@ class ResidentLayer:
     def copy_again(self) -> None:
         """Copy one expert to where it is, to measure how long that takes. On the current stream."""
         expert, slot = next(iter(self.residents.slots.items()), (0, 0))
-        self._submit(Wave({expert: slot}, copied=True))
+        self._submit(Wave({expert: slot}, (expert,)))
 
     def ahead(self, guessed: Sequence[int]) -> None:
         """Start copying experts that the layer will probably need; the likeliest first."""
@@ -79,29 +107,34 @@ class ResidentLayer:
 
     def _late(self) -> set[int]:
         """The slots' experts whose copies are under way, as the device says now."""
-        for slot, event in enumerate(self._copied):
-            if event is not None and event.query():
+        for slot, event in self._under_way():
+            if event.query():
                 self._copied[slot] = None
-        return {expert for expert, slot in self.residents.slots.items() if self._copied[slot] is not None}
+        late = {slot for slot, _ in self._under_way()}
+        return {expert for expert, slot in self.residents.slots.items() if slot in late} if late else set()
+
+    def _under_way(self) -> list[tuple[int, Any]]:
+        return [(slot, event) for slot, event in enumerate(self._copied) if event is not None]
 
     def _copy(self, wave: Wave) -> None:
-        if not wave.slots:
+        slots = [wave.slots[expert] for expert in wave.copied]
+        if not slots:
             return
         if self._stream is None:
             self._submit(wave)
             return
         with self._stream:
-            for event in _distinct(self._used[slot] for slot in wave.slots.values()):
+            for event in _distinct(self._used[slot] for slot in slots):
                 event.wait()
             self._submit(wave)
             copied = self._mark()
-        for slot in wave.slots.values():
+        for slot in slots:
             self._copied[slot] = copied
 
     def _submit(self, wave: Wave) -> None:
-        for expert, slot in wave.slots.items():
-            self.gate_up.copy(expert, slot)
-            self.down.copy(expert, slot)
+        for expert, slot, count in _runs([(expert, wave.slots[expert]) for expert in wave.copied], self.experts):
+            self.gate_up.copy(expert, slot, count)
+            self.down.copy(expert, slot, count)
 
     def _await_copies(self, wave: Wave) -> None:
         for event in _distinct(self._copied[slot] for slot in wave.slots.values()):
@@ -120,6 +153,17 @@ class ResidentLayer:
         event = self._device.new_event()
         event.record()
         return event
+
+
+def _runs(places: Sequence[tuple[int, int]], experts: int) -> Iterator[tuple[int, int, int]]:
+    """Experts and their slots as (first expert, first slot, count): both are one more from each to the next, and a run
+    is of one layer, of which there are so many ``experts``."""
+    begin = 0
+    for at in range(1, len(places) + 1):
+        expert, slot = places[at - 1]
+        if at == len(places) or places[at] != (expert + 1, slot + 1) or places[at][0] % experts == 0:
+            yield *places[begin], at - begin
+            begin = at
 
 
 def _slots(waves: Sequence[Wave]) -> set[int]:

@@ -13,11 +13,16 @@ class Wave:
 
     Attributes:
         slots: the slot of each.
-        copied: whether all of them must be copied first; otherwise none.
+        copied: those of them that must be copied first.
     """
 
     slots: Mapping[int, int]
-    copied: bool
+    copied: Collection[int] = ()
+
+    @classmethod
+    def of_copies(cls, slots: Mapping[int, int]) -> Wave:
+        """A wave of which all are copied."""
+        return cls(slots, tuple(slots))
 
 
 class Residents:
@@ -43,15 +48,22 @@ class Residents:
         """The slot of each expert that is in one."""
         return self._slot
 
+    @property
+    def half(self) -> int:
+        """Half of the slots are computed with while the other half is filled."""
+        return -(-self.count // 2)
+
     def waves(
-        self, needed: Iterable[int], late: Collection[int] = (), elsewhere: Collection[int] = ()
-    ) -> Sequence[Wave]:
+        self, needed: Iterable[int], late: Collection[int] = (), elsewhere: Collection[int] = (),
+        together: bool = False,
+    ) -> Sequence[Wave]:  # fmt: skip
         """How the ``needed`` experts are computed, in order: first those that are in slots, then the others, copied to
         slots that the wave before does not use. If it uses all, they wait for it. The last ones stay in their slots.
 
         Args:
             late: experts whose copies are under way; of those that are in slots, they are the last.
             elsewhere: absent experts that are not computed here.
+            together: all in one wave, if there are slots for all.
         """
         wanted = sorted(set(needed))
         self._judge(wanted)
@@ -59,8 +71,12 @@ class Residents:
         here = [expert for expert in wanted if expert in self._slot]
         absent = [expert for expert in wanted if expert not in self._slot]
         self.hits, self.misses = self.hits + len(here), self.misses + len(absent)
-        # Half of the slots are computed with while the other half is filled.
-        half = -(-self.count // 2)
+        if together and 0 < len(wanted) <= self.count:
+            for expert in here:
+                self._slot.move_to_end(expert)
+            new = {expert: self._place(expert) for expert in absent}
+            return [Wave({**{expert: self._slot[expert] for expert in here}, **new}, tuple(new))]
+        half = self.half
         parts = [[each for each in here if each not in late], [each for each in here if each in late]]
         if len(absent) > self.count - len(here):
             last = parts.pop() or parts.pop()
@@ -69,12 +85,12 @@ class Residents:
         for part in filter(None, parts):
             for expert in part:
                 self._slot.move_to_end(expert)
-            found.append(Wave({expert: self._slot[expert] for expert in part}, copied=False))
+            found.append(Wave({expert: self._slot[expert] for expert in part}))
         while absent:
             used = len(found[-1].slots) if found else 0
             room = self.count - used if used or len(absent) <= self.count else half
             now, absent = absent[: room or self.count], absent[room or self.count :]
-            found.append(Wave({expert: self._place(expert) for expert in now}, copied=True))
+            found.append(Wave.of_copies({expert: self._place(expert) for expert in now}))
         return found
 
     def ahead(self, guessed: Sequence[int]) -> Wave:
@@ -99,7 +115,7 @@ class Residents:
                 break
             ahead[expert] = self._place(expert, leaves)
         self._ahead = frozenset(ahead)
-        return Wave(ahead, copied=True)
+        return Wave.of_copies(ahead)
 
     def learn(self, expert: int, needed: Collection[int]) -> Wave:
         """Give an absent expert the slot of the least recently used one that this step has not ``needed``, if any."""
@@ -107,8 +123,8 @@ class Residents:
         if len(self._slot) == self.count:
             leaves = next((each for each in self._slot if each not in needed), None)
             if leaves is None:
-                return Wave({}, copied=True)
-        return Wave({expert: self._place(expert, leaves)}, copied=True)
+                return Wave({})
+        return Wave.of_copies({expert: self._place(expert, leaves)})
 
     def _judge(self, needed: Sequence[int]) -> None:
         """Compare the last guess with what was needed."""

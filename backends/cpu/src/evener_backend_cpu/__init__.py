@@ -37,6 +37,7 @@ descriptor = Descriptor(
         "add_rms_norm",
         "rotary",
         "act_and_mul",
+        "mix_experts",
         "greedy",
         "sample",
         "apply_mask",

@@ -65,6 +65,34 @@ class NativeGroupedLinear(NativeKernel):
         return run
 
 
+class NativeMixExperts(NativeKernel):
+    """A weighted sum in one pass. Torch's threads take no part: after a product of torch they spin for milliseconds, on
+    the cores that this library's threads need."""
+
+    op = "mix_experts"
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, function = self.device, self.native.function("mix", call.static["dtype"])
+        hidden, dtype = call.static["hidden"], getattr(torch, call.static["dtype"])
+
+        def run(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            x, weights = x.contiguous(), weights.contiguous()
+            tokens, top = weights.shape
+            y = x.new_empty(tokens, hidden)
+            function(
+                require("the experts' rows", x, dtype, (tokens, top, hidden)),
+                require("the weights", weights, torch.float32, (tokens, top)),
+                y.data_ptr(),
+                tokens,
+                top,
+                hidden,
+                device.threads,
+            )
+            return y
+
+        return run
+
+
 class _Site:
     """One call site: the C struct with its sizes and the addresses of the weights of the last call."""
 
@@ -150,4 +178,4 @@ class NativeMoeBlock(NativeKernel):
         return run
 
 
-EXPERTS = (NativeGroupedLinear, NativeMoeBlock)
+EXPERTS = (NativeGroupedLinear, NativeMixExperts, NativeMoeBlock)

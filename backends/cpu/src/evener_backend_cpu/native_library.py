@@ -35,6 +35,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "norm": (ctypes.c_int, (_P, _I, _P, _P, _P, _I, _I, _F, _F, _I)),
     "rotary": (ctypes.c_int, (_P, _I, _P, _I, _I, _P, _I, _I, _I, _I, _I, _I, _P, _I, _I)),
     "act": (ctypes.c_int, (_P, _P, _I, _I, _I, _I)),
+    "mix": (ctypes.c_int, (_P, _P, _P, _I, _I, _I, _I)),
     "greedy": (ctypes.c_int, (_P, _I, _I, _P)),
     "sample": (ctypes.c_int, (_P, _I, _I, _P, _P, _P, _P, _P, _P, _P, _I)),
     "mask": (ctypes.c_int, (_P, _I, _I, _P, _I)),

@@ -41,6 +41,7 @@ descriptor = Descriptor(
         "norm_qkv_rotary_write",
         "attention_block",
         "mlp_block",
+        "routed_experts",
         "moe_block",
         "head",
         "latent_attention_block",

@@ -10,9 +10,10 @@ from typing import Any, cast
 import torch
 
 from evener.contracts.declared import LinearWeight
+from evener.contracts.experts import ExpertMap
 from evener.contracts.ops import OpCall, OpFunction, Variant
 from evener.contracts.quant import PackedWeight, Rounding
-from evener.contracts.statics import MoEStatic, RouteStatic
+from evener.contracts.statics import ExpertsStatic, MoEStatic, RouteStatic
 from evener.contracts.weights import MoEWeights
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.jit.experts import (
@@ -293,7 +294,18 @@ def _act_order(weight: LinearWeight) -> str | None:
     return "gathers no columns in act-order for each matrix" if act else None
 
 
-def _rounding_bytes(tuning: Tuning, call: OpCall, s: MoEStatic) -> int:
+def _unread_stacks(gate_up: LinearWeight, down: LinearWeight, activation: str, on_input: bool) -> str | None:
+    """Why the products of experts cannot be computed; None if they can."""
+    if reason := _act_order(gate_up) or _act_order(down):
+        return reason
+    if is_packed(gate_up) and len(list(segments_of(gate_up.parts))) > 1:
+        return "reads gate and up of one format"
+    if activation not in GATED:
+        return f"does not know activation {activation!r}"
+    return "weights the experts' results, not their inputs" if on_input else None
+
+
+def _rounding_bytes(tuning: Tuning, call: OpCall, s: MoEStatic | ExpertsStatic) -> int:
     """Bytes of rounded activations of the larger of the experts' products."""
     tokens, element = call.bucket.high, getattr(torch, s["dtype"]).itemsize
     return max(
@@ -333,16 +345,10 @@ class TritonMoeBlock(ProductKernel):
         s = cast(MoEStatic, call.static)
         if is_stored(s["router"]):
             return "reads the router's weight in the compute dtype"
-        if reason := _act_order(s["gate_up"]) or _act_order(s["down"]):
+        if reason := _unread_stacks(s["gate_up"], s["down"], s["activation"], s["router_weight_on_input"]):
             return reason
-        if is_packed(s["gate_up"]) and len(list(segments_of(s["gate_up"].parts))) > 1:
-            return "reads gate and up of one format"
-        if s["activation"] not in GATED:
-            return f"does not know activation {s['activation']!r}"
         if s["shared_inner"] and s["activation"] not in ACTIVATIONS:
             return f"does not know activation {s['activation']!r} of shared experts"
-        if s["router_weight_on_input"]:
-            return "weights the experts' results, not their inputs"
         return _too_many_experts(call)
 
     def workspace(self, call: OpCall) -> int:
@@ -388,6 +394,52 @@ class TritonMoeBlock(ProductKernel):
             return y, total
 
         return block
+
+
+class TritonRoutedExperts(ProductKernel):
+    """The chosen experts alone, where their choice must be known before they are computed: the activation is part of
+    the first product, and few tokens need no lists."""
+
+    op = "routed_experts"
+    packings = (PLAIN, STORED, PACKED)
+
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        s = cast(ExpertsStatic, call.static)
+        return _unread_stacks(s["gate_up"], s["down"], s["activation"], s["router_weight_on_input"])
+
+    def workspace(self, call: OpCall) -> int:
+        s, tokens = cast(ExpertsStatic, call.static), call.bucket.high
+        wide = s["top"] * (s["inner"] + s["hidden"]) * getattr(torch, s["dtype"]).itemsize
+        return int(tokens * (wide + 4 * s["gate_up"].experts)) + _rounding_bytes(self.tuning, call, s)
+
+    def build(self, call: OpCall) -> OpFunction:
+        tuning, s = self.tuning, cast(ExpertsStatic, call.static)
+        dtype, top, inner, hidden = getattr(torch, s["dtype"]), s["top"], s["inner"], s["hidden"]
+        act: dict[str, Any] = {"activation": s["activation"], "alpha": float(s["alpha"]), "limit": float(s["limit"])}
+        list_all = any(rounds(tuning, call.bucket.high, s[name]) for name in ("gate_up", "down"))
+        gate_up = project_pairs(tuning.part("up"), call, s["gate_up"])
+        down = project_pairs(tuning.part("down"), call, s["down"])
+
+        def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> torch.Tensor:
+            x, tokens = rows_of(x), x.shape[0]
+            if not tokens:
+                return x
+            if w.slots.shape[1] == 1:
+                slots = w.slots.view(-1).index_select(0, ids.reshape(-1)).view(ids.shape)
+            else:
+                slots = ExpertMap(w.slots, w.copies)(ids, torch.arange(tokens, dtype=torch.int32, device=x.device))
+            # A token's experts are distinct, and so are their slots: a slot gets a token at most once.
+            listed = list_all or tokens > MAX_DIRECT_TOKENS
+            work = ExpertAssignment(slots, None, None)
+            if listed:
+                work = sort(tuning, slots, w.gate_up.data.shape[0], tokens)
+            inside = torch.empty(tokens * top, inner, dtype=dtype, device=x.device)
+            gate_up(x, w.gate_up.data, inside, work, share=True, bias=w.gate_up_bias, **act)
+            rows = torch.empty(tokens * top, hidden, dtype=dtype, device=x.device)
+            down(inside, w.down.data, rows, work, share=False, bias=w.down_bias)
+            return mix(tuning, rows.view(tokens, top, hidden), weights, slots=slots)
+
+        return run
 
 
 Block = Callable[[torch.Tensor, torch.Tensor, MoEWeights], tuple[torch.Tensor, torch.Tensor]]
@@ -530,4 +582,4 @@ def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Blo
     return run
 
 
-EXPERTS: tuple[Any, ...] = (TritonRoute, TritonGroupedLinear, TritonMixExperts, TritonMoeBlock)
+EXPERTS: tuple[Any, ...] = (TritonRoute, TritonGroupedLinear, TritonMixExperts, TritonRoutedExperts, TritonMoeBlock)

@@ -117,6 +117,31 @@ template <class T> static int act(const T* x, T* y, int64_t rows, int64_t inner,
   return DONE;
 }
 
+// y[t] = the sum over k of weights[t, k] * x[t, k], in float32, in the order of k.
+template <class T>
+static int mix(const T* x, const float* weights, T* y, int64_t rows, int64_t top, int64_t n, int64_t threads) {
+  PASS(check_size("the number of experts of a token", top, 1, MOST_ROWS));
+  PASS(check_size("the width", n, 1, MOST_COLUMNS));
+  PASS(check_rows(x, top * n, y, rows, n, threads));
+  if (rows) PASS(check_pointer("the weights", weights));
+  Pool::each(rows * top * n > 32768 ? threads : 1, rows, [&](long r) {
+    const T* own = x + r * top * n;
+    const float* w = weights + r * top;
+    long i = 0;
+    for (; i + 16 <= n; i += 16) {
+      v16 sum = splat(0);
+      for (long k = 0; k < top; k++) sum = sum + load(own + k * n + i) * splat(w[k]);
+      store(y + r * n + i, sum);
+    }
+    for (; i < n; i++) {
+      float sum = 0;
+      for (long k = 0; k < top; k++) sum += wide(own[k * n + i]) * w[k];
+      put(y + r * n + i, sum);
+    }
+  });
+  return DONE;
+}
+
 template <class T> static int greedy(const T* x, int64_t rows, int64_t n, int32_t* ids) {
   PASS(check_rows(x, n, ids, rows, n, 1));
   for (long r = 0; r < rows; r++) {
@@ -204,6 +229,9 @@ extern "C" {
   int evener_act_##S(const T* x, T* y, int64_t rows, int64_t inner, int64_t kind, int64_t threads) {                                  \
     return act<T>(x, y, rows, inner, kind, threads);                                                                                          \
   }                                                                                                                                    \
+  int evener_mix_##S(const T* x, const float* weights, T* y, int64_t rows, int64_t top, int64_t n, int64_t threads) {                 \
+    return mix<T>(x, weights, y, rows, top, n, threads);                                                                              \
+  }                                                                                                                                   \
   int evener_greedy_##S(const T* x, int64_t rows, int64_t n, int32_t* ids) { return greedy<T>(x, rows, n, ids); }                            \
   int evener_sample_##S(const T* x, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k, const float* top_p,             \
                          const float* min_p, const int32_t* seed, const int32_t* position, int32_t* ids, int64_t threads) {            \

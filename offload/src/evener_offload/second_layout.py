@@ -1,0 +1,55 @@
+"""The same experts a second time in host memory, in a layout that another backend reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from evener.contracts.declared import CallSite, StackedWeight
+from evener.contracts.experts import Placement
+from evener.contracts.quant import Packing
+from evener.layers.builder import Builder
+from evener.resolution.resolver import Resolver
+from evener_offload.placed_layers import stacks
+
+#: Of one layer: its stacks of gate and up, and of down projections.
+Stacks = tuple[StackedWeight, StackedWeight]
+
+
+def second_layout(site: CallSite, first: Resolver, second: Resolver, where: str) -> Stacks:
+    """Give the stacks of ``site`` the layout of ``first``, and return what ``second`` reads: stacks of their own, or
+    the very same ones where both read one layout. Those of their own must still be kept (``keep``).
+
+    Args:
+        where: what the second ones are for, as part of their names.
+    """
+    own = stacks(site)
+    others = [replace(stack, name=f"{stack.name} for {where}") for stack in own]
+    first.packings(own)
+    second.packings(others)
+    gate_up, down = (
+        mine if (mine.layout, mine.parts) == (other.layout, other.parts) else other
+        for mine, other in zip(own, others, strict=True)
+    )
+    return gate_up, down
+
+
+def keep(site: CallSite, found: Stacks, own: Builder, placement: Placement) -> None:
+    """Let the second stacks of ``site`` be loaded."""
+    for stack in found:
+        if not any(stack is each for each in stacks(site)):
+            stack.placement = placement
+            own.weights.append(stack)
+
+
+def second_bytes(site: CallSite, found: Stacks, packings: Mapping[str, Packing]) -> int:
+    """Bytes of the second stacks that are not the first ones."""
+    return sum(
+        stack.experts * packings[stack.layout].nbytes(stack.parts, stack.dtype)
+        for stack in found if not any(stack is each for each in stacks(site))
+    )  # fmt: skip
+
+
+def expert_bytes(found: Stacks, packings: Mapping[str, Packing]) -> int:
+    """Bytes of one expert."""
+    return sum(packings[stack.layout].nbytes(stack.parts, stack.dtype) for stack in found)

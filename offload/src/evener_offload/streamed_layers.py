@@ -1,0 +1,220 @@
+"""Experts of host layers that pass through the device: in steps with many tokens they are copied to slots on the
+device, and computed there, because that is sooner than computing on the host (``offload.stream_prompts``).
+
+Equal layers share the slots. One half of them is filled, on a stream of its own, while products run with the other; the
+first experts of the next layer are copied while this layer's last ones are computed. Where the device's kernels read
+another layout than the host's, host memory holds the experts a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from evener.contracts.declared import CallSite
+from evener.contracts.device import Device
+from evener.contracts.experts import Placement
+from evener.contracts.ops import Bucket, OpFunction, Static
+from evener.contracts.quant import Packing
+from evener.contracts.weights import MoEWeights
+from evener.distributed.agreement import Agreement
+from evener.errors import ConfigError
+from evener.layers.builder import Builder
+from evener.resolution.resolver import Resolver
+from evener_offload.expert_costs import ExpertCosts, least_streamed
+from evener_offload.next_router import NextRouter, likeliest
+from evener_offload.placed_layers import stacks
+from evener_offload.resident_layer import ResidentLayer
+from evener_offload.second_layout import Stacks, expert_bytes, keep, second_bytes, second_layout
+from evener_offload.slot_products import SlotProducts
+
+log = logging.getLogger("evener.worker")
+#: Slots of a group of equal layers: two halves, of which each takes long enough to copy to be worth a few launches.
+SLOTS = 32
+#: A step of more tokens than any.
+_NEVER = 1 << 30
+#: The device's layout may take so many times the bytes of the host's, if measured costs decide.
+_MOST_GROWTH = 1.5
+#: Tokens with which the host is timed, beside one, and how often.
+_TIMED_TOKENS, _TIMES = 32, 3
+#: The largest step that costs are reckoned for.
+_MOST_TOKENS = 1 << 20
+
+#: ``routed_experts``: rows [T, hidden], ids and weights [T, k], and the layer's weights, to sums [T, hidden].
+OnHost = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, MoEWeights], torch.Tensor]
+
+
+def asked(value: str) -> int | None:
+    """What ``offload.stream_prompts`` says: None: measured costs decide; the tokens of the smallest step that is
+    streamed; 0: none is.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if value in ("auto", "off"):
+        return None if value == "auto" else 0
+    if not (value.isascii() and value.isdecimal()) or not 0 < int(value) < _NEVER:
+        raise ConfigError(f"offload.stream_prompts={value!r}: set auto, off, or the tokens of the smallest such step")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a layer's experts pass."""
+
+    slots: ResidentLayer
+    number: int
+
+
+class StreamedLayers:
+    """The host layers of this rank's stage.
+
+    Args:
+        sites: of these layers; their weights are placed, and have no layout yet.
+        host, resolver: the resolvers of the host and of the device.
+        placement: of the experts.
+        least: tokens of the smallest step that is streamed; None: measured costs decide.
+        stream: of the copies; None: the device has one queue.
+
+    Attributes:
+        groups: the slots of each group of equal layers.
+        second_bytes: bytes of experts that are in host memory a second time, as the device reads them.
+        tokens: so many that were computed by streamed layers, each layer's counted.
+    """
+
+    def __init__(
+        self, *, sites: Sequence[CallSite], own: Builder, host: Resolver, resolver: Resolver, device: Device,
+        placement: Placement, least: int | None, stream: Any,
+    ) -> None:  # fmt: skip
+        self._device, self._resolver, self._least = device, resolver, least
+        self._agreement = Agreement(own.communicator, device.torch_device)
+        self.tokens = self.second_bytes = 0
+        self._places: dict[str, _Place] = {}
+        self._next: dict[str, NextRouter] = {}
+        self.groups: list[ResidentLayer] = []
+        if not sites:
+            return
+        packings = resolver.packings_by_layout
+        found = [(site, second_layout(site, host, resolver, "the device")) for site in sites]
+        self.second_bytes = sum(second_bytes(site, others, packings) for site, others in found)
+        groups: dict[Any, list[tuple[CallSite, Stacks]]] = {}
+        for site, others in found:
+            keep(site, others, own, placement)
+            same = tuple((s.layout, s.rows, s.columns, s.experts, tuple(p.format for p in s.parts)) for s in others)
+            groups.setdefault(same, []).append((site, others))
+        for group in groups.values():
+            experts = group[0][0].static["experts"]
+            slots = ResidentLayer(
+                [others for _, others in group], experts, own, packings, min(SLOTS, experts), device, stream
+            )
+            self.groups.append(slots)
+            self._places |= {site.path: _Place(slots, number) for number, (site, _) in enumerate(group)}
+        if stream is not None:
+            every = [site for site in own.sites if site.op == "moe_block"]
+            for site, following in pairwise(every):
+                if site.path in self._places and following.path in self._places:
+                    self._next[site.path] = NextRouter(following, own)
+        what = "measured costs decide" if least is None else f"those with {least} tokens or more"
+        resolver.manifest.notes.append(f"experts of host layers are copied to the device for large steps: {what}")
+
+    @staticmethod
+    def worthwhile(sites: Sequence[CallSite], host: Resolver, resolver: Resolver, stream: Any, free: int) -> bool:
+        """Whether measured costs may decide: copies run beside compute, no layout is much larger than the host's, and
+        host memory holds both. The stacks of ``sites`` get the host's layout."""
+        if stream is None:
+            return False
+        total, probe = 0, Resolver(resolver.available)  # whose manifest nobody reads
+        for site in sites:
+            found = second_layout(site, host, probe, "the device")
+            first = expert_bytes(stacks(site), host.packings_by_layout)
+            second = expert_bytes(found, resolver.packings_by_layout)
+            if second > _MOST_GROWTH * first:
+                return False
+            total += site.static["experts"] * first + second_bytes(site, found, resolver.packings_by_layout)
+        return total <= free
+
+    @staticmethod
+    def room(sites: Sequence[CallSite], packings: Mapping[str, Packing]) -> int:
+        """Bytes of slots on the device that layers may need, which have their layouts of the device's ``packings``."""
+        each = {expert_bytes(stacks(site), packings): site.static["experts"] for site in sites}
+        return sum(nbytes * min(SLOTS, experts) for nbytes, experts in each.items())
+
+    @property
+    def copied(self) -> int:
+        """Bytes of experts that were copied."""
+        return sum(slots.residents.copied * slots.nbytes for slots in self.groups)
+
+    def takes(self, tokens: int) -> bool | None:
+        """Whether a step is streamed; None: it is not known yet."""
+        return bool(self._places) and (None if self._least is None else tokens >= self._least)
+
+    def resolve(self, path: str, static: Static, bucket: Bucket) -> OpFunction | None:
+        """What starts a streamed step of one layer, and returns what waits for it; None if none is streamed."""
+        place = self._places.get(path)
+        if place is None or (self._least is not None and bucket.high < self._least):
+            return None
+        device, slots = self._device, place.slots
+        products = SlotProducts(slots, place.number, device, self._resolver, f"{path} streamed", static, bucket,
+                                False)  # fmt: skip
+        following, guess = self._following(path), None
+        if following is not None:
+            guess = self._next[path].resolve(self._resolver, bucket)
+
+        def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
+            self.tokens += x.shape[0]
+            chosen, guessed = device.readback(ids), None if guess is None else device.readback(guess(x))
+
+            def finish() -> torch.Tensor:
+                y = products(x, ids, weights, w, chosen.wait().numpy())
+                if following is not None and guessed is not None:
+                    theirs, first = following.slots, following.number * following.slots.experts
+                    likely = likeliest(guessed.wait().numpy(), theirs.experts)[: theirs.residents.half]
+                    theirs.ahead([first + expert for expert in sorted(likely)])
+                return y
+
+            return finish
+
+        return start
+
+    def _following(self, path: str) -> _Place | None:
+        if path not in self._next:
+            return None
+        return self._places[self._next[path].path]
+
+    def measure(
+        self, path: str, static: Static, compute: OnHost, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+        w: MoEWeights,
+    ) -> None:  # fmt: skip
+        """Settle from which number of tokens on steps are streamed, with a layer's step. All ranks do this together."""
+        slots, experts, top = self._places[path].slots, static["experts"], static["top"]
+        x, ids, weights = (self._device.readback(each).wait() for each in (x, ids, weights))
+
+        def host(tokens: int) -> tuple[float, float]:
+            """Seconds, and how many experts had rows; other tokens each time, so that caches do not hold them."""
+            found = []
+            for number in range(1 + _TIMES):
+                begin = max(0, min(number * tokens, x.shape[0] - tokens))
+                rows = slice(begin, begin + tokens)
+                began = time.perf_counter()
+                compute(x[rows], ids[rows], weights[rows], w)
+                found.append((time.perf_counter() - began, len(ids[rows].unique())))
+            return min(found[1:])
+
+        copy = min(self._device.measure(slots.copy_again) for _ in range(1 + _TIMES))
+        (one, some), (more, others) = host(1), host(min(_TIMED_TOKENS, x.shape[0]))
+        first, further = one / some, min(_TIMED_TOKENS, x.shape[0]) * top - others
+        costs = ExpertCosts(copy, first, max(0.0, more - others * first) / further if further else 0.0)
+        least = least_streamed(experts, top, costs, _MOST_TOKENS) or _NEVER
+        (self._least,) = self._agreement.most([least])
+        shown = "never streamed" if self._least >= _NEVER else f"streamed from {self._least} tokens on"
+        log.info(
+            "an expert of %d bytes is copied in %.0f µs, and computed by the host in %.0f µs with one row and %.1f µs "
+            "with each more: host layers are %s", slots.nbytes, 1e6 * costs.copy, 1e6 * costs.first, 1e6 * costs.more,
+            shown,
+        )  # fmt: skip
