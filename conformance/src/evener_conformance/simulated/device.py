@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from evener.backend.torch_device import TorchDevice
 from evener.contracts.device import Device, Readback, ReadyReadback
@@ -14,7 +15,7 @@ from evener.contracts.graph import Replay
 from evener_conformance.graph.record import RecordingCapture
 from evener_conformance.simulated import NAME
 from evener_conformance.simulated.constraints import ConstraintError, Constraints
-from evener_conformance.simulated.launch import Launcher
+from evener_conformance.simulated.launch import Launcher, active_recorder
 from evener_conformance.simulated.namespace import Namespace
 from evener_conformance.simulated.registration import open_namespace
 
@@ -77,6 +78,14 @@ class SimulatedDevice(TorchDevice):
         # On a real chip this copy is asynchronous and reads no value on the host; here it is done at once.
         self.namespace.refuse_reads(False)
         return ReadyReadback(self.namespace.host(tensor).clone())
+
+    def host_call(self, work: Callable[[], None]) -> None:
+        recorder = active_recorder()
+        with _disable_current_modes():
+            if recorder is None:
+                work()
+            else:
+                recorder.record(work, (), {})
 
     def measure(self, work: Callable[[], None]) -> float:
         # The chip computes on the host and has no events that take times.
