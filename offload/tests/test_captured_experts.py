@@ -45,7 +45,7 @@ def test_captured_steps_with_experts_on_the_host_give_the_tokens_of_one_device(
     configured: Configured, family: str
 ) -> None:
     """With chunks, preemption, prefix hits and aborts together."""
-    want = on_the_cpu(configured, family)
+    want = on_the_cpu(family)
     controller, ready = build_controller(configured(family, **host(family)))
     shrink(controller, FEW_BLOCKS[family])
     got = play(controller, **traffic())
@@ -158,7 +158,7 @@ def test_steps_that_cannot_be_captured_run_eagerly_and_the_manifest_says_why(
     configured: Configured, keys: dict[str, Any], why: str
 ) -> None:
     controller, ready = build_controller(configured(**{"infer.cpu_layer_num": 3, **keys}))
-    assert_same(play(controller, **traffic()), on_the_cpu(configured))
+    assert_same(play(controller, **traffic()), on_the_cpu())
     notes = "\n".join(ready.info.manifest["notes"])
     assert re.search("steps run eagerly: experts of 3 layers are in host " + why, notes), notes
     assert not controller.scheduler.stats.counters["host_expert_captured_steps"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +24,8 @@ from evener.errors import EngineError
 from evener.resolution.attribution import Attribution
 
 log = logging.getLogger("evener.worker")
+#: With so many threads or more, one of them does not compute while another thread of the process is busy.
+SPARING = 4
 
 
 @dataclass
@@ -50,6 +51,7 @@ class CapturedExperts:
 
     Args:
         host: the device that computes the experts.
+        threads: that it may use.
         attribution: names the kernel that failed.
         first: path of the layer that a step reaches first.
         work: counts what the host computes.
@@ -58,8 +60,11 @@ class CapturedExperts:
         steps: replays so far.
     """
 
-    def __init__(self, device: Device, host: Device, attribution: Attribution, first: str, work: HostWork) -> None:
+    def __init__(
+        self, device: Device, host: Device, threads: int, attribution: Attribution, first: str, work: HostWork
+    ) -> None:  # fmt: skip
         self._device, self._host, self._attribution = device, host, attribution
+        self._threads = threads
         self._first, self._work, self.steps = first, work, 0
         self._buffers: dict[Any, _Buffers] = {}
         #: The functions that captures call, which know only their addresses.
@@ -68,7 +73,6 @@ class CapturedExperts:
         self._submitted: deque[int] = deque()
         self._rows: int | None = None
         self._failure: Exception | None = None
-        self._thread = 0
         self._stream: Any = None
 
     def replayed(self, rows: int) -> None:
@@ -135,11 +139,12 @@ class CapturedExperts:
             return
         try:
             began, x, ids = time.perf_counter_ns(), to.x[: self._rows], to.ids[: self._rows]
-            if self._thread != threading.get_native_id():
-                self._host.select()
-                self._thread = threading.get_native_id()
+            # The thread that waits for the step spins on a core. If the host computed on all of them, the thread that
+            # shares its core would hold up the others in every product.
+            self._host.limit_threads(self._threads - (self._threads >= SPARING))
             with torch.inference_mode():  # belongs to a thread
                 to.found[: self._rows].copy_(compute(x, ids, to.weights[: self._rows], experts))
+            self._host.limit_threads(self._threads)
             self._work.nanoseconds += time.perf_counter_ns() - began
             self._work.read_bytes += expert_bytes * len(set(ids.reshape(-1).tolist()))
         except Exception as error:  # raised by ``check``: nothing could catch it here

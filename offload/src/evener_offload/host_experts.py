@@ -9,6 +9,7 @@ own part of each expert on its own threads, and the results are added up as for 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from evener.plugins.discover import installed_catalog
 from evener.resolution.resolver import Resolver
 from evener_offload import descriptor
 from evener_offload.automatic import agreed, lacking_bytes
-from evener_offload.captured_experts import CapturedExperts, HostWork
+from evener_offload.captured_experts import SPARING, CapturedExperts, HostWork
 from evener_offload.half_plans import half_plans
 from evener_offload.halves import Halves
 from evener_offload.halving import Halving
@@ -45,9 +46,6 @@ from evener_offload.placed_layers import place, placed_sites, stacks
 _AS_INTEGERS = {torch.bfloat16: torch.int16}
 #: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
 _PLACED = ("gate_up", "down", "gate_up_bias", "down_bias", "slots", "copies")
-#: With so many threads or more, one of them does not compute while there are two halves.
-_SPARING = 4
-
 
 class HostExperts(Placement):
     """Moves the experts that the configuration names to the host.
@@ -78,8 +76,13 @@ class HostExperts(Placement):
             each = (self.packings[s.layout].nbytes(s.parts, s.dtype) for s in stacks(site))
             self._expert_bytes[site.path] = sum(each)
 
+        # Threads hold ``select`` until they end, which is a moment after the engine is gone; its device, with all that
+        # is captured, may not wait for that.
+        there = weakref.ref(device)
+
         def select() -> None:
-            device.select()
+            if (found := there()) is not None:
+                found.select()
             host.select()
 
         self._halves = Halves(select)
@@ -89,7 +92,9 @@ class HostExperts(Placement):
         when = "never, because a drafter follows them" if drafted else str(self._halving)
         self.eager = _why_eager(config, device, mode, drafted)
         first = sites[0].path if sites else ""
-        self._captured = CapturedExperts(device, host, self._resolver.attribution, first, self._work)
+        self._captured = CapturedExperts(
+            device, host, self._threads, self._resolver.attribution, first, self._work
+        )
         self.replayed = self._captured.replayed
         #: Whether a step is being submitted that is not captured.
         self._eager = False
@@ -144,7 +149,7 @@ class HostExperts(Placement):
         self._work.halved += 1
         # Meanwhile this thread needs a core. If the host computed on all of them, the thread that shares its core would
         # hold up the others in every product.
-        self._host.limit_threads(self._threads - (self._threads >= _SPARING))
+        self._host.limit_threads(self._threads - (self._threads >= SPARING))
         try:
             return torch.cat(self._halves.run(*(partial(runner.model.forward, half) for half in halves)))
         finally:

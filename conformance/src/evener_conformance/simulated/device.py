@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -80,12 +81,19 @@ class SimulatedDevice(TorchDevice):
         return ReadyReadback(self.namespace.host(tensor).clone())
 
     def host_call(self, work: Callable[[], None]) -> None:
-        recorder = active_recorder()
+        # As on a real chip, a capture does not keep it alive.
+        recorder, alive = active_recorder(), weakref.ref(work)
+
+        def call() -> None:
+            if (found := alive()) is None:
+                raise ConstraintError("simulated: a replay calls a function of the host that is no longer there")
+            found()
+
         with _disable_current_modes():
             if recorder is None:
-                work()
+                call()
             else:
-                recorder.record(work, (), {})
+                recorder.record(call, (), {})
 
     def measure(self, work: Callable[[], None]) -> float:
         # The chip computes on the host and has no events that take times.
