@@ -101,7 +101,7 @@ def here(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model) if args.model not in CONFIGS else write(args.model, Path(folder) / args.model)
         began = time.perf_counter()
-        llm = start(path, False, pairs)
+        llm = start(path, True, ["infer.use_cuda_graph=auto", *pairs])
         run = Run(llm, args, form, way, round(time.perf_counter() - began, 1))
         failed = 0
         for batch, prompt in (tuple(int(n) for n in case.split("x")) for case in args.cases.split(",")):

@@ -31,6 +31,8 @@ from evener.contracts.generation.drafter import Drafter
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
+from evener.errors import PluginError
+from evener_backend_cpu import experts
 from evener_conformance.kit.subject import Subject
 from evener_conformance.reference.engine import RunResult, play, small_config
 from evener_generation.drafting.model_drafter import ModelDrafter
@@ -222,3 +224,50 @@ def test_another_thread_may_copy_to_the_host_while_a_step_is_captured(accelerato
         ended.set()
         thread.join()
     assert set(played.reasons().values()) == {"length"} and moved
+
+
+#: Families, their changes, and how many of their layers have experts.
+EXPERTS = {
+    "Qwen3Moe": ({"num_experts": 16, "num_hidden_layers": 3}, 3),
+    "DeepseekV3": ({"num_hidden_layers": 3, "first_k_dense_replace": 1}, 2),
+    "GptOss": ({"num_hidden_layers": 3}, 3),
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_captured_steps_call_the_host_for_its_experts_and_change_no_token(
+    accelerator: Subject, family: str, tmp_path: Path
+) -> None:
+    shape, layers = EXPERTS[family]
+    model = lively(tmp_path / "model", family, shape)
+    long = {"infer.max_seq_len": 256}
+    with opened(with_keys(model, accelerator, **long)) as plain:
+        expected = play(plain, **traffic())
+    for captured in (True, False):
+        keys = {**long, "infer.cpu_layer_num": layers, "infer.use_cuda_graph": captured}
+        with opened(with_keys(model, accelerator, **keys)) as controller:
+            assert_same(play(controller, **traffic()), expected)
+            steps = controller.scheduler.stats.counters["host_expert_captured_steps"]
+            assert steps > 10 if captured and accelerator.device.capabilities.host_calls else not steps
+
+
+def test_a_failure_of_the_host_in_a_captured_step_ends_the_engine(
+    accelerator: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not accelerator.device.capabilities.host_calls:
+        pytest.skip(f"{accelerator.name} does not call the host")
+    model = lively(tmp_path / "model", *("Qwen3Moe", EXPERTS["Qwen3Moe"][0]))
+    keys = {"infer.cpu_layer_num": 3, "infer.use_cuda_graph": True}
+    with opened(with_keys(model, accelerator, **keys)) as controller:
+        want = play(controller, requests(12))
+        assert set(want.reasons().values()) == {"length"}
+
+        def refused(*arguments: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                raise ValueError("a wrong tensor")
+            return require(*arguments)
+
+        require = experts.require
+        monkeypatch.setattr(experts, "require", refused)
+        with pytest.raises(PluginError, match=r"kernel cpu/\S+ .* raised ValueError: a wrong tensor"):
+            play(controller, requests(12))

@@ -24,7 +24,7 @@ from evener.errors import ConfigError, MemoryPlanError
 from evener.llm import LLM
 from evener.sampling_params import SamplingParams
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.experts import NativeGroupedLinear
+from evener_backend_cpu.experts import NativeRoutedExperts
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play, small_config
@@ -121,16 +121,9 @@ def test_explain_shows_what_the_host_holds_and_computes(configured: Configured) 
     text = render(found, 200)
     assert re.search(r"experts on the host: 2 layers, +\d+\.\d MiB", text)
     assert "note: the host (" in text and "computes the experts of 2 layers: 1-2" in text
-    assert "steps run eagerly: experts of 2 layers are in host memory" in found["graphs"]["reason"]
+    assert "decode steps of up to 4 rows are captured by simulated" in found["graphs"]["reason"]
     providers = {(row["op"], row["provider"].partition("/")[0]) for row in found["ops"]}
-    assert ("grouped_linear", "cpu") in providers and ("rms_norm", "simulated") in providers
-
-
-def test_a_step_with_experts_on_the_host_runs_eagerly_even_if_captures_were_asked_for(configured: Configured) -> None:
-    config = configured(**{"infer.cpu_layer_num": 1, "infer.use_cuda_graph": True})
-    controller, ready = build_controller(config)
-    assert not play(controller, traffic()["messages"][:2]).dead
-    assert "steps run eagerly: experts of 1 layers are in host memory" in ready.info.manifest["notes"]
+    assert ("routed_experts", "cpu") in providers and ("rms_norm", "simulated") in providers
 
 
 def test_the_device_computes_shared_experts_while_rows_are_on_their_way(
@@ -204,7 +197,8 @@ def test_ranks_and_stages_compute_their_parts_in_halves(configured: Configured) 
 
 
 def test_without_the_key_sizes_are_timed_in_both_ways(configured: Configured) -> None:
-    controller, ready = build_controller(configured(**{"infer.cpu_layer_num": 3}))
+    keys = {"infer.cpu_layer_num": 3, "infer.use_cuda_graph": False}
+    controller, ready = build_controller(configured(**keys))
     assert_same(play(controller, **traffic()), on_the_cpu())
     stats = controller.scheduler.stats
     assert stats.counters["host_expert_halved_steps"] >= 4
@@ -299,14 +293,14 @@ def test_what_the_host_reads_and_computes_is_counted(configured: Configured) -> 
 
 
 def test_a_host_kernel_that_fails_is_named(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(self: NativeGroupedLinear, call: Any) -> Any:
+    def build(self: NativeRoutedExperts, call: Any) -> Any:
         def run(*inputs: Any) -> torch.Tensor:
             raise RuntimeError("out of threads")
 
         return run
 
-    monkeypatch.setattr(NativeGroupedLinear, "build", build)
-    with pytest.raises(Exception, match=r"kernel cpu/\S*grouped_linear\S* .* raised RuntimeError: out of threads"):
+    monkeypatch.setattr(NativeRoutedExperts, "build", build)
+    with pytest.raises(Exception, match=r"kernel cpu/\S*routed_experts\S* .* raised RuntimeError: out of threads"):
         build_controller(configured(**{"infer.cpu_layer_num": 1}))
 
 

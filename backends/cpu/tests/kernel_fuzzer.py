@@ -27,11 +27,12 @@ from test_cpu_kernels import ATTENTIONS, GRANULARITIES, MIXED, MLPS, Model, bloc
 from evener.contracts.ops import Bucket, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, WeightPart
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
+from evener.contracts.statics import ExpertsStatic, select
 from evener.layers.decoder import AttentionConfig, MLPConfig
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cpu.block_packing import KINDS
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.experts import NativeGroupedLinear, NativeMixExperts
+from evener_backend_cpu.experts import NativeGroupedLinear, NativeMixExperts, NativeRoutedExperts
 from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.primitives import PRIMITIVES
 from evener_backend_cpu.state import PagedState
@@ -65,6 +66,7 @@ class Cases:
         yield from self._state()
         yield from self._layers()
         yield self._experts()
+        yield self._routed()
 
     def _size(self, most: int) -> int:
         return self._rng.randint(1, self._rng.choice((1, 4, most)))
@@ -224,6 +226,22 @@ class Cases:
         block = Block(self._device, EXPERT_KINDS[kind], self._dtype, self._rng.choice(("", "q8_0")))
         tokens = self._size(60)
         return f"experts {kind}", block.run, lambda: (*block.inputs(tokens), block.own)
+
+    def _routed(self) -> Case:
+        kind = self._rng.choice(sorted(EXPERT_KINDS))
+        block = Block(self._device, EXPERT_KINDS[kind], self._dtype, self._rng.choice(("", "q8_0")))
+        static, tokens = {**select(block.static, ExpertsStatic), "placement": None}, self._size(60)
+        layouts = {name: getattr(block.own, name).layout for name in ("gate_up", "down")}
+        kernel = NativeRoutedExperts(self._device)
+        call = OpCall("routed_experts", static, Bucket(1, 512), self._device.capabilities, layouts)
+        assert kernel.supports(call) is None
+        shape = tokens, static["top"]
+
+        def make() -> tuple[Any, ...]:
+            ids = torch.randint(0, static["experts"], shape, generator=self._noise, dtype=torch.int32)
+            return block.inputs(tokens)[0], ids, self._draw(*shape, dtype=torch.float32), block.own
+
+        return f"routed_experts {kind}", kernel.build(call), make
 
 
 class Breaker:

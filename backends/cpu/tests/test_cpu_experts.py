@@ -13,6 +13,7 @@ import torch
 from evener.contracts.declared import LinearWeight, StackedWeight, Table
 from evener.contracts.ops import Bucket, OpCall, OpFunction
 from evener.contracts.quant import WeightPart, block_format, plain
+from evener.contracts.statics import ExpertsStatic, select
 from evener.contracts.weights import MoEWeights
 from evener.layers.builder import Builder
 from evener.layers.experts import MoEConfig
@@ -21,7 +22,7 @@ from evener.ops.parts import load_reference
 from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.experts import NativeGroupedLinear, NativeMoeBlock
+from evener_backend_cpu.experts import NativeGroupedLinear, NativeMoeBlock, NativeRoutedExperts
 from evener_backend_cpu.native_library import Native
 from evener_conformance.kit.ops import forbid_nested_ops
 
@@ -195,6 +196,50 @@ def test_experts_are_found_through_the_slot_map_and_remote_ones_add_nothing(devi
         block.own, block.wide = (w._replace(slots=slots, copies=copies) for w in (block.own, block.wide))
         for tokens in (2, 31):
             check(block, *block.inputs(tokens))
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE))
+@pytest.mark.parametrize("storage", ["", "q8_0"], ids=["plain", "q8_0"])
+@pytest.mark.parametrize("kind", ["softmax", "biased pairs"])
+def test_routed_experts_match_their_expansion_and_are_invariant_to_batch_and_threads(
+    device: CpuDevice, kind: str, storage: str, dtype: str
+) -> None:
+    block = Block(device, KINDS[kind], dtype, storage)
+    static = {**select(block.static, ExpertsStatic), "placement": None}
+    layouts = {name: getattr(block.own, name).layout for name in ("gate_up", "down")}
+    kernel = NativeRoutedExperts(device)
+    call = OpCall("routed_experts", static, Bucket(1, 1024), device.capabilities, layouts)
+    assert kernel.supports(call) is None and kernel.workspace(call) > 0
+    run, experts, noise = kernel.build(call), static["experts"], torch.Generator().manual_seed(3)
+    slots = torch.randperm(experts, generator=noise).int()[:, None].repeat(1, 2)
+    slots[1] = -1
+    copies = torch.full((experts,), 2, dtype=torch.int32)
+    copies[1] = 0
+    own, wide = (w._replace(slots=slots, copies=copies) for w in (block.own, block.wide))
+
+    def use(op: str, /, **more: Any) -> OpFunction:
+        inner = use if SCHEMAS[op].composite else forbid_nested_ops
+        found: OpFunction = load_reference(SCHEMAS[op])({**more, "dtype": "float32", "out": "float32"}, inner)
+        return found
+
+    want_of = load_reference(SCHEMAS["routed_experts"])({**static, "dtype": "float32"}, use)
+    before = device.threads
+    try:
+        for tokens in (1, 5, 530):
+            x = torch.randn(tokens, HIDDEN, generator=noise).to(getattr(torch, dtype))
+            ids = torch.rand(tokens, experts, generator=noise).argsort()[:, : static["top"]].int()
+            weights = torch.rand(tokens, static["top"], generator=noise)
+            want, got = want_of(x.float(), ids, weights, wide), run(x, ids, weights, own)
+            assert float((got.float() - want).abs().max() / want.abs().max().clamp(min=1e-6)) < CLOSE[dtype]
+            for threads in (1, 3):
+                device.limit_threads(threads)
+                assert torch.equal(run(x, ids, weights, own), got)
+            if tokens > 2:
+                assert torch.equal(run(x[:2], ids[:2], weights[:2], own), got[:2])
+    finally:
+        device.limit_threads(before)
+    with pytest.raises(ValueError, match="experts' ids"):
+        run(x, ids + experts, weights, own)
 
 
 def _stack(device: CpuDevice, storage: str, dtype: str) -> tuple[Any, torch.Tensor]:

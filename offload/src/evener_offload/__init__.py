@@ -10,6 +10,7 @@ module                holds
 ``placed_layers``     their call sites and weights, and the placement that these get
 ``host_backend``      the host's backend beside the device's: its kernels and packings
 ``host_experts``      experts that the host computes, and the copies to and from it
+``captured_experts``  the same in captured steps, in which the device calls the host
 ``half_plans``        a step's rows, divided into two halves
 ``halves``            two halves in turns, and the thread in which the host computes meanwhile
 ``halving``           which steps are computed in halves: decided, or measured
@@ -54,7 +55,7 @@ descriptor = Descriptor(
         "halves": Option(
             type=str, default="auto", choices=("auto", "on", "off"), help="With infer.cpu_layer_num or "
             "infer.host_experts: whether steps are computed in two halves, so that the host computes experts of one "
-            "while the device computes the other; auto: where that is measured to be faster."
+            "while the device computes the other; auto: where that is measured to be faster, but not captured steps."
         ),
         "stream_prompts": Option(
             type=str, default="auto", help="With infer.cpu_layer_num or infer.host_experts: experts of these layers "

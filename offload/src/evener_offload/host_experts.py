@@ -1,6 +1,6 @@
 """Experts on the host. Of a step, each layer's normed rows, expert ids and weights are copied to the host; its result
 is copied back. Meanwhile the device computes the layer's shared experts, and the other half of the step's rows if it is
-computed in two halves (``halves``).
+computed in two halves (``halves``). In captured decode steps the device calls the host (``captured_experts``).
 
 The weights are packed by the host's backend. In steps of many tokens they pass through slots on the device if that is
 sooner (``streamed_layers``). With tensor parallelism each rank computes its
@@ -10,8 +10,9 @@ own part of each expert on its own threads, and the results are added up as for 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -33,6 +34,7 @@ from evener.layers.builder import Builder
 from evener.plugins.discover import installed_catalog
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
+from evener_offload.captured_experts import SPARING, CapturedExperts, HostWork
 from evener_offload.half_plans import half_plans
 from evener_offload.halves import Halves
 from evener_offload.halving import Halving
@@ -43,18 +45,6 @@ from evener_offload.streamed_layers import StreamedLayers, asked
 
 #: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
 _PLACED = ("gate_up", "down", "gate_up_bias", "down_bias", "slots", "copies")
-#: With so many threads or more, one of them does not compute while there are two halves.
-_SPARING = 4
-
-
-@dataclass
-class _Work:
-    """What the host has computed: bytes of experts that it read, nanoseconds that it computed, and halved steps."""
-
-    read_bytes: int = 0
-    nanoseconds: int = 0
-    halved: int = 0
-
 
 class HostExperts(Placement):
     """Moves the experts that the configuration names to the host.
@@ -78,7 +68,7 @@ class HostExperts(Placement):
         self.name, self.torch_device = host.name, host.torch_device
         self.packings, self.free = self._resolver.packings_by_layout, host.memory().free // config.config.infer.tp_size
         self.layers = tuple(layer_number(site.path) for site in sites)
-        self._work, self._expert_bytes = _Work(), dict[str, int]()
+        self._work, self._expert_bytes = HostWork(), dict[str, int]()
         for site in sites:
             place(site, own, self, _PLACED)
         least, stream = asked(str(option(config, "stream_prompts"))), new_stream(device)
@@ -93,14 +83,28 @@ class HostExperts(Placement):
             each = (self.packings[s.layout].nbytes(s.parts, s.dtype) for s in stacks(site))
             self._expert_bytes[site.path] = sum(each)
 
+        # Threads hold ``select`` until they end, which is a moment after the engine is gone; its device, with all that
+        # is captured, may not wait for that.
+        there = weakref.ref(device)
+
         def select() -> None:
-            device.select()
+            if (found := there()) is not None:
+                found.select()
             host.select()
 
         self._halves = Halves(select)
-        self._halving = Halving(str(option(config, "halves")), Agreement(own.communicator, device.torch_device))
+        mode = str(option(config, "halves"))
+        self._halving = Halving(mode, Agreement(own.communicator, device.torch_device))
         drafted = config.config.infer.proposes in installed_catalog().lazy_imports("worker drafter")
         when = "never, because a drafter follows them" if drafted else str(self._halving)
+        self.eager = _why_eager(config, device, mode, drafted)
+        first = sites[0].path if sites else ""
+        self._captured = CapturedExperts(
+            device, host, self._threads, self._resolver.attribution, first, self._work
+        )
+        self.replayed = self._captured.replayed
+        #: Whether a step is being submitted that is not captured.
+        self._eager = False
         resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}; "
                                        f"steps are halved: {when}")  # fmt: skip
 
@@ -109,12 +113,18 @@ class HostExperts(Placement):
 
     def counters(self) -> Mapping[str, int]:
         """Bytes of experts that the host has read, each once in a layer's step or half of it; microseconds that it
-        computed; steps that were computed in two halves; tokens of steps whose experts were copied to the device, for
-        each layer, and bytes of these experts."""
+        computed; steps that were computed in two halves; captured steps; tokens of steps whose experts were copied to
+        the device, for each layer, and bytes of these experts.
+
+        Raises:
+            EvenerError: the host failed in a captured step.
+        """
+        self._captured.check()
         return {
             "host_expert_read_bytes": self._work.read_bytes,
             "host_expert_microseconds": self._work.nanoseconds // 1000,
             "host_expert_halved_steps": self._work.halved,
+            "host_expert_captured_steps": self._captured.steps,
             "host_expert_streamed_tokens": self.streamed.tokens,
             "host_expert_streamed_bytes": self.streamed.copied,
         }
@@ -126,6 +136,13 @@ class HostExperts(Placement):
         """Hidden states of the step, in two halves if that pays. Not if no layer of this stage has its experts here, if
         they are copied to the device for this step, if rows of media are embedded, or if a drafter reads what layers
         gave for the whole step."""
+        self._eager = True
+        try:
+            return self._divided(runner, plan, step)
+        finally:
+            self._eager = False
+
+    def _divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
         whole = not self.layers or step.embedding_overrides is not None or runner.after is not None
         whole = whole or self.streamed.takes(sum(plan.counts)) is not False
         if whole or (plans := half_plans(plan, runner.geometry.block_size)) is None:
@@ -144,7 +161,7 @@ class HostExperts(Placement):
         self._work.halved += 1
         # Meanwhile this thread needs a core. If the host computed on all of them, the thread that shares its core would
         # hold up the others in every product.
-        self._host.limit_threads(self._threads - (self._threads >= _SPARING))
+        self._host.limit_threads(self._threads - (self._threads >= SPARING))
         try:
             return torch.cat(self._halves.run(*(partial(runner.model.forward, half) for half in halves)))
         finally:
@@ -163,7 +180,11 @@ class HostExperts(Placement):
         return replace(a.config.config.infer, cpu_layer_num=most), "cpu_layer_num"
 
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
+        choices = self._resolver.manifest.choices
+        known = len(choices)
         compute = self._resolver.resolve(op, f"{path} on the host", {**static, "placement": None}, bucket)
+        # A capture holds a call of the host, not what the host does then.
+        choices[known:] = [replace(choice, capturable=True) for choice in choices[known:]]
         device, halves, work = self._device, self._halves, self._work
         nbytes, experts_of_layer, streamed = self._expert_bytes[path], static["experts"], self.streamed
         stream = streamed.resolve(path, static, bucket)
@@ -171,6 +192,8 @@ class HostExperts(Placement):
         def start(
             x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights
         ) -> Callable[[], torch.Tensor]:
+            if not self._eager:
+                return self._captured.start(path, compute, nbytes, x, ids, weights, experts)
             if stream is not None:
                 if streamed.takes(x.shape[0]) is None:
                     streamed.measure(path, static, compute, x, ids, weights, experts)
@@ -196,3 +219,15 @@ class HostExperts(Placement):
 def _distinct(ids: torch.Tensor, experts: int) -> int:
     """How many experts are chosen by some row of ``ids`` [T, k]."""
     return int(np.count_nonzero(np.bincount(ids.numpy().reshape(-1), minlength=experts)))
+
+
+def _why_eager(config: ResolvedConfig, device: Device, halves: str, drafted: bool) -> str | None:
+    """``Placement.eager``."""
+    infer = config.config.infer
+    if not device.capabilities.host_calls:
+        return f", and {device.name} does not call the host (DeviceCapabilities.host_calls)"
+    if infer.tp_size * infer.pp_size > 1:
+        return ", and of several ranks one could not end the others' step if it fails there"
+    if drafted:
+        return ", and a drafter follows each step"
+    return ", and offload.halves=on" if halves == "on" else None

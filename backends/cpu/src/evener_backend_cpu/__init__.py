@@ -32,6 +32,7 @@ descriptor = Descriptor(
     ops=(
         "linear",
         "grouped_linear",
+        "routed_experts",
         "add_adapters",
         "rms_norm",
         "add_rms_norm",

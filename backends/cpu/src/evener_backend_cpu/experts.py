@@ -10,7 +10,7 @@ import torch
 
 from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
-from evener.contracts.statics import MoEStatic
+from evener.contracts.statics import ExpertsStatic, MoEStatic
 from evener.contracts.weights import MoEWeights
 from evener.ops.reference.rounding import rounded
 from evener_backend_cpu.arguments import optional, require, require_count, require_weight
@@ -93,32 +93,25 @@ class NativeMixExperts(NativeKernel):
         return run
 
 
-class _Site:
-    """One call site: the C struct with its sizes and the addresses of the weights of the last call."""
+class _Stacks:
+    """Experts of one call site: the C struct with sizes, and the addresses of the weights of the last call."""
 
-    def __init__(self, static: MoEStatic, layouts: Mapping[str, str]) -> None:
+    def __init__(self, static: ExpertsStatic | MoEStatic, layouts: Mapping[str, str]) -> None:
         self.struct = s = Experts()
         self.address = ctypes.addressof(s)
         self._weights: MoEWeights | None = None
         self._dtype: torch.dtype = getattr(torch, static["dtype"])
         self._stacks: tuple[Any, Any] | None = None
-        s.hidden, s.inner, s.shared_inner = static["hidden"], static["inner"], static["shared_inner"]
-        s.top, s.groups, s.top_groups = static["top"], static["groups"], static["top_groups"]
-        s.group_best, s.renormalize, s.scale = static["group_best"], static["renormalize"], static["scale"]
-        s.eps, s.offset, s.alpha, s.limit = static["eps"], static["offset"], static["alpha"], static["limit"]
+        s.hidden, s.inner, s.top = static["hidden"], static["inner"], static["top"]
+        s.groups = s.top_groups = s.group_best = 1
+        s.alpha, s.limit, s.activation = static["alpha"], static["limit"], _KINDS[static["activation"]]
         s.count, s.slots = static["experts"], static["gate_up"].experts
-        s.scoring, s.activation = _SCORINGS[static["scoring"]], _KINDS[static["activation"]]
         s.packed = any(layouts.get(name) == BLOCKS for name in _OUTER)
         s.packed_inner, s.packed_shared = (layouts.get(name) == BLOCKS for name in ("down", "shared_down"))
-        self._matrices = {
-            "router": (s.count, s.hidden), "shared_gate_up": (2 * s.shared_inner, s.hidden),
-            "shared_down": (s.hidden, s.shared_inner), "shared_gate": (1, s.hidden),
-        }  # fmt: skip
+        self._matrices: dict[str, tuple[int, int]] = {}
         self._tensors = {
-            "norm": (self._dtype, s.hidden), "post_norm": (self._dtype, s.hidden),
-            "router_bias": (self._dtype, s.count), "gate_up_bias": (self._dtype, s.slots * 2 * s.inner),
-            "down_bias": (self._dtype, s.slots * s.hidden),
-            "correction": (torch.float32, s.count), "copies": (torch.int32, s.count),
+            "gate_up_bias": (self._dtype, s.slots * 2 * s.inner), "down_bias": (self._dtype, s.slots * s.hidden),
+            "copies": (torch.int32, s.count),
         }  # fmt: skip
 
     def bind(self, weights: MoEWeights) -> int:
@@ -145,6 +138,64 @@ class _Site:
         return self.address
 
 
+class _Site(_Stacks):
+    """The same of a whole block."""
+
+    def __init__(self, static: MoEStatic, layouts: Mapping[str, str]) -> None:
+        super().__init__(static, layouts)
+        s = self.struct
+        s.shared_inner, s.groups, s.top_groups = static["shared_inner"], static["groups"], static["top_groups"]
+        s.group_best, s.renormalize, s.scale = static["group_best"], static["renormalize"], static["scale"]
+        s.eps, s.offset, s.scoring = static["eps"], static["offset"], _SCORINGS[static["scoring"]]
+        self._matrices = {
+            "router": (s.count, s.hidden), "shared_gate_up": (2 * s.shared_inner, s.hidden),
+            "shared_down": (s.hidden, s.shared_inner), "shared_gate": (1, s.hidden),
+        }  # fmt: skip
+        self._tensors |= {
+            "norm": (self._dtype, s.hidden), "post_norm": (self._dtype, s.hidden),
+            "router_bias": (self._dtype, s.count), "correction": (torch.float32, s.count),
+        }  # fmt: skip
+
+
+class NativeRoutedExperts(NativeKernel):
+    """The chosen experts and their weighted sum in one parallel region: for experts of layers whose other parts another
+    device computes."""
+
+    op = "routed_experts"
+    takes_weights = True
+
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        return _unsupported(cast(ExpertsStatic, call.static))
+
+    def workspace(self, call: OpCall) -> int:
+        static = cast(ExpertsStatic, call.static)
+        scratch, site = self.native.function("experts_scratch", static["dtype"]), _Stacks(static, call.layouts)
+        pairs = call.bucket.high * static["top"]
+        return int(scratch(site.address, call.bucket.high, self.device.threads)) + 4 * pairs
+
+    def build(self, call: OpCall) -> OpFunction:
+        static = cast(ExpertsStatic, call.static)
+        device, function = self.device, self.native.function("routed", static["dtype"])
+        site, hidden, top = _Stacks(static, call.layouts), static["hidden"], static["top"]
+        dtype = getattr(torch, static["dtype"])
+
+        def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights) -> torch.Tensor:
+            tokens = x.shape[0]
+            x, ids, weights, y = x.contiguous(), ids.contiguous(), weights.contiguous(), x.new_empty(tokens, hidden)
+            function(
+                site.bind(experts),
+                tokens,
+                require("the input", x, dtype, (tokens, hidden)),
+                require("the experts' ids", ids, torch.int32, (tokens, top)),
+                require("the weights", weights, torch.float32, (tokens, top)),
+                y.data_ptr(),
+                device.threads,
+            )
+            return y
+
+        return run
+
+
 class NativeMoeBlock(NativeKernel):
     """Norm, routing, experts and their weighted sum in one parallel region."""
 
@@ -153,11 +204,9 @@ class NativeMoeBlock(NativeKernel):
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         static = cast(MoEStatic, call.static)
-        if static["activation"] not in _KINDS:
-            return f"does not know activation {static['activation']!r}"
         if static["scoring"] not in _SCORINGS:
             return f"does not know scoring {static['scoring']!r}"
-        return "weights the experts' results, not their inputs" if static["router_weight_on_input"] else None
+        return _unsupported(static)
 
     def workspace(self, call: OpCall) -> int:
         static = cast(MoEStatic, call.static)
@@ -178,4 +227,10 @@ class NativeMoeBlock(NativeKernel):
         return run
 
 
-EXPERTS = (NativeGroupedLinear, NativeMixExperts, NativeMoeBlock)
+def _unsupported(static: ExpertsStatic | MoEStatic) -> str | None:
+    if static["activation"] not in _KINDS:
+        return f"does not know activation {static['activation']!r}"
+    return "weights the experts' results, not their inputs" if static["router_weight_on_input"] else None
+
+
+EXPERTS = (NativeGroupedLinear, NativeMixExperts, NativeRoutedExperts, NativeMoeBlock)

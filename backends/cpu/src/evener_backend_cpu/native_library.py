@@ -29,6 +29,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "linear_wide": (ctypes.c_int, (_P, _I, _P, _P, _P, _I, _I, _P, _I)),
     "grouped": (ctypes.c_int, (_P, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I)),
     "experts": (ctypes.c_int, (_P, _I, _P, _P, _I)),
+    "routed": (ctypes.c_int, (_P, _I, _P, _P, _P, _P, _I)),
     "experts_scratch": (_I, (_P, _I, _I)),
     "attend": (ctypes.c_int, (_P, _P, _P, _P, _P, _I)),
     "write": (ctypes.c_int, (_P, _P, _P, _I, _P, _I, _I)),

@@ -34,6 +34,7 @@ def capabilities(capability: tuple[int, int], units: int, shared: int) -> Device
         int64=True,
         host_lengths=False,
         graphs=True,
+        host_calls=True,
         variant=f"sm_{capability[0]}{capability[1]}",
         features=frozenset(features),
     )

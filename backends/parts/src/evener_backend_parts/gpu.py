@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -23,12 +26,28 @@ NCCL_CAPABILITIES = CommunicatorCapabilities(
 
 class GpuDevice(TorchDevice):
     """A device whose allocator counts as torch's own for this namespace does. Products keep their sums in float32:
-    torch allows parts of a sum to be added in float16 or bfloat16 otherwise, which the kit finds at odd sizes."""
+    torch allows parts of a sum to be added in float16 or bfloat16 otherwise, which the kit finds at odd sizes.
+
+    Attributes:
+        host_function: the driver's library and its function of the form of ``cuLaunchHostFunc``: stream, function and
+            what it gets, 0 if it succeeds. Used if ``capabilities.host_calls``.
+    """
+
+    host_function = ("libcuda.so.1", "cuLaunchHostFunc")
 
     def __init__(self, namespace: str, index: int, capabilities: DeviceCapabilities) -> None:
         super().__init__(namespace, index, capabilities)
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    def host_call(self, work: Callable[[], None]) -> None:
+        if not self.capabilities.host_calls:
+            return super().host_call(work)
+        stream = self.module.current_stream(self.index).cuda_stream
+        # The address of the object itself: nothing needs to be kept for a capture but the object.
+        if code := _launch(*self.host_function)(stream, _CALL, id(work)):
+            raise RuntimeError(f"{self.host_function[1]} failed with error {code}")
+        return None
 
     def peak_memory(self, work: Callable[[], object]) -> int | None:
         # Requested bytes: torch counts a whole block if it did not split it, up to a megabyte more for each tensor.
@@ -36,6 +55,22 @@ class GpuDevice(TorchDevice):
         before = self.module.memory_stats(self.index)["requested_bytes.all.current"]
         work()
         return int(self.module.memory_stats(self.index)["requested_bytes.all.peak"]) - int(before)
+
+
+def _call(work: int) -> None:
+    """Call a Python function by its address; ctypes takes the GIL first."""
+    ctypes.cast(work, ctypes.py_object).value()
+
+
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_CALL = _HOST_FUNCTION(_call)
+
+
+@cache
+def _launch(library: str, name: str) -> Any:
+    function = getattr(ctypes.CDLL(library), name)
+    function.restype, function.argtypes = ctypes.c_int, (ctypes.c_void_p, _HOST_FUNCTION, ctypes.c_void_p)
+    return function
 
 
 def gpu_graphs(device: Device) -> GraphCapture:

@@ -28,6 +28,7 @@ _OPTIONS = {
     "alignment": Option(type=int, default=32, help="Alignment of a kernel's arguments, in bytes."),
     "int64": Option(type=bool, default=False, help="Kernels take int64 tensors."),
     "graphs": Option(type=bool, default=True, help="Decode steps can be captured."),
+    "host_calls": Option(type=bool, default=True, help="The chip calls the host between its own work."),
     "graph_update": Option(type=bool, default=True, help="A capture fixes the lengths; replays need an update."),
     "max_captures": Option(type=int, default=None, help="Captures that may exist at once; default: the chip's."),
     "int8_state": Option(type=bool, default=True, help="State in eight bits is int8, whatever float8 was asked for."),

@@ -41,6 +41,7 @@ class Constraints:
     alignment: int
     int64: bool
     graphs: bool
+    host_calls: bool
     graph_update: bool
     max_captures: int
     int8_state: bool
@@ -67,5 +68,5 @@ class Constraints:
         return DeviceCapabilities(
             dtypes=self.chip.dtypes, alignment=self.alignment, int64=self.int64, host_lengths=self.host_lengths,
             graphs=self.graphs, max_captures=self.max_captures, graph_update=self.graph_update,
-            variant=self.chip.name,
+            host_calls=self.host_calls, variant=self.chip.name,
         )  # fmt: skip

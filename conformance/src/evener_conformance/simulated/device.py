@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from evener.backend.torch_device import TorchDevice
 from evener.contracts.device import Device, Readback, ReadyReadback
@@ -14,7 +16,7 @@ from evener.contracts.graph import Replay
 from evener_conformance.graph.record import RecordingCapture
 from evener_conformance.simulated import NAME
 from evener_conformance.simulated.constraints import ConstraintError, Constraints
-from evener_conformance.simulated.launch import Launcher
+from evener_conformance.simulated.launch import Launcher, active_recorder
 from evener_conformance.simulated.namespace import Namespace
 from evener_conformance.simulated.registration import open_namespace
 
@@ -77,6 +79,21 @@ class SimulatedDevice(TorchDevice):
         # On a real chip this copy is asynchronous and reads no value on the host; here it is done at once.
         self.namespace.refuse_reads(False)
         return ReadyReadback(self.namespace.host(tensor).clone())
+
+    def host_call(self, work: Callable[[], None]) -> None:
+        # As on a real chip, a capture does not keep it alive.
+        recorder, alive = active_recorder(), weakref.ref(work)
+
+        def call() -> None:
+            if (found := alive()) is None:
+                raise ConstraintError("simulated: a replay calls a function of the host that is no longer there")
+            found()
+
+        with _disable_current_modes():
+            if recorder is None:
+                call()
+            else:
+                recorder.record(call, (), {})
 
     def measure(self, work: Callable[[], None]) -> float:
         # The chip computes on the host and has no events that take times.

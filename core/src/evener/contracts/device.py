@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +34,7 @@ class DeviceCapabilities:
         max_captures: how many captures may exist at once; None: no limit. A step needs two.
         graph_update: replays need a parameter update (``Replay.update``) before each run.
         host_memory: tensors are in host memory (the CPU), so the host reads them without a copy.
+        host_calls: the host can be called between work of the device (``Device.host_call``).
         variant: the chip or instruction set, e.g. "avx512_bf16"; kernels may check it.
         features: more names that kernels may check, e.g. {"vnni"}.
     """
@@ -47,12 +48,12 @@ class DeviceCapabilities:
     max_captures: int | None = None
     graph_update: bool = False
     host_memory: bool = False
+    host_calls: bool = False
     variant: str = ""
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-@dataclass(frozen=True)
-class MemoryInfo:
+class MemoryInfo(NamedTuple):
     """Bytes that can still be allocated, and bytes in total."""
 
     free: int
@@ -130,8 +131,7 @@ class Device(ABC):
         blocking ``Tensor.to``."""
         import torch
 
-        host = torch.from_numpy(array)
-        return host.clone() if self.torch_device.type == "cpu" else host.to(self.torch_device)
+        return torch.from_numpy(array).to(self.torch_device, copy=True)
 
     def pinned_buffers(self, count: int, nbytes: int) -> Sequence[torch.Tensor]:
         """(optional) ``count`` uint8 CPU tensors [nbytes] in page-locked memory. The loader copies weights from them
@@ -167,6 +167,13 @@ class Device(ABC):
         """(optional) A new event with ``record()``, ``query()``, ``synchronize()`` and ``wait()``: the current stream
         waits for it. Default: raises ``NotImplementedError``."""
         raise NotImplementedError(f"{self.name} has no events")
+
+    def host_call(self, work: Callable[[], None]) -> None:
+        """(optional, with ``capabilities.host_calls``) Submit a function that the host runs, in a thread of the
+        driver, when the work before it on the current stream is done; the work after it waits for it. It may be
+        captured: then each replay calls it. ``work`` must not raise and must not use the device. The caller keeps it
+        alive as long as it may run. Default: raises ``NotImplementedError``."""
+        raise NotImplementedError(f"{self.name} does not call the host (DeviceCapabilities.host_calls)")
 
     def seed(self, seed: int) -> None:
         """(optional) Seed torch's random generator of this device; ``load=dummy`` uses it. Default:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.quant import Packing
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class ExpertMap:
+class ExpertMap(NamedTuple):
     """Logical expert ids to physical slots.
 
     Attributes:
@@ -47,7 +45,11 @@ class Placement(ABC):
         free: bytes that this rank may use there.
         divided: (optional) runs the rows of a step in parts: takes the runner, the plan and the step of
             ``evener.engine.worker`` and returns what ``Architecture.forward`` does. Each part must write a layer's
-            state before later ones read it. None: all rows at once.
+            state before later ones read it. None: all rows at once. Steps that are captured do not use it.
+        eager: (optional) why steps with it cannot be captured, as the end of a sentence that begins with "experts of 2
+            layers are in host memory"; None: they can.
+        replayed: (optional) told before each replay of a captured step how many of its rows, the first ones, are not
+            padding.
     """
 
     torch_device: torch.device
@@ -55,9 +57,12 @@ class Placement(ABC):
     layers: tuple[int, ...]
     free: int
     divided: Callable[..., torch.Tensor] | None = None
+    eager: str | None = ""
+    replayed: Callable[[int], None] | None = None
 
     def counters(self) -> Mapping[str, int]:
-        """(optional) What it has counted since the start, for a server's metrics. Default: nothing."""
+        """(optional) What it has counted since the start, for a server's metrics; read when a step is done, so it
+        raises what failed on the host in a captured step. Default: nothing."""
         return {}
 
     def close(self) -> None:  # noqa: B027  # optional

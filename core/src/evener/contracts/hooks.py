@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from evener.contracts.state import StateKind, StateProvider
 
 PROJECT = "evener"
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
+hookspec, hookimpl = pluggy.HookspecMarker(PROJECT), pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec(firstresult=True)

@@ -244,13 +244,20 @@ static int check_layer(const Layer* layer, const Step* step, long tokens, const 
   return DONE;
 }
 
-static int check_experts(const Experts* experts, long tokens, const void* x, const void* stream, long threads) {
-  PASS(check_call(tokens, threads));
-  PASS(check_pointer("the experts", experts));
-  const Experts& e = *experts;
-  PASS(check_pointer("the input", x));
-  PASS(check_pointer("the stream", stream));
-  PASS(check_pointer("the norm", e.norm));
+// ``outer``, ``inner``: some matrix of gate_up, of down is in blocks.
+static int check_stacks(const Experts& e, bool* outer, bool* inner) {
+  PASS(check_pointer("gate_up", e.gate_up));
+  PASS(check_pointer("down", e.down));
+  for (long s = 0; s < e.slots; s++) {
+    PASS(check_matrix("gate_up", e.gate_up[s], 2 * e.inner, e.hidden));
+    PASS(check_matrix("down", e.down[s], e.hidden, e.inner));
+    *outer |= needs_integers(e.gate_up[s]), *inner |= needs_integers(e.down[s]);
+  }
+  PASS(check_indices("the copies of experts", e.copies, e.count, 0, e.copy_columns + 1));
+  return check_indices("the slots of experts", e.slot_of, e.count * e.copy_columns, -1, e.slots);
+}
+
+static int check_expert_sizes(const Experts& e) {
   PASS(check_size("the hidden size", e.hidden, 1, MOST_COLUMNS));
   PASS(check_size("the inner width", e.inner, 1, MOST_COLUMNS));
   PASS(check_size("the shared inner width", e.shared_inner, 0, MOST_COLUMNS));
@@ -264,15 +271,20 @@ static int check_experts(const Experts* experts, long tokens, const void* x, con
   PASS(check_size("the number of experts a token", e.top, 1, e.count / e.groups * e.top_groups));
   PASS(check_size("the scoring", e.scoring, SOFTMAX, SOFTMAX_TOP));
   PASS(check_size("the activation", e.activation, SILU, CLAMPED_SWIGLU));
+  return DONE;
+}
+
+static int check_experts(const Experts* experts, long tokens, const void* x, const void* stream, long threads) {
+  PASS(check_call(tokens, threads));
+  PASS(check_pointer("the experts", experts));
+  const Experts& e = *experts;
+  PASS(check_pointer("the input", x));
+  PASS(check_pointer("the stream", stream));
+  PASS(check_pointer("the norm", e.norm));
+  PASS(check_expert_sizes(e));
   PASS(check_matrix("the router", e.router, e.count, e.hidden));
-  PASS(check_pointer("gate_up", e.gate_up));
-  PASS(check_pointer("down", e.down));
   bool outer = needs_integers(e.router), inner = false, shared = false;
-  for (long s = 0; s < e.slots; s++) {
-    PASS(check_matrix("gate_up", e.gate_up[s], 2 * e.inner, e.hidden));
-    PASS(check_matrix("down", e.down[s], e.hidden, e.inner));
-    outer |= needs_integers(e.gate_up[s]), inner |= needs_integers(e.down[s]);
-  }
+  PASS(check_stacks(e, &outer, &inner));
   if (e.shared_inner) {
     PASS(check_matrix("shared_gate_up", e.shared_gate_up, 2 * e.shared_inner, e.hidden));
     PASS(check_matrix("shared_down", e.shared_down, e.hidden, e.shared_inner));
@@ -283,8 +295,23 @@ static int check_experts(const Experts* experts, long tokens, const void* x, con
     outer |= needs_integers(e.shared_gate);
   }
   REQUIRE((e.packed || !outer) && (e.packed_inner || !inner) && (e.packed_shared || !shared), "a matrix in blocks was not announced");
-  PASS(check_indices("the copies of experts", e.copies, e.count, 0, e.copy_columns + 1));
-  return check_indices("the slots of experts", e.slot_of, e.count * e.copy_columns, -1, e.slots);
+  return DONE;
+}
+
+// Of ``tokens`` rows x, ids and weights [tokens, top], and results y.
+static int check_routed(const Experts* experts, long tokens, const void* x, const int32_t* ids, const void* weights, const void* y, long threads) {
+  PASS(check_call(tokens, threads));
+  PASS(check_pointer("the experts", experts));
+  const Experts& e = *experts;
+  PASS(check_expert_sizes(e));
+  bool outer = false, inner = false;
+  PASS(check_stacks(e, &outer, &inner));
+  REQUIRE((e.packed || !outer) && (e.packed_inner || !inner) && !e.shared_inner, "a matrix in blocks was not announced, or experts are shared");
+  if (!tokens) return DONE;
+  PASS(check_pointer("the input", x));
+  PASS(check_pointer("the weights", weights));
+  PASS(check_pointer("the output", y));
+  return check_indices("the experts' ids", ids, tokens * e.top, 0, e.count);
 }
 
 template <class T> static int check_attend(const Geometry* g, const Step* s, const void* q, const void* out, long threads) {

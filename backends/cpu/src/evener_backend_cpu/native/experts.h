@@ -327,6 +327,32 @@ template <class T> struct ExpertRun {
   }
 };
 
+// x = for each row of y the sum over k of weights[t, k] * (expert slots[t, k] of the row); nothing where the slot is -1. The experts' part
+// of ``ExpertRun``, without norm, router and shared experts.
+template <class T> static void routed(ExpertRun<T>& run, char* base, const ExpertSizes& s, const T* y, const int32_t* slots, const float* weights) {
+  const Experts& e = run.e;
+  typename ExpertRun<T>::Inner h{(T*)(base + s.h), {}, e.inner, (bool)e.packed_inner}, none{nullptr, {}, 0, false};
+  if (h.packed) h.ints = Quantized::at(base + s.h_ints, s.pairs, e.inner);
+  Pool::run(s.threads, [&](long tid, long threads) {
+    char* mine = base + s.priv + tid * s.priv_bytes;
+    float *tile = (float*)(mine + s.tile), *sum = (float*)(mine + s.sum);
+    int32_t* tokens_of = (int32_t*)(mine + s.tokens_of);
+    Quantized in{};
+    if (e.packed) in = quantized(y, run.tokens, e.hidden, base + s.ints, mine + s.own_ints, run.barrier, tid, threads);
+    for (long p = 0; p < run.tokens; p += s.panel) {
+      long M = run.tokens - p < s.panel ? run.tokens - p : s.panel;
+      SortedPairs by(mine + s.sorted, slots + p * e.top, M * e.top, e.slots);
+      for (long i = 0; i < by.start[e.slots]; i++) tokens_of[i] = (int32_t)(p + by.pair[i] / e.top);
+      run.run_all_gate_up(by, tokens_of, h, none, y, in, p, M, tile, threads);
+      run.barrier.wait(threads);
+      if (tid == 0) run.gate_up_queue.reset();
+      run.run_all_down(by, tokens_of, h, none, weights + p * e.top, nullptr, p, M, tile, sum, threads);
+      run.barrier.wait(threads);
+      if (tid == 0) run.down_queue.reset();
+    }
+  });
+}
+
 // y[t, k] = x[t] · w[slots[t, k]] + bias; 0 where the slot is -1.
 template <class T>
 static int grouped(const T* x, long tokens, const int32_t* slots, long top, long count, const Matrix* w, const T* bias, long N, long K, T* y,

@@ -32,6 +32,23 @@ template <class T> static int run_experts(const Experts* e, int64_t tokens, T* x
   return 0;
 }
 
+template <class T>
+static int run_routed(const Experts* e, int64_t tokens, const T* x, const int32_t* ids, const float* weights, T* y, int64_t threads) {
+  PASS(check_routed(e, tokens, x, ids, weights, y, threads));
+  if (!tokens) return DONE;
+  ExpertSizes s = ExpertSizes::of<T>(*e, tokens, threads);
+  char* base = scratch().reserve(s.total + tokens * e->top * sizeof(int32_t));
+  if (!base) return 1;
+  int32_t* slots = (int32_t*)(base + s.total);
+  for (long i = 0; i < tokens * e->top; i++) {
+    long copies = e->copies[ids[i]];
+    slots[i] = e->slot_of[ids[i] * e->copy_columns + (copies > 1 && e->copy_columns > 1 ? i / e->top % copies : 0)];
+  }
+  ExpertRun<T> run{*e, tokens, y, nullptr, {}, {}, {}, {}};
+  routed(run, base, s, x, slots, weights);
+  return 0;
+}
+
 template <class T, class O>
 static int linear(const T* x, int64_t M, const T* plain, const Blocks* blocks, const T* bias, int64_t N, int64_t K, O* y, int64_t threads) {
   Matrix w{plain, blocks};
@@ -204,6 +221,9 @@ extern "C" {
   }                                                                                                                                    \
   int evener_experts_##S(const Experts* e, int64_t tokens, T* x, float* stream, int64_t threads) {                                      \
     return run_experts<T>(e, tokens, x, stream, threads);                                                                              \
+  }                                                                                                                                    \
+  int evener_routed_##S(const Experts* e, int64_t tokens, const T* x, const int32_t* ids, const float* weights, T* y, int64_t threads) { \
+    return run_routed<T>(e, tokens, x, ids, weights, y, threads);                                                                       \
   }                                                                                                                                    \
   int64_t evener_experts_scratch_##S(const Experts* e, int64_t tokens, int64_t threads) {                                              \
     return ExpertSizes::of<T>(*e, tokens, threads).total;                                                                              \

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from types import MappingProxyType
 
 from evener.contracts.device import Readback
 from evener.engine.sampling.sampler import Sampler
@@ -23,14 +22,15 @@ class PendingStep:
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
         drafts: the ids that a draft model proposed for each of ``plan.drafts``, once its own steps are done; None: the
             plan has those that were proposed.
-        counters: for ``StepResult``; transfers: says which are over by then.
+        counters: for ``StepResult``, asked once the step is done; raises what failed on the host. transfers: says
+            which are over by then.
         every_rank: whether all ranks send their results, not only the one that reports steps.
     """
 
     logprobs: Sequence[Readback] = ()
     pooled: Sequence[Readback] = ()
     drafts: Callable[[], list[list[int]]] | None = None
-    counters: Mapping[str, int] = MappingProxyType({})
+    counters: Callable[[], Mapping[str, int]] = dict
     transfers: Callable[[], list[int]] = list
     every_rank = False
 
@@ -61,7 +61,7 @@ class PendingStep:
         pooled = [row.numpy().tobytes() for rows in self.pooled for row in rows.wait()]
         outputs = [b"".join(part.wait().numpy().tobytes() for part in parts) for parts in self.outputs]
         return StepResult(plan=self._plan.id, ids=ids, logprobs=logprobs, scores=scores, pooled=pooled, outputs=outputs,
-                          drafts=self.drafts() if self.drafts else [], counters=dict(self.counters),
+                          drafts=self.drafts() if self.drafts else [], counters=dict(self.counters()),
                           transfers=self.transfers())  # fmt: skip
 
 

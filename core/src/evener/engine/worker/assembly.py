@@ -235,8 +235,8 @@ def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]
         return None, "steps run eagerly: the model generates nothing"
     if not a.device.capabilities.graphs:
         return None, f"steps run eagerly: {a.device.name} does not support graphs (DeviceCapabilities.graphs)"
-    if a.placement is not None:
-        return None, f"steps run eagerly: experts of {len(a.placement.layers)} layers are in host memory"
+    if a.placement is not None and (why := a.placement.eager) is not None:
+        return None, f"steps run eagerly: experts of {len(a.placement.layers)} layers are in host memory{why}"
     if not a.config.use_cuda_graph or capture is None:
         asked = f"infer.use_cuda_graph=false, {a.config.reasons['infer.use_cuda_graph']}"
         return None, f"steps run eagerly: {asked if capture else 'no package captures steps of this device'}"
@@ -251,9 +251,10 @@ def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]
 
 def captured_prompt_sizes(a: Assembly) -> tuple[int, ...]:
     """Numbers of tokens of a prompt whose step may be captured. None where a state provider cannot do that, and where
-    the device holds few captures: decode steps need them more."""
+    the device holds few captures: decode steps need them more. With experts in host memory they depend on whether these
+    are computed there, so such steps run eagerly."""
     able = all(g.provider.graph == "any" and not g.attention.split_decode for g in a.geometry.groups)
-    able = able and a.device.capabilities.max_captures is None
+    able = able and a.device.capabilities.max_captures is None and a.placement is None
     return captured_prompts(min(a.config.step_tokens, a.config.max_seq_len)) if able else ()
 
 

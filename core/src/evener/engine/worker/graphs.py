@@ -99,6 +99,8 @@ class StepGraphs:
             lengths = captured.inputs.fill(plan)
             if stages is not None and captured.stream_buffer is not None:
                 stages.receive_stream(captured.stream_buffer[:tokens])
+            if self._runner.replayed is not None:
+                self._runner.replayed(tokens)
             forward, *sample = captured.replays
             self._replay(forward, lengths)
             if stages is not None and not samples:
@@ -177,7 +179,6 @@ class StepGraphs:
         sizes = (self._device, kind.size, self._spare, self._length)
         inputs: Inputs = PromptInputs(*sizes, kind.prompt) if kind.prompt else DecodeInputs(*sizes)
         stream_buffer = None if stages is None else stages.stream_buffer(kind.size)
-        shape = replace(inputs.shape, adapted=kind.adapted)
         slots, positions = inputs.sample_slots, inputs.sample_positions
         ids, rows = torch.zeros_like(slots), torch.arange(len(slots), dtype=torch.int32, device=slots.device)
 
@@ -188,7 +189,7 @@ class StepGraphs:
             outputs["masks"] = torch.full((len(slots), words), -1, dtype=torch.int32, device=slots.device)
 
         def forward() -> None:
-            step = runner.step(shape, inputs.parts)
+            step = runner.step(replace(inputs.shape, adapted=kind.adapted), inputs.parts)
             if stages is not None and stream_buffer is not None:
                 step.stream = stages.layer_input(stream_buffer.clone())  # a layer may write where it reads
             hidden = runner.model.forward(step)
@@ -206,8 +207,7 @@ class StepGraphs:
                 ids.copy_(outputs["best"])
                 runner.tables.tokens[slots, positions] = ids
                 return
-            floats = runner.tables.floats.index_select(0, slots)
-            ints = runner.tables.ints.index_select(0, slots)
+            floats, ints = (t.index_select(0, slots) for t in (runner.tables.floats, runner.tables.ints))
             penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
             tables, logits = runner.tables, outputs["logits"]
             logits = runner.sampler.adjust(logits, tables, slots, positions, self._length, penalized, biased)

@@ -214,8 +214,7 @@ def plan_memory(demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, 
     Args:
         longest: tokens of the longest request that the memory for state would hold.
     """
-    left = memory.free - demand.fixed
-    budget = left if kv_bytes is None else kv_bytes
+    budget = memory.free - demand.fixed if kv_bytes is None else kv_bytes
     weights = demand.weights
     plan = MemoryPlan(
         weights=weights.allocated, copies=weights.second_copies, mapped=weights.mapped, tables=demand.rows,

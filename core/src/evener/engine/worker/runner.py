@@ -58,6 +58,8 @@ class Runner:
         self.adapters, self.stages, self.media = adapters, stages, media
         #: Runs a step's rows in parts, as ``Placement.divided``; None: all at once.
         self.divided: Callable[..., torch.Tensor] | None = None
+        #: Told before each replay of a captured step how many of its rows are not padding.
+        self.replayed: Callable[[int], None] | None = None
         #: What follows a step once it has sampled: gets the plan, the step, and what ``forward`` returned.
         self.after: Callable[..., PendingStep | Draw] | None = None
         #: What takes the place of sampling, for a model that generates nothing: gets the plan and what ``forward``

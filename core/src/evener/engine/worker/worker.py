@@ -71,7 +71,8 @@ class Worker:
         rows = installed_catalog().lazy_imports("part of media").get("rows") if a.ranks.world.first_stage else None
         media = rows and rows.load()(a.device, a.model.encoders, dtype)
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media)
-        self.runner.divided = a.placement.divided if a.placement else None
+        if a.placement is not None:
+            self.runner.divided, self.runner.replayed = a.placement.divided, a.placement.replayed
         if a.pooling is not None:
             pooling_part("pooler")(a.pooling, resolved.max_reqs, self.runner)
         drafter = installed_catalog().lazy_imports("worker drafter").get(resolved.config.infer.proposes)
@@ -137,8 +138,7 @@ class Worker:
             plan = order
             if self.drafter is not None:
                 plan, self._proposed = self.drafter.run(order)
-            replayed = self.graphs.execute(plan) if self.graphs is not None else None
-            step = replayed or self.runner.execute(plan)
+            step = (self.graphs and self.graphs.execute(plan)) or self.runner.execute(plan)
             if isinstance(step, PendingStep):
                 return self._with_reports(step)
             self._draw, said = step, PendingStep(plan, None)
@@ -160,7 +160,7 @@ class Worker:
         """The step with what else this worker has to say in its result."""
         step.drafts = self._proposed
         parts = [each for each in (self._assembly.placement, self.mover) if each is not None]
-        step.counters = {name: value for part in parts for name, value in part.counters().items()}
+        step.counters = lambda: {name: value for part in parts for name, value in part.counters().items()}
         if self.mover is not None:
             step.transfers = self.mover.finished
         return step
