@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,18 @@ def test_the_folder_of_merges_has_a_bound(large: Pieces, tmp_path: Path, monkeyp
 def test_without_room_for_merges_they_are_computed(large: Pieces, tmp_path: Path) -> None:
     (tmp_path / "evener").write_text("a file where the folder would be")
     assert json.dumps(merges(large))
+
+
+def test_a_full_disk_is_left_without_parts_of_files(large: Pieces, tmp_path: Path) -> None:
+    merges(large)
+    for file in kept(tmp_path):
+        file.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    handled = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        assert merges(large)
+    finally:
+        signal.signal(signal.SIGXFSZ, handled)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert kept(tmp_path) == []

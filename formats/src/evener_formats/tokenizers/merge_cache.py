@@ -70,7 +70,12 @@ class MergeCache:
         try:
             make_private(folder)
             with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
-                file.write(body + hashlib.sha256(body).digest())
+                try:
+                    file.write(body + hashlib.sha256(body).digest())
+                    file.flush()
+                except OSError:  # a full disk: without this, every start would leave another part of a file
+                    os.unlink(file.name)
+                    raise
             os.replace(file.name, self.path)
             kept = sorted(folder.glob("*.merges"), key=lambda each: each.stat().st_mtime, reverse=True)
             for old in kept[MOST_FILES:]:
