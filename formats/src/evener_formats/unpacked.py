@@ -56,7 +56,9 @@ class UnpackedIntegers(BesideScheme):
                 "columns] and scales [rows, groups], not in act-order; use the config.json that was published with "
                 "these weights"
             )
-        return WeightPart(name, rows, columns, integer_format(layer, columns, group, scale))
+        # Two numbers of four bits are in a byte once they are arranged.
+        cut = (1, group or (2 if layer.bits == 4 else 1))
+        return WeightPart(name, rows, columns, replace(integer_format(layer, columns, group, scale), cut=cut))
 
     def axes(self, part: WeightPart) -> Mapping[str, Axes]:
         group = part.format.group
