@@ -107,7 +107,7 @@ def test_numbers_that_are_none_of_four_bits_are_refused() -> None:
     config, tensors, _ = stored_by_tool("W4A8", True)
     tensors[NAME][3, 3] = 9
     scheme, part = read(config, tensors)
-    with pytest.raises(CheckpointError, match=r"has numbers from -8 to 9, which are none of 4 bits \(-8 to 7\)"):
+    with pytest.raises(CheckpointError, match=r"has numbers from -8 to 9, which do not fit in 4 bits \(-8 to 7\)"):
         scheme.arrange(part)
 
 
