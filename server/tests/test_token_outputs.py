@@ -378,7 +378,9 @@ def test_every_endpoint_writes_a_whole_vocabulary_in_a_thread(make_api: Any, mon
     chat = {"messages": [[{"role": "user", "content": "ab"}]], "max_tokens": 1, "logprobs": True, "top_logprobs": -1}
     (choice,) = api.post("/v1/chat/completions/batch", {**chat, "prompt_logprobs": -1}).json()["choices"]
     assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == size
-    assert threads and all(name.startswith("asyncio_") for name in threads)
+    body = api.post("/v1/responses", {"input": "ab", "top_logprobs": -1, "max_output_tokens": 4}).json()
+    assert body["top_logprobs"] == -1
+    assert len(threads) >= 4 and all(name.startswith("asyncio_") for name in threads)
     config = {"logprobs": -1, "max_new_tokens": 2}
     sent = {"prompt": "ab", "stream": False, "sampling_config": config}
     found = api.post("/generate", sent).json()["logprobs"][0]
