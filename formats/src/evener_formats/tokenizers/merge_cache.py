@@ -24,7 +24,7 @@ log = logging.getLogger("evener.tokenizers")
 #: Vocabularies with fewer pieces are quickly converted again.
 LEAST_PIECES = 1 << 16
 MOST_FILES = 16
-#: The most merges that are read: a piece of n letters has at most n - 1.
+#: The most merges that are kept: a piece of n letters has at most n - 1.
 _MOST_MERGES = 1 << 24
 _DIGEST = hashlib.sha256().digest_size
 
@@ -66,6 +66,9 @@ class MergeCache:
 
     def write(self, pairs: np.ndarray) -> None:
         """Keep merges. Where that is impossible the log says why, and the next start computes them again."""
+        if len(pairs) > _MOST_MERGES:
+            log.info("the %d merges of a vocabulary are not kept: more than %d", len(pairs), _MOST_MERGES)
+            return
         body, folder = np.ascontiguousarray(pairs, dtype="<i4").tobytes(), self.path.parent
         try:
             make_private(folder)
