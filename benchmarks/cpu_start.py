@@ -1,4 +1,4 @@
-"""Whole processes that start, compute one token and end: ``evener run`` beside llama.cpp, by turns.
+"""Whole processes that start, compute one token and end: ``evener run`` and llama.cpp, alternating.
 
     python benchmarks/cpu_start.py MODEL... [--gguf FILE] [--llamacpp PYTHON] [--repeats 5] [--out FILE.jsonl]
 

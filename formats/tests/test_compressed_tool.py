@@ -107,5 +107,21 @@ def test_numbers_that_are_none_of_four_bits_are_refused() -> None:
     config, tensors, _ = stored_by_tool("W4A8", True)
     tensors[NAME][3, 3] = 9
     scheme, part = read(config, tensors)
-    with pytest.raises(CheckpointError, match=r"has numbers from -8 to 9, which are none of 4 bits \(-8 to 7\)"):
+    with pytest.raises(CheckpointError, match=r"has numbers from -8 to 9, which do not fit in 4 bits \(-8 to 7\)"):
         scheme.arrange(part)
+
+
+def test_a_rank_gets_whole_bytes_of_four_bits_in_channels() -> None:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    scheme = CompressedTensors().configured({"quantization_config": settings})
+    numbers, scale = torch.arange(-8, 4).to(torch.int8).expand(2, 12), torch.ones(2, 1).bfloat16()
+    tensors = {"a.weight": numbers.contiguous(), "a.weight_scale": scale}
+    headers = headers_of(tensors)
+    found = scheme.part("a.weight", headers)
+    assert found is not None and found.format.cut_unit(1) == 2
+    whole = replace(found, tensors={role: tensors[name] for role, name in scheme.tensors("a.weight", headers).items()})
+    assert torch.equal(scheme.dequantize(scheme.cut(whole, "in", 4, 10), "float32"), numbers[:, 4:10].float())
+    with pytest.raises(CheckpointError, match=r"cannot cut 0\.\.3 .* multiples of 2, such as 0 and 4"):
+        scheme.cut(whole, "in", 0, 3)

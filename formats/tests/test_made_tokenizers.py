@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import numpy as np
 import pytest
 import tokenizers
 
+from evener.errors import CheckpointError
 from evener.loading.checkpoint import open_files
 from evener_formats.gguf.header import read_header
 from evener_formats.tokenizers import merge_cache
 from evener_formats.tokenizers.merge_cache import MergeCache
-from evener_formats.tokenizers.sentencepiece_bpe import BYTE, CONTROL, NORMAL, USER, Pieces
+from evener_formats.tokenizers.sentencepiece_bpe import BYTE, CONTROL, NORMAL, UNKNOWN, USER, Pieces
 from evener_formats.tokenizers.vocabulary import from_parts, read_tokenizer
 
 Write = Callable[..., Path]
@@ -131,3 +134,30 @@ def test_the_folder_of_merges_has_a_bound(large: Pieces, tmp_path: Path, monkeyp
 def test_without_room_for_merges_they_are_computed(large: Pieces, tmp_path: Path) -> None:
     (tmp_path / "evener").write_text("a file where the folder would be")
     assert json.dumps(merges(large))
+
+
+def test_a_full_disk_is_left_without_parts_of_files(large: Pieces, tmp_path: Path) -> None:
+    merges(large)
+    for file in kept(tmp_path):
+        file.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    handled = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        assert merges(large)
+    finally:
+        signal.signal(signal.SIGXFSZ, handled)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert kept(tmp_path) == []
+
+
+def test_merges_that_would_not_be_read_again_are_not_kept(
+    large: Pieces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge_cache, "_MOST_MERGES", 3)
+    assert len(merges(large)) == 7 and not (tmp_path / "evener").exists()
+
+
+def test_a_token_so_long_that_its_merges_take_for_ever_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"a token of the vocabulary has 5,000 characters, and at most 1,024"):
+        Pieces(["<unk>", "a" * 5000], [0.0, 0.0], [UNKNOWN, NORMAL]).model("<unk>")

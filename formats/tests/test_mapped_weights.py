@@ -41,6 +41,19 @@ def test_a_file_that_was_cut_after_it_was_opened_is_refused(tmp_path: Path) -> N
         file.tensor("b")
 
 
+def test_a_file_that_was_replaced_by_one_of_another_layout_is_refused(tmp_path: Path) -> None:
+    path, stored = tmp_path / "m.safetensors", {"a": torch.ones(100), "b": torch.zeros(100)}
+    save_file(stored, path)
+    file = SafetensorsFile(path)
+    assert torch.equal(file.tensor("a"), torch.ones(100))
+    file.close()
+    save_file({"b": torch.zeros(100), "a": torch.ones(100).int()}, path)  # as long as the first
+    with pytest.raises(CheckpointError, match=r"m\.safetensors: another file is there than before; start again"):
+        file.tensor("a")
+    save_file(stored, path)
+    assert torch.equal(file.tensor("a"), torch.ones(100))
+
+
 @pytest.mark.parametrize("storage", sorted(BLOCKS))
 def test_numbers_of_blocks_are_the_librarys(storage: str) -> None:
     elements, nbytes = BLOCKS[storage]

@@ -177,9 +177,13 @@ def test_the_store_keeps_so_many_answers_and_so_many_bytes() -> None:
     store.add("d", b"d" * 980, [])
     assert store.response("d"), "the others went"
     store.add("e", b"e" * 2000, [])
-    for name in "bcde":
+    for name in "be":
         with pytest.raises(ApiError, match="not found"):
             store.response(name)
+    assert store.response("d"), "an answer that is too long takes no other's place"
+    store.replace("d", b"d" * 2000)
+    with pytest.raises(ApiError, match="not found"):
+        store.response("d")
     store.add("f", b"f" * 990, [])
     assert store.response("f"), "its bytes are free again"
 

@@ -57,8 +57,8 @@ def test_defaults_may_be_written_as_vllm_does() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("temperatur=0", r"'temperatur', which is no sampling parameter.*did you mean 'temperature'"),
-        ("detokenize=1", "'detokenize', which is no sampling parameter with a default; known: frequency_penalty"),
+        ("temperatur=0", r"'temperatur', which is not a sampling parameter.*did you mean 'temperature'"),
+        ("detokenize=1", "'detokenize', which is not a sampling parameter that can have a default; known: frequency"),
         ("max_tokens=5", r"max_tokens, which is a key: set request\.max_new_tokens=5"),
         ('{"max_new_tokens": 5}', r"set request\.max_new_tokens=5"),
         ("temperature", "'temperature'; give NAME=NUMBER, as in temperature=0,top_p=0.9"),

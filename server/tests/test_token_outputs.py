@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -15,9 +17,11 @@ from msgspec.structs import replace
 
 from evener.engine.wire.messages import NewRequest
 from evener.errors import ConfigError
+from evener.sampling_params import MAX_LOGPROB_ENTRIES
 from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import EOS_ID, write_tiny_tokenizer
 from evener_generation.llguidance_grammars import LlguidanceLibrary
+from evener_server import logprobs
 from evener_server.fill_in_middle import SPELLINGS
 from evener_server.options import ServerOptions
 from evener_server.structured import only_ids
@@ -335,3 +339,52 @@ def test_the_operator_s_limit_of_log_probabilities_holds_for_every_endpoint(make
     assert api.complete(logprobs=5).status_code == 200
     with pytest.raises(ConfigError, match=r"server\.max_logprobs is -2; give 0 or more, or -1"):
         ServerOptions(max_logprobs=-2).check_numbers()
+
+
+def test_the_prompts_and_choices_of_a_request_share_the_room_for_log_probabilities(make_api: Any, error: Any) -> None:
+    size = 100_000
+    api = make_api(FakeEngine(info_overrides={"vocab_size": size}), options=ServerOptions(max_logprobs=-1))
+    most = MAX_LOGPROB_ENTRIES // size
+    long, words = "a" * (most // 2 + 1), {"role": "user", "content": "a" * (most // 2 + 1)}
+    for fields in ({"prompt": [long, long]}, {"prompt": long, "n": 2}):
+        refused = api.complete(**fields, max_tokens=1, prompt_logprobs=-1)
+        assert refused.status_code == 400 and error(refused)["param"] == "prompt_logprobs"
+    refused = api.complete(prompt=["a", "b"], max_tokens=most // 2 + 1, logprobs=-1)
+    assert refused.status_code == 400 and error(refused)["param"] == "logprobs"
+    batch = {"messages": [[words]] * 2, "max_tokens": 1, "prompt_logprobs": -1}
+    refused = api.post("/v1/chat/completions/batch", batch)
+    assert refused.status_code == 400 and error(refused)["param"] == "prompt_logprobs"
+    assert api.complete(prompt=["a", "b"], max_tokens=1, logprobs=-1, prompt_logprobs=-1).status_code == 200
+
+
+def test_an_echoed_prompt_has_the_whole_vocabulary_beside_fewer_of_its_own_field(make_api: Any) -> None:
+    api = make_api(options=ServerOptions(max_logprobs=-1))
+    asked: dict[str, Any] = {"prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": -1}
+    (alone,) = api.complete(**asked).json()["choices"]
+    (both,) = api.complete(**asked, prompt_logprobs=5).json()["choices"]
+    assert both["logprobs"] == alone["logprobs"] and len(both["prompt_logprobs"][1]) == 5
+
+
+def test_every_endpoint_writes_a_whole_vocabulary_in_a_thread(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, threads = 3000, list[str]()
+    api = make_api(FakeEngine(info_overrides={"vocab_size": size}), options=ServerOptions(max_logprobs=-1))
+    ranked = logprobs.ranked
+
+    def watched(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
+        threads.append(threading.current_thread().name)
+        return ranked(entry, count)
+
+    monkeypatch.setattr(logprobs, "ranked", watched)
+    chat = {"messages": [[{"role": "user", "content": "ab"}]], "max_tokens": 1, "logprobs": True, "top_logprobs": -1}
+    (choice,) = api.post("/v1/chat/completions/batch", {**chat, "prompt_logprobs": -1}).json()["choices"]
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == size
+    body = api.post("/v1/responses", {"input": "ab", "top_logprobs": -1, "max_output_tokens": 4}).json()
+    assert body["top_logprobs"] == -1
+    assert len(threads) >= 4 and all(name.startswith("asyncio_") for name in threads)
+    config = {"logprobs": -1, "max_new_tokens": 2}
+    sent = {"prompt": "ab", "stream": False, "sampling_config": config}
+    found = api.post("/generate", sent).json()["logprobs"][0]
+    content, headers = msgspec.msgpack.encode(sent), {"content-type": "application/x-msgpack"}
+    packed = api.request("POST", "/generate", content=content, headers=headers)
+    assert [len(each) for each in found] == [size, size] and found[0] == sorted(found[0], key=lambda pair: -pair[1])
+    assert msgspec.msgpack.decode(packed.content)["logprobs"][0] == found

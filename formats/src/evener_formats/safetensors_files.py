@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import struct
@@ -39,7 +40,8 @@ class SafetensorsFile(WeightFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data, self._entries = _read_header(path)
+        text, self._entries = _read_header(path)
+        self._data, self._header = len(text), hashlib.sha256(text).digest()
         self.headers = {n: (DTYPES[each["dtype"]], tuple(each["shape"])) for n, each in self._entries.items()}
         self._map: mmap.mmap | None = None
         self._given = 0
@@ -67,7 +69,11 @@ class SafetensorsFile(WeightFile):
         try:
             if self._map is None:
                 with self.path.open("rb") as file:
-                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                # The file may have been replaced since its header was read, and its numbers lie elsewhere now.
+                if hashlib.sha256(mapped[: self._data]).digest() != self._header:
+                    raise CheckpointError(f"cannot read {self.path}: another file is there than before; start again")
+                self._map = mapped
             self._given += nbytes
             if self._given > _GIVE_BACK:
                 _give_back(self._map)
@@ -102,8 +108,8 @@ def _give_back(mapped: mmap.mmap) -> None:
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The offset of the data in the file, and the header's entry of each tensor.
+def _read_header(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """What comes before the data in the file, and the header's entry of each tensor.
 
     The library checks the header first: dtypes exist, and ranges fit the shapes and cover the rest of the file without
     gap or overlap. So a hostile file costs at most the reading of its header.
@@ -115,8 +121,8 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
     try:
         with safe_open(path, framework="numpy"), path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(length))
+            (length,) = struct.unpack("<Q", size := file.read(8))
+            header: dict[str, Any] = json.loads(text := file.read(length))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"cannot load {path}: {str(error)[:500]}; fetch the file again") from error
     header.pop("__metadata__", None)
@@ -125,4 +131,4 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
             raise CheckpointError(
                 f"cannot load {path}: {name[:100]!r} has {len(entry['shape']):,} axes; fetch the file again"
             )
-    return 8 + length, header
+    return size + text, header

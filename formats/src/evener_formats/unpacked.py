@@ -52,11 +52,13 @@ class UnpackedIntegers(BesideScheme):
                 f"{name} is {kind} {list(shape)} with scales {scale} {list(scales)} and zero points {zero[0]} "
                 f"{list(zero[1])}, which are not those of {layer.bits} bits in groups of "
                 f"{layer.group or 'whole rows'}, {'symmetric' if layer.symmetric else 'with zero points'}, "
-                f"{'in act-order' if layer.act_order else 'in the order of the columns'}; read are int8 [rows, "
+                f"{'in act-order' if layer.act_order else 'in the order of the columns'}; supported are int8 [rows, "
                 "columns] and scales [rows, groups], not in act-order; use the config.json that was published with "
                 "these weights"
             )
-        return WeightPart(name, rows, columns, integer_format(layer, columns, group, scale))
+        # Two numbers of four bits are in a byte once they are arranged.
+        cut = (1, group or (2 if layer.bits == 4 else 1))
+        return WeightPart(name, rows, columns, replace(integer_format(layer, columns, group, scale), cut=cut))
 
     def axes(self, part: WeightPart) -> Mapping[str, Axes]:
         group = part.format.group
@@ -75,7 +77,7 @@ class UnpackedIntegers(BesideScheme):
                 least, most = int(numbers.min()), int(numbers.max())
                 if least < -middle or most >= middle:
                     raise CheckpointError(
-                        f"{part.name}{what} has numbers from {least} to {most}, which are none of {layer.bits} bits "
+                        f"{part.name}{what} has numbers from {least} to {most}, which do not fit in {layer.bits} bits "
                         f"({-middle} to {middle - 1}); fetch the files again"
                     )
             return (numbers.to(torch.int16) + middle).to(torch.uint8)

@@ -126,7 +126,8 @@ descriptor = Descriptor(
         ),
         "max_logprobs": Option(
             type=int, default=20, help="Log-probabilities that a request may have of each token; -1: of the whole "
-            "vocabulary. Each takes about 100 bytes of the server's memory, and a request may have 8,388,608 in all.",
+            "vocabulary. Each takes about 100 bytes of the server's memory. With more than 20 of a token, all prompts "
+            "and choices of a request together may have 8,388,608.",
         ),
         "model_aliases": Option(
             type=str,

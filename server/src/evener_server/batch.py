@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from evener_server.chat import ChatJob
-from evener_server.generation import Generation
+from evener_server.generation import Generation, Stream
+from evener_server.logprobs import beside, check_together
 from evener_server.messages import Messages, allowed_values
 from evener_server.protocol import ChatBody
+from evener_server.router_info import setting
 from evener_server.service import Service
 from evener_server.streaming import Job, to_json
 
@@ -57,16 +60,23 @@ class BatchJob(Job):
         service = self._service
         with service.llm.reserve(len(self._chats), "messages") as room:
             submits = [await chat.submit(room) for chat in self._chats]
-            return await service.running.start(submits, 1, self._body.requested_max_tokens())
+            return await service.running.start(submits, 1, self._body.requested_max_tokens(), self._check)
+
+    def _check(self, streams: Sequence[Stream]) -> None:
+        """By default an answer may have the rest of the context."""
+        params, info = self._chats[0].params, self._service.info
+        rest = self._service.max_model_len - min(len(stream.prompt_token_ids) for stream in streams)
+        new = params.max_tokens or setting(info, "request.max_new_tokens", None) or rest
+        check_together(params, info.vocab_size, streams, min(new, rest))
 
     async def full_response(self, generation: Generation) -> bytes:
         choices = [chat.choices(generation, place)[0] for place, chat in enumerate(self._chats)]
         async for choice, delta in generation:
-            choices[choice].add(delta)
-        shown = [
-            {**chat.shown(i, choices[i], generation.finish_reasons[i]), **chat.of_prompt(generation, i)}
-            for i, chat in enumerate(self._chats)
-        ]
+            await beside(self._body.shown_logprobs(), partial(choices[choice].add, delta))
+        shown = []
+        for i, chat in enumerate(self._chats):
+            fields = await beside(self._body.prompt_logprobs, partial(chat.of_prompt, generation, i))
+            shown.append({**chat.shown(i, choices[i], generation.finish_reasons[i]), **fields})
         usage = await self._service.usage(generation, [each.message.reasoned for each in choices])
         return to_json({**self._head, "choices": shown, "usage": usage})
 

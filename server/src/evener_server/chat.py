@@ -15,6 +15,7 @@ from evener.contracts.outputs import Delta
 from evener.contracts.writing import ReasoningFormat, ReasoningWriter
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.capacity import Reservation
+from evener.sampling_params import SamplingParams
 from evener_server.beams import check_beams, start_beams
 from evener_server.generation import Generation, Stream, Submit
 from evener_server.held import Held, before, held_to
@@ -62,6 +63,11 @@ class ChatJob(Job):
         # An answer that follows a grammar has reasoning before it only if a grammar can say so.
         free = self._params.grammar is None and not self._body.choice.forced
         return reasoning if free or (reasoning and issubclass(reasoning, ReasoningWriter)) else None, tools
+
+    @property
+    def params(self) -> SamplingParams:
+        """What the engine gets."""
+        return self._params
 
     def _held_to(self) -> Held:
         body, chat, params = self._body, self._chat, self._params

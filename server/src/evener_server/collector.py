@@ -1,4 +1,4 @@
-"""Python's collector of cycles. It looks at every object again and again while a start makes millions that stay, and
+"""Python's garbage collector. It looks at every object again and again while a start makes millions that stay, and
 twice more when the process ends: each takes half a second, of three for a short answer."""
 
 from __future__ import annotations

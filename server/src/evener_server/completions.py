@@ -13,15 +13,17 @@ from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import Delta
 from evener.errors import RequestError
 from evener.frontend.capacity import Reservation
+from evener.frontend.frontend import COMPLETION_MAX_TOKENS
 from evener.sampling_params import SamplingParams
 from evener_server.beams import check_beams, start_beams
 from evener_server.echo import with_echo
 from evener_server.embedded_prompts import decode_rows, prompt_of_rows
 from evener_server.fill_in_middle import with_suffix
 from evener_server.generation import Generation, Submit
-from evener_server.logprobs import CompletionLogprobs, beside, extend, prompt_logprobs
+from evener_server.logprobs import CompletionLogprobs, beside, check_together, extend, prompt_logprobs
 from evener_server.prompt_tokens import left_of
 from evener_server.protocol import CompletionBody
+from evener_server.router_info import setting
 from evener_server.service import Service
 from evener_server.streaming import DONE, ChunkEnd, Job, event, to_json
 from evener_server.transfers import asked_transfer, transfer_answer, unused_fields
@@ -55,7 +57,9 @@ class CompletionJob(Job):
             given += [await self._prompt(prompt) for prompt in self._body.prompt or ()]
             params = left_of(self._params, began)
             submits = [self._submit(*each, params, room) for each in zip(given, names, strict=True)]
-            generation = await service.running.start(submits, samples, self._body.max_tokens)
+            new = params.max_tokens or setting(service.info, "request.max_new_tokens", None) or COMPLETION_MAX_TOKENS
+            check = functools.partial(check_together, params, service.info.vocab_size, new_tokens=new)
+            generation = await service.running.start(submits, samples, self._body.max_tokens, check)
         generation.prompt_only = self._body.max_tokens == 0
         return generation
 

@@ -38,18 +38,26 @@ class RunningGenerations:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def start(self, submits: Sequence[Submit], n: int, max_tokens: int | None = None) -> Generation:
-        """Submit every prompt of a request; if one is refused, the others are aborted. ``max_tokens``: what the client
-        asked for, if it did.
+    async def start(
+        self, submits: Sequence[Submit], n: int, max_tokens: int | None = None,
+        check: Callable[[Sequence[Stream]], None] | None = None,
+    ) -> Generation:  # fmt: skip
+        """Submit every prompt of a request; if one is refused, the others are aborted.
+
+        Args:
+            max_tokens: what the client asked for, if it did.
+            check: called with the streams so far after each prompt; refuses what they are together.
 
         Raises:
-            RequestError, OverloadedError, EngineDeadError: as ``AsyncLLM.submit``.
+            RequestError, OverloadedError, EngineDeadError: as ``AsyncLLM.submit`` and ``check``.
         """
         meter = RequestTimer(self._metrics)
         async with AsyncExitStack() as stack:
             streams: list[Stream] = []
             for submit in submits:
                 streams.append(await stack.enter_async_context(await submit()))
+                if check is not None:
+                    check(streams)
                 # A short prompt is tokenized on the loop; with many of them other requests take turns.
                 await asyncio.sleep(0)
             stack.pop_all()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from evener.frontend.logprobs import check_size, likeliest
 from evener.frontend.tokenizer import Tokenizer
+from evener.sampling_params import SamplingParams
 
 T = TypeVar("T")
 #: Log-probabilities of one position that are written at once and kept as objects; more are, in a thread, as JSON.
@@ -50,9 +52,25 @@ async def beside(count: int | None, work: Callable[[], T]) -> T:
     return work() if count is None or 0 <= count <= _FEW else await asyncio.to_thread(work)
 
 
-def _compact(value: Any) -> Any:
-    """A list or an object as JSON if it is long, which takes a tenth of the memory."""
-    return value if len(value) <= _FEW + 1 else msgspec.Raw(msgspec.json.encode(value))
+def check_together(params: SamplingParams, vocabulary: int, streams: Sequence[Any], new_tokens: int) -> None:
+    """The engine limits the log-probabilities of one prompt; this limits those of a request with several, and those of
+    a prompt that are returned with each of its choices.
+
+    Args:
+        streams: of the request's prompts so far.
+        new_tokens: the most that a choice may have.
+
+    Raises:
+        RequestError: as ``check_size``.
+    """
+    shown = params.n * sum(len(stream.prompt_token_ids) for stream in streams)
+    check_size("prompt_logprobs", likeliest(params.prompt_logprobs, vocabulary), shown)
+    check_size("logprobs", likeliest(params.logprobs, vocabulary), len(streams) * params.n * new_tokens)
+
+
+def compact(value: Any, write: Callable[[Any], bytes] = msgspec.json.encode) -> Any:
+    """A list or an object as ``write`` writes it, as JSON, if it is long: that takes a tenth of the memory."""
+    return value if len(value) <= _FEW + 1 else msgspec.Raw(write(value))
 
 
 def chat_logprobs(
@@ -67,7 +85,7 @@ def chat_logprobs(
     return [
         {
             **one(token_id, max(entry[token_id], _LOWEST)),
-            "top_logprobs": _compact([one(i, v) for i, v in ranked(entry, count)]),
+            "top_logprobs": compact([one(i, v) for i, v in ranked(entry, count)]),
         }
         for token_id, entry in zip(ids, entries, strict=True)
     ]
@@ -79,7 +97,7 @@ def prompt_logprobs(
     """vLLM's ``prompt_logprobs``: for each token of a prompt an object by token id, with its own and the ``count``
     likeliest; None for the first. ``rank`` counts from 1; None: behind those that are known."""
     return [
-        None if entry is None else _compact(_prompt_entry(names, token_id, entry, count))
+        None if entry is None else compact(_prompt_entry(names, token_id, entry, count))
         for token_id, entry in zip(ids, entries, strict=True)
     ]
 
@@ -116,7 +134,7 @@ class CompletionLogprobs:
             out["tokens"].append(self._name(token_id))
             out["token_logprobs"].append(top.get(token_id))
             named = {self._name(i): value for i, value in top.items()}
-            out["top_logprobs"].append(_compact(named) if named else None)
+            out["top_logprobs"].append(compact(named) if named else None)
             out["text_offset"].append(self._offset)
             if self._detokenizer is not None:
                 self._offset += len(self._detokenizer.push(token_id))

@@ -497,8 +497,8 @@ class CompletionBody(TokenOutputs):
         return 1 if self.max_tokens == 0 else self.max_tokens
 
     def num_prompt_logprobs(self) -> int | None:
-        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
-        return max((count for count in asked if count is not None), default=None)
+        asked = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return -1 if -1 in asked else max(asked, default=None)
 
     def check(self) -> None:
         super().check()

@@ -34,7 +34,7 @@ def read_defaults(text: str) -> Mapping[str, float]:
             raise ConfigError(f"{_KEY} has {name}, which is a key: set {_KEYS[name]}={value}")
         if name not in _NAMES:
             near = did_you_mean(name, _NAMES)
-            raise ConfigError(f"{_KEY} has {name!r}, which is no sampling parameter with a default{near}")
+            raise ConfigError(f"{_KEY} has {name!r}, which is not a sampling parameter that can have a default{near}")
         if name in found:
             raise ConfigError(f"{_KEY} has {name} twice; leave one out")
         found[name] = _number(name, value)

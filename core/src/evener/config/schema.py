@@ -143,7 +143,7 @@ class InferConfig(Section):
         auto=True, minimum=1, maximum=16
     )  # fmt: skip
     drafter: str = option("none", "str", "Speculative decoding: what proposes tokens, of which a step checks several; "
-                          "none (or infer.draft_model), or an installed one, as ngram or grammar.")  # fmt: skip
+                          "none (or infer.draft_model), or an installed one: ngram, grammar or other.")  # fmt: skip
     draft_model: str | None = option(None, "path", "Speculative decoding: the folder of a smaller model with the same "
                                      "tokenizer, or of an EAGLE-3 head, which proposes tokens.", none=True)  # fmt: skip
     draft_tokens: int = option(4, "int", "The most tokens that a drafter proposes for a request in a step.",

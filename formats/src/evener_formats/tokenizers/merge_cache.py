@@ -24,7 +24,7 @@ log = logging.getLogger("evener.tokenizers")
 #: Vocabularies with fewer pieces are quickly converted again.
 LEAST_PIECES = 1 << 16
 MOST_FILES = 16
-#: The most merges that are read: a piece of n letters has at most n - 1.
+#: The most merges that are kept: a piece of n letters has at most n - 1.
 _MOST_MERGES = 1 << 24
 _DIGEST = hashlib.sha256().digest_size
 
@@ -66,11 +66,19 @@ class MergeCache:
 
     def write(self, pairs: np.ndarray) -> None:
         """Keep merges. Where that is impossible the log says why, and the next start computes them again."""
+        if len(pairs) > _MOST_MERGES:
+            log.info("the %d merges of a vocabulary are not kept: more than %d", len(pairs), _MOST_MERGES)
+            return
         body, folder = np.ascontiguousarray(pairs, dtype="<i4").tobytes(), self.path.parent
         try:
             make_private(folder)
             with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
-                file.write(body + hashlib.sha256(body).digest())
+                try:
+                    file.write(body + hashlib.sha256(body).digest())
+                    file.flush()
+                except OSError:  # a full disk: without this, every start would leave another part of a file
+                    os.unlink(file.name)
+                    raise
             os.replace(file.name, self.path)
             kept = sorted(folder.glob("*.merges"), key=lambda each: each.stat().st_mtime, reverse=True)
             for old in kept[MOST_FILES:]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from evener.errors import CheckpointError
 from evener_formats.tokenizers.merge_cache import MergeCache
 from evener_formats.tokenizers.tokenizer_json import bpe
 
@@ -16,6 +17,9 @@ from evener_formats.tokenizers.tokenizer_json import bpe
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 #: The mark that stands for a space.
 SPACE = "▁"
+#: Of a piece, in characters. Finding its merges takes time and memory with the square of it; real ones have at most
+#: some hundred.
+MOST_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)
@@ -63,16 +67,25 @@ class Pieces:
         return list(zip(map(text, pairs[:, 0].tolist()), map(text, pairs[:, 1].tolist()), strict=True))
 
     def _pairs(self) -> np.ndarray:
-        """The merges as ids, int32 [merges, 2]."""
+        """The merges as ids, int32 [merges, 2].
+
+        Raises:
+            CheckpointError: a piece is longer than ``MOST_CHARACTERS``.
+        """
+        joined = {text: id for text, id in self.ids.items() if self.types[id] not in (CONTROL, UNKNOWN, BYTE)}
+        if (longest := max(map(len, joined), default=0)) > MOST_CHARACTERS:
+            raise CheckpointError(
+                f"a token of the vocabulary has {longest:,} characters, and at most {MOST_CHARACTERS:,} are allowed; "
+                "fetch the model again, or give another folder with a tokenizer: tokenizer=FOLDER"
+            )
         found, lefts, rights, find = [], [], [], self.ids.get
-        for text, number in self.ids.items():
-            if self.types[number] not in (CONTROL, UNKNOWN, BYTE):
-                for at in range(1, len(text)):
-                    left = find(text[:at])
-                    if left is not None and (right := find(text[at:])) is not None:
-                        found.append(number)
-                        lefts.append(left)
-                        rights.append(right)
+        for text, number in joined.items():
+            for at in range(1, len(text)):
+                left = find(text[:at])
+                if left is not None and (right := find(text[at:])) is not None:
+                    found.append(number)
+                    lefts.append(left)
+                    rights.append(right)
         scores = np.asarray(self.scores, dtype=np.float64)[np.asarray(found, dtype=np.int64)]
         order = np.lexsort((rights, lefts, -scores))
         return np.stack((np.asarray(lefts, dtype=np.int32), np.asarray(rights, dtype=np.int32)), axis=1)[order]

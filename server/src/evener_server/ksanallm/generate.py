@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from evener_server.generation import Generation
 from evener_server.ksanallm.body import GenerateBody, SamplingConfig
 from evener_server.ksanallm.encoding import Encoding, error_object
 from evener_server.ksanallm.prompt import ids_of, with_rows
+from evener_server.logprobs import beside, compact
 from evener_server.protocol import CompletionBody
 from evener_server.router_info import setting
 from evener_server.service import Service
@@ -86,15 +88,15 @@ class GenerateJob(CompletionJob):
         return self._encoding.write_piece(error_object(error))
 
     async def full_response(self, generation: Generation) -> bytes:
-        answer = _Answer(generation, self._count)
+        answer = _Answer(generation, self._count, self._encoding)
         async for choice, delta in generation:
-            answer.add(choice, delta)
+            await beside(self._count, functools.partial(answer.add, choice, delta))
         return self._encoding.write(answer.value())
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        answer, sent = _Answer(generation, self._count), 0
+        answer, sent = _Answer(generation, self._count, self._encoding), 0
         async for choice, delta in generation:
-            answer.add(choice, delta)
+            await beside(self._count, functools.partial(answer.add, choice, delta))
             ended = len(generation.finish_reasons) == generation.choices
             if ended or is_due(answer.tokens, sent):
                 sent = answer.tokens
@@ -109,11 +111,11 @@ def is_due(tokens: int, sent: int) -> bool:
 class _Answer:
     """The texts of a request so far, in KsanaLLM's form."""
 
-    def __init__(self, generation: Generation, logprobs: int) -> None:
-        self._prompt, self._count = generation.streams[0].prompt_token_ids, logprobs
+    def __init__(self, generation: Generation, logprobs: int, encoding: Encoding) -> None:
+        self._prompt, self._count, self._encoding = generation.streams[0].prompt_token_ids, logprobs, encoding
         self._texts: list[list[str]] = [[] for _ in range(generation.choices)]
         self._ids: list[list[int]] = [[] for _ in self._texts]
-        self._logprobs: list[list[list[tuple[int, float]]]] = [[] for _ in self._texts]
+        self._logprobs: list[list[Any]] = [[] for _ in self._texts]
         self.tokens = 0
 
     def add(self, choice: int, delta: Delta) -> None:
@@ -133,8 +135,8 @@ class _Answer:
             "input_token_ids": self._prompt,
         }  # fmt: skip
 
-    def _likeliest(self, delta: Delta) -> Iterator[list[tuple[int, float]]]:
-        """Of each token the likeliest ids, with their log-probabilities."""
+    def _likeliest(self, delta: Delta) -> Iterator[Any]:
+        """Of each token the likeliest ids, with their log-probabilities; many of them as they are written."""
         for entry in delta.logprobs or () if self._count else ():
             found = sorted(entry.items(), key=lambda item: -item[1])
-            yield found if self._count == -1 else found[: self._count]
+            yield compact(found if self._count == -1 else found[: self._count], self._encoding.write)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
-from evener.contracts.outputs import Delta
 from evener.errors import RequestError
 from evener_server.errors import ApiError
 from evener_server.generation import Generation
-from evener_server.logprobs import TokenNames, chat_logprobs
+from evener_server.logprobs import TokenNames, beside, chat_logprobs
 from evener_server.protocol import ChatBody
 from evener_server.responses.body import ResponsesBody
 from evener_server.responses.conversation import Conversation
@@ -86,16 +86,17 @@ class ResponseJob(TranslatedJob):
             if self._body.enable_response_messages:
                 self._ids += delta.token_ids
             parts = message.feed(delta.text, last=delta.finish_reason is not None)
-            events = list(self._read(delta, parts))
+            logprobs: list[dict[str, Any]] = []
+            if self._top is not None:
+                given = self._names_of_tokens, delta.token_ids, delta.logprobs or [], self._top
+                logprobs = await beside(self._top, partial(chat_logprobs, *given))
+            events = list(self._read(parts, logprobs))
             if delta.finish_reason is not None:
                 events += self._output.finish(self._status(generation) == "completed")
                 self._reasoning_tokens = await self._service.count_tokens(message.reasoned or "")
             yield events
 
-    def _read(self, delta: Delta, parts: list[dict[str, Any]]) -> Iterator[Event]:
-        logprobs: list[dict[str, Any]] = []
-        if self._top is not None:
-            logprobs = chat_logprobs(self._names_of_tokens, delta.token_ids, delta.logprobs or [], self._top)
+    def _read(self, parts: list[dict[str, Any]], logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         for part in parts or [{}]:
             yield from self._output.add(part, logprobs)
             logprobs = []

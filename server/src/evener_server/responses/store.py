@@ -33,6 +33,9 @@ class ResponseStore:
         self._replace(name, (response, self._kept[name][1] if name in self._kept else b"[]"))
 
     def _replace(self, name: str, entry: tuple[bytes, bytes]) -> None:
+        if _size(entry) > self._most_bytes:  # it would be forgotten too, after all the others
+            self._bytes -= _size(self._kept.pop(name, (b"", b"")))
+            return
         self._bytes += _size(entry) - (_size(self._kept[name]) if name in self._kept else 0)
         self._kept[name] = entry
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
