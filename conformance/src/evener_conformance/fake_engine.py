@@ -42,6 +42,7 @@ from evener.engine.wire.messages import (
     TokenLogprobs,
     Tokens,
 )
+from evener.sampling_params import MAX_LOGPROBS
 
 Script = Callable[[NewRequest], list[int]]
 
@@ -212,6 +213,8 @@ class FakeEngine(EngineClient):
         rows = b""
         if request.sampling.prompt_outputs is not None and not running.scored:
             rows = fake_rows(request.sampling.prompt_outputs, self.info)
+        for entries, most in ((scores, top), (logprobs, request.sampling.logprobs)):
+            rows += b"".join(_logits(entry, self.info) for entry in entries or () if (most or 0) > MAX_LOGPROBS)
         running.scored = True
         if ids and self.info.pooling is not None:
             self._events.append(Tokens(id=request.id, ids=[], cached=self._cached, pooled=fake_row(request.prompt)))
@@ -247,6 +250,12 @@ def fake_rows(outputs: PromptOutputs, info: EngineInfo) -> bytes:
     width = info.vocab_size if outputs.kind == "logits" else info.hidden_size
     positions = [at for first, end in outputs.ranges for at in range(first, end)]
     return b"".join(struct.pack("=f", at) * width for at in positions)
+
+
+def _logits(entry: TokenLogprobs, info: EngineInfo) -> bytes:
+    """The row of logits of a position: each token's log-probability, which is low if it has none."""
+    values = dict(zip(entry.ids, entry.values, strict=True))
+    return struct.pack(f"={info.vocab_size}f", *(values.get(i, -1e6) for i in range(info.vocab_size)))
 
 
 def _named(token: int, ids: list[int]) -> TokenLogprobs:

@@ -14,8 +14,6 @@ from evener.errors import RequestError
 #: Likeliest tokens that the sampler reports of a position, and a server by default; of more, the logits of the whole
 #: vocabulary go to the host.
 MAX_LOGPROBS = 20
-#: Log-probabilities of one request that has more of a position: each takes some 100 bytes, and as JSON more.
-MAX_LOGPROB_ENTRIES = 2**23
 #: At much larger values all tokens are equally likely, and float32 overflows.
 MAX_TEMPERATURE = 1000.0
 #: The work for each token grows with the stop strings.

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from evener_pooling.rows import MAX_LOGPROB_ENTRIES, TokenRows
 from knowing_drafter import KnowingDrafter
 
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
-from evener.engine.wire.messages import NewRequest, Sampling, TokenLogprobs
+from evener.engine.wire.messages import NewRequest, Sampling, Tokens
 from evener.errors import RequestError
 from evener.frontend.frontend import Frontend
-from evener.frontend.logprobs import logprobs_dict
-from evener.sampling_params import MAX_LOGPROB_ENTRIES, SamplingParams
+from evener.sampling_params import SamplingParams
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.executor import strict_controller
@@ -33,12 +33,22 @@ def asks(name: str, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Ne
     return NewRequest(id=name, prompt=prompt, max_tokens=max_tokens, sampling=sampling, fork_of=fork_of)
 
 
-def check(entries: list[TokenLogprobs], text: list[int], first: int, count: int = VOCABULARY) -> None:
+def read(played: Any, name: str, most: tuple[int, int]) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
+    """The log-probabilities that a request got, of its tokens and of its prompt, and nothing else."""
+    params = SamplingParams(logprobs=most[0], prompt_logprobs=most[1])
+    rows = TokenRows(params, most, (1, 1), VOCABULARY, final_norm=True)
+    event = Tokens(id=name, ids=played.tokens[name], logprobs=played.logprobs.get(name),
+                   prompt_logprobs=played.prompt_logprobs.get(name), pooled=played.pooled[name])  # fmt: skip
+    samples, prompt, rest = rows.read(event)
+    assert rest == b""
+    return samples, prompt
+
+
+def check(entries: list[dict[int, float]], text: list[int], first: int, count: int = VOCABULARY) -> None:
     """``entries`` are the distributions of the naive engine for the tokens of ``text`` from position ``first`` on."""
     rows = NaiveModel(CONFIG, max_positions=128).logits(text)[first - 1 : -1].float().log_softmax(-1)
     assert len(entries) == len(text) - first
-    for entry, row, token in zip(entries, rows, text[first:], strict=True):
-        found = logprobs_dict(entry, count)
+    for found, row, token in zip(entries, rows, text[first:], strict=True):
         assert next(iter(found)) == token and len(found) in (count, count + 1)
         values = torch.tensor(list(found.values()))
         torch.testing.assert_close(values, row[list(found)], atol=1e-5, rtol=1e-5)
@@ -57,11 +67,13 @@ def test_a_request_gets_the_whole_vocabulary_and_those_beside_it_what_they_ask_f
         asks("none", PROMPT[5:]),
     ]  # fmt: skip
     played = play(controller, messages)
-    for name, count in (("whole", VOCABULARY), ("fork", VOCABULARY), ("fifty", 50), ("two", 2)):
-        prompt = next(message.prompt for message in messages if message.id == name)
-        check(played.logprobs[name], [*prompt, *played.tokens[name]], len(prompt), count)
-    check(played.prompt_logprobs["whole"], PROMPT, 1)
-    assert not any(entry.logits for entry in played.logprobs["two"] + played.prompt_logprobs["fifty"])
+    for message in messages[:-1]:
+        counts = message.sampling.logprobs or 0, message.sampling.prompt_logprobs or 0
+        samples, prompt = read(played, message.id, counts)
+        check(samples, [*message.prompt, *played.tokens[message.id]], len(message.prompt), counts[0])
+        if counts[1]:
+            check(prompt, message.prompt, 1, counts[1])
+    assert played.pooled["two"] == b""
     assert "none" not in played.logprobs or played.logprobs["none"] == []
 
 
@@ -92,8 +104,9 @@ def test_preemption_and_drafts_keep_the_whole_vocabulary(make_config: Any, play:
     played = play(controller, messages)
     assert controller.scheduler.stats.preemptions > 0 and controller.scheduler.stats.accepted_tokens > 0
     for message in messages:
-        check(played.prompt_logprobs[message.id], message.prompt, 1)
-        check(played.logprobs[message.id], [*message.prompt, *played.tokens[message.id]], len(message.prompt))
+        samples, prompt = read(played, message.id, (VOCABULARY, VOCABULARY))
+        check(prompt, message.prompt, 1)
+        check(samples, [*message.prompt, *played.tokens[message.id]], len(message.prompt))
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
@@ -105,10 +118,8 @@ def test_ranks_give_the_distributions_of_one_rank(tp: int, pp: int, make_lively:
     with rank_threads(config) as (controller, *_):
         found = play(controller, messages)
     assert found.tokens == alone.tokens
-    pairs = [*zip(found.logprobs["whole"], alone.logprobs["whole"], strict=True)]
-    pairs += zip(found.prompt_logprobs["whole"], alone.prompt_logprobs["whole"], strict=True)
-    for entry, other in pairs:
-        mine, theirs = logprobs_dict(entry, VOCABULARY), logprobs_dict(other, VOCABULARY)
+    both = [read(played, "whole", (VOCABULARY, VOCABULARY)) for played in (found, alone)]
+    for mine, theirs in (pair for kind in zip(*both, strict=True) for pair in zip(*kind, strict=True)):
         assert len(mine) == VOCABULARY
         assert mine == pytest.approx(theirs, rel=1e-2, abs=1e-2)
 

@@ -21,6 +21,7 @@ from evener.engine.wire.plan import Plan, StepMasks, StepResult
 from evener_constraints.compiler import GrammarCompiler
 from evener_constraints.library import find_grammar_library, open_grammar_library
 from evener_constraints.no_repeats import NoRepeats, PromptSequences
+from evener_generation.forced_tokens import forced_by
 
 
 @dataclass
@@ -86,11 +87,12 @@ class GrammarMasks(Grammars):
             return []
 
     def forced(self, request: Sequence) -> list[int] | None:
+        """Tokens that its grammar leaves a request no choice about, if all its tokens were read; None: it has none."""
         if request.message.sampling.grammar is None:
             return None
         matcher = self._matchers.get(request.slot)
         try:
-            return [] if matcher is None else matcher.forced()
+            return forced_by(matcher)
         except Exception as error:  # a package may raise anything: it ends one request, not the engine
             self._failed[request.slot] = f"its grammar cannot say what must come: {error}"
             return []

@@ -1,8 +1,9 @@
-"""What finds proposed tokens in the worker, beside the model that checks them.
+"""Speculative decoding: the drafter of a run, and what finds its tokens in the worker, beside the model that checks.
 
 ==============  ============================================================================
 module          what it holds
 ==============  ============================================================================
+``opening``     the drafter that the configuration names, and who gets drafts
 ``folder``      what the folder of ``infer.draft_model`` holds, and the drafter for that
 ``model``       a draft model: what it computes in each plan
 ``declared``    it before weights are read: what it may be, and its layers

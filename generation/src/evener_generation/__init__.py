@@ -8,6 +8,7 @@ module                   holds
 =======================  ============================================================================
 ``llguidance_grammars``  structured output, with the library llguidance
 ``xgrammar_grammars``    the same with the library xgrammar
+``forced_tokens``        what a grammar leaves no choice about, for drafts
 ``text_library``         what both share: forbidden tokens on top, and texts without a form
 ``drafting``             speculative decoding: what proposes tokens, and which requests get some
 ``tools``                parsers of tool calls, a module for each kind of format
@@ -49,6 +50,7 @@ descriptor = Descriptor(
         "choose": "evener_pooling.settings:choose_pooling",
         "limits": "evener_pooling.limits:whole_texts",
         "pooler": "evener_pooling.pooler:Pooler",
+        "rows": "evener_pooling.rows:TokenRows",
         "vectors": "evener_pooling.vectors:TextVectors",
     },
     media_parts={
@@ -56,7 +58,7 @@ descriptor = Descriptor(
         "planner": "evener_media.planner:MediaPlanner",
         "rows": "evener_media.rows:MediaStore",
     },
-    draft_policies={"measured": "evener_generation.drafting.speculation:measured"},
+    draft_policies={"measured": "evener_drafts.opening:MeasuredDrafts"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",
         "llama3": "evener_generation.tools.json_calls:Llama3",

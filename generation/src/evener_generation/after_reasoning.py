@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from evener.contracts.grammar.library import Matcher
+from evener_generation.forced_tokens import forced_by
 from evener_generation.proposed_tokens import masks_behind
 
 
@@ -98,7 +99,7 @@ class AfterReasoning(Matcher):
         state, answer = self._state, self._answer
         if state.where in ("begin", "end"):
             return list((self._reasoning.begin if state.where == "begin" else state.end)[state.place :])
-        return answer.forced() if state.where == "answer" and answer is not None else []
+        return forced_by(answer) if state.where == "answer" else []
 
     def masks(self, tokens: list[int]) -> list[bytes]:
         if self._state.where == "answer" and self._answer is not None:

@@ -1,4 +1,4 @@
-"""Vectors and scores of whole texts, from models that then generate none.
+"""Vectors and scores of whole texts, from models that then generate none; rows of a text's tokens, from those that do.
 
 ============  ===================================================================
 module        what it holds
@@ -6,6 +6,7 @@ module        what it holds
 ``settings``  asking a package what a model makes of a text
 ``limits``    room for whole texts in a step, for encoders
 ``pooler``    the rows of a text's tokens, pooled on the device; needs torch
+``rows``      hidden states, logits, all log-probabilities: checked, and read
 ``vectors``   the vector of a text, for the caller
 ============  ===================================================================
 """

@@ -88,8 +88,8 @@ class Descriptor:
         reasoning_parsers: (optional) readers of a model's reasoning, ``{"name": "module:Class"}``.
         grammars: (optional) engines for structured output, ``{"name": "module:Class"}``.
         drafters: (optional) what proposes tokens in speculative decoding, ``{"name": "module:Class"}``.
-        draft_policies: (optional) functions that make what says which requests get drafts, ``{"name":
-            "module:function"}``; see ``evener.contracts.generation.drafts``.
+        draft_policies: (optional, for packages pinned to their core's version) what says which requests get drafts,
+            ``{"name": "module:Class"}``; see ``evener.contracts.generation.drafts``.
         worker_drafters: (optional, for packages pinned to their core's version) ``{"name": "module:Class"}``: what
             finds the ids of a drafter of the same name in the worker, as ``evener.engine.worker.worker`` constructs it.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.

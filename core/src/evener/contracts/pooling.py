@@ -16,6 +16,10 @@ The readers are asked, and rows are pooled, by a package that is pinned to its c
   with room for a whole text in a step, and the reasons for the keys that it has changed.
 - ``pooler``: constructed with the model's settings, the number of requests that run at a time, and the worker's
   ``Runner``; it takes the place of sampling (``Runner.instead``).
+- ``rows``: for models that generate text: the rows of numbers that one request wants for its tokens, and those in which
+  the log-probabilities of the whole vocabulary are found. Constructed with its ``SamplingParams``, how many of the
+  likeliest tokens it wants of samples and of the prompt, the numbers of these tokens, the size of the vocabulary, and
+  whether there is a final norm; raises RequestError. ``read`` makes of ``Tokens`` what belongs in a ``Delta``.
 - ``vectors``: constructed with the model's settings, the width of its rows, and the numbers that a vector is to have.
   ``params`` are what the engine is asked for, and ``of_output`` makes an ``Embedding`` of what it sends.
 """

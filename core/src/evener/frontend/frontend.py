@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,12 +23,11 @@ from evener.engine.wire import messages as wire
 from evener.errors import ContextLengthError, RequestError
 from evener.frontend.defaults import GenerationDefaults
 from evener.frontend.detokenize import Detokenizer
-from evener.frontend.logprobs import check_size, likeliest, logprobs_dict
 from evener.frontend.plugins import RequestPlugins
 from evener.frontend.stops import StopStrings
 from evener.frontend.tokenizer import Tokenizer
 from evener.plugins.discover import installed_catalog
-from evener.sampling_params import MAX_BIASES, SamplingParams
+from evener.sampling_params import MAX_BIASES, MAX_LOGPROBS, SamplingParams
 
 Kind = Literal["chat", "completion", "embed"]
 #: The parameter in which a request of each kind has its prompt, for errors.
@@ -49,6 +48,7 @@ class PreparedRequest:
         max_tokens: new tokens, limited to the context.
         params: as given.
         eos_ids: the model's end-of-sequence ids, unless they are ignored; bias: see ``Sampling.bias``.
+        rows: reads the rows of numbers that it wants for tokens; None: it wants none.
     """
 
     ids: list[int]
@@ -57,6 +57,7 @@ class PreparedRequest:
     params: SamplingParams
     eos_ids: frozenset[int]
     bias: list[wire.LogitBias]
+    rows: Any | None
 
 
 @dataclass(slots=True)
@@ -76,8 +77,7 @@ class _Sample:
     stopped: bool = False
     failure: str | None = None
     stop_reason: str | int | None = None
-    #: How many of the likeliest tokens are reported, of samples and of the prompt.
-    most: tuple[int, int] = (0, 0)
+    rows: Any | None = None
     #: The first prompt token has no log-probabilities: None must be reported for it before the others.
     prompt_logprobs_due: bool = False
 
@@ -146,20 +146,11 @@ class Frontend:
         ids = self._encode(prompt, params, kind)
         # First: a prompt that is far too long is refused before each of its ids is checked.
         max_tokens = self._max_tokens(len(ids), params, kind)
-        check_size("prompt_logprobs", likeliest(params.prompt_logprobs, self.vocab_size), len(ids))
-        check_size("logprobs", likeliest(params.logprobs, self.vocab_size), params.n * max_tokens)
+        rows = self._rows(params, max_tokens, len(ids))
         if not isinstance(prompt, str) or max(ids) >= self.vocab_size:
             self._check_ids(ids, _PROMPT_PARAM[kind])
         for name in ("stop_token_ids", "logit_bias", "logprob_ids"):
             self._check_ids(list(getattr(params, name)), name)
-        if params.prompt_outputs is not None and params.prompt_outputs.kind == "normed" and not self._final_norm:
-            raise RequestError("this model gives no hidden states after its final norm; ask for kind 'hidden'",
-                               "prompt_outputs")  # fmt: skip
-        ranges = [] if params.prompt_outputs is None else params.prompt_outputs.ranges
-        bounds = [position for each in ranges for position in each]
-        if bounds != sorted(bounds) or (bounds and (bounds[0] < 0 or bounds[-1] > len(ids))):
-            message = f"the ranges of prompt_outputs must be ascending, within the prompt's {len(ids)} tokens"
-            raise RequestError(message, "prompt_outputs")
         media = list(prompt.media) if isinstance(prompt, MediaPrompt) else []
         if media and (checks := installed_catalog().lazy_imports("part of media").get("checks")):
             media = checks.load()(media, self._hidden_size, self._media_rows)  # without it, the engine refuses them
@@ -168,7 +159,7 @@ class Frontend:
         goes_on = ignore_eos and (params.grammar is None or params.grammar.kind == "any")
         eos_ids = frozenset(() if goes_on else self.defaults.eos_ids)
         bias = self._bias(params, eos_ids | frozenset(params.stop_token_ids))
-        return PreparedRequest(ids, media, max_tokens, params, eos_ids, bias)
+        return PreparedRequest(ids, media, max_tokens, params, eos_ids, bias, rows)
 
     def submit(self, prepared: PreparedRequest, request_id: str) -> list[wire.NewRequest]:
         """A prepared request as messages, one for each of its ``n`` samples, to be sent in order.
@@ -194,7 +185,7 @@ class Frontend:
                 request_id, index, detokenizer, StopStrings(params.stop_strings, params.include_stop_str_in_output),
                 hidden_ids=eos_ids if params.include_stop_str_in_output else eos_ids | asked,
                 stop_ids=asked - eos_ids, min_tokens_left=params.min_tokens,
-                most=(sampling.logprobs or 0, sampling.prompt_logprobs or 0),
+                rows=prepared.rows,
                 prompt_logprobs_due=params.prompt_logprobs is not None and index == 0,
             )  # fmt: skip
             messages.append(
@@ -262,19 +253,13 @@ class Frontend:
             return [], []
         try:
             text, count = self._read(sample, event.ids)
-        except RequestError as error:
-            sample.stopped, sample.failure = True, str(error)
-            return [], [wire.Abort(event.id)]
-        most, most_prompt = sample.most
-        found = event.logprobs
-        logprobs = None if found is None else [logprobs_dict(entry, most) for entry in found[:count]]
-        delta = Delta(sample.request_id, sample.index, text, event.ids[:count], logprobs)
-        delta.num_cached_tokens, delta.pooled, delta.queued = event.cached, event.pooled, event.queued
-        if event.prompt_logprobs is not None or sample.prompt_logprobs_due:
-            first: list[dict[int, float] | None] = [None] if sample.prompt_logprobs_due else []
-            delta.prompt_logprobs = first + [logprobs_dict(each, most_prompt) for each in event.prompt_logprobs or ()]
-            sample.prompt_logprobs_due = False
-        try:
+            delta = Delta(sample.request_id, sample.index, text, event.ids[:count])
+            found, scored, delta.pooled = _named(event) if sample.rows is None else sample.rows.read(event)
+            delta.logprobs = None if event.logprobs is None else found[:count]
+            delta.num_cached_tokens, delta.queued = event.cached, event.queued
+            if event.prompt_logprobs is not None or sample.prompt_logprobs_due:
+                delta.prompt_logprobs = [None, *scored] if sample.prompt_logprobs_due else [*scored]
+                sample.prompt_logprobs_due = False
             shown = self.plugins.postprocess_chunk(delta)
         except RequestError as error:
             sample.stopped, sample.failure = True, str(error)
@@ -354,6 +339,20 @@ class Frontend:
             raise RequestError(message, "logit_bias")
         return bias
 
+    def _rows(self, params: SamplingParams, max_tokens: int, prompt_len: int) -> Any | None:
+        """What reads rows of numbers for tokens, from an installed package, which checks that they can be had."""
+        asked = (0 if params.logprob_ids else params.logprobs, params.prompt_logprobs)
+        most = tuple(self._likeliest(count) or 0 for count in asked)
+        if params.prompt_outputs is None and max(most) <= MAX_LOGPROBS:
+            return None
+        what = "a request for hidden states, logits or the log-probabilities of the whole vocabulary"
+        reader = installed_catalog().need("part of pooling", "rows", what, "evener-generation", RequestError)
+        return reader(params, most, (max_tokens, prompt_len), self.vocab_size, self._final_norm)
+
+    def _likeliest(self, count: int | None) -> int | None:
+        """How many of the likeliest tokens are wanted where a request says ``count``; -1: all."""
+        return count if count is None else self.vocab_size if count == -1 else min(count, self.vocab_size)
+
     def _max_tokens(self, prompt_len: int, params: SamplingParams, kind: Kind) -> int:
         # An embedded prompt may fill the context: the token after it is never computed.
         rest, param = self.max_model_len - prompt_len + (kind == "embed"), _PROMPT_PARAM[kind]
@@ -377,23 +376,27 @@ class Frontend:
         return params.max_tokens
 
     def _sampling(self, params: SamplingParams, seed: int, bias: list[wire.LogitBias], index: int) -> wire.Sampling:
-        defaults = self.defaults
-        repetition = params.repetition_penalty
-        top_k = defaults.top_k if params.top_k is None else params.top_k
-        temperature = float(defaults.temperature if params.temperature is None else params.temperature)
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: value for name in names if (value := getattr(params, name)) is not None}
+        asked = replace(self.defaults, **given)
         return wire.Sampling(
-            temperature=temperature if temperature >= _MIN_TEMPERATURE else 0.0,
-            top_k=min(max(top_k, 0), self.vocab_size),
-            top_p=float(defaults.top_p if params.top_p is None else params.top_p),
-            min_p=float(defaults.min_p if params.min_p is None else params.min_p),
-            repetition_penalty=float(defaults.repetition_penalty if repetition is None else repetition),
+            temperature=float(asked.temperature) if asked.temperature >= _MIN_TEMPERATURE else 0.0,
+            top_k=min(max(asked.top_k, 0), self.vocab_size), top_p=float(asked.top_p), min_p=float(asked.min_p),
+            repetition_penalty=float(asked.repetition_penalty),
             frequency_penalty=float(params.frequency_penalty), presence_penalty=float(params.presence_penalty),
-            logprobs=likeliest(0 if params.logprob_ids else params.logprobs, self.vocab_size),
+            logprobs=self._likeliest(0 if params.logprob_ids else params.logprobs),
             logprob_ids=list(params.logprob_ids), seed=seed, bias=bias,
-            prompt_logprobs=None if index else likeliest(params.prompt_logprobs, self.vocab_size),
+            prompt_logprobs=None if index else self._likeliest(params.prompt_logprobs),
             prompt_outputs=None if index else params.prompt_outputs,
-            grammar=params.grammar and msgspec.structs.replace(params.grammar, ends=tuple(defaults.eos_ids)),
+            grammar=params.grammar and msgspec.structs.replace(params.grammar, ends=tuple(asked.eos_ids)),
         )  # fmt: skip
+
+
+def _named(event: wire.Tokens) -> tuple[list[dict[int, float]], list[dict[int, float]], bytes]:
+    """As ``read`` of what reads rows: the log-probabilities that the engine names, and what it sends beside them."""
+    samples, prompt = ([dict(zip(each.ids, each.values, strict=True)) for each in entries or ()]
+                       for entries in (event.logprobs, event.prompt_logprobs))  # fmt: skip
+    return samples, prompt, event.pooled
 
 
 def sample_seed(seed: int, index: int) -> int:

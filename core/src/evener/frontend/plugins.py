@@ -13,6 +13,7 @@ from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import Delta, RequestOutput
 from evener.contracts.request_plugin import RequestPlugin
 from evener.errors import RequestError, RequestPluginError, UnknownNameError
+from evener.plugins.discover import installed_catalog
 from evener.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -33,10 +34,6 @@ class RequestPlugins:
             DescriptorError: its module cannot be imported.
             RequestPluginError: its ``prepare`` failed.
         """
-        if not names:
-            return cls()
-        from evener.plugins.discover import installed_catalog
-
         known = installed_catalog().lazy_imports("request plugin")
         plugins = []
         for name in names:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from evener.contracts.generation.drafter import BY_WORKER, Drafter
@@ -59,9 +60,15 @@ class Speculation(Drafts):
         vocabulary: number of ids of the model.
         payoff: decides when requests get drafts; None: always.
 
+    Attributes:
+        forced: tokens that the grammar of a request leaves no choice about, for a request whose tokens were all read;
+            None: it has no grammar.
+
     Tokens that a grammar leaves no choice about come before those of the drafter, unless the worker finds these. They
     are as many each time, however many were right before: the text is certain, and only its tokens may be others.
     """
+
+    forced: Callable[[Any], Sequence[int] | None] = staticmethod(lambda request: None)
 
     def __init__(
         self, drafter: Callable[[], Drafter], length: int, max_samples: int, vocabulary: int,
@@ -151,5 +158,5 @@ class Speculation(Drafts):
 
 
 def measured(drafter: Callable[[], Drafter], length: int, max_samples: int, vocabulary: int) -> Speculation:
-    """Drafts while they make more tokens a second; a ``DraftPolicy``."""
+    """Drafts while they make more tokens a second; the arguments are those of ``Speculation``."""
     return Speculation(drafter, length, max_samples, vocabulary, Payoff())

@@ -1,16 +1,16 @@
 """The contract of a draft policy: which requests of a plan get drafts, and how many tokens.
 
-A package announces a policy in ``Descriptor.draft_policies``: a function as ``DraftPolicy``. Core takes the first by
-name if ``infer.drafter`` is set. The scheduler calls what it returns between two steps, so it must be quick. Without
-torch.
+A package that is pinned to its core's version announces a class in ``Descriptor.draft_policies``. Core takes the first
+by name if ``infer.drafter`` or ``infer.draft_model`` is set, and constructs it with ``config.infer`` before weights are
+read. It finds the drafter, or raises ConfigError. Its method ``controller`` takes the engine's ``WorkerFacts`` and its
+``evener.engine.controller.grammars.Grammars``, and returns a ``Drafts``. The scheduler calls that between two steps, so
+it must be quick. Without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-from evener.contracts.generation.drafter import Drafter
+from collections.abc import Sequence
+from typing import Protocol
 
 
 class DecodingRequest(Protocol):
@@ -63,12 +63,9 @@ class Drafts:
 
     Attributes:
         on: whether requests of the plan that is being made get drafts.
-        forced: tokens that the grammar of a request leaves no choice about, for a request whose tokens were all read;
-            None: it has no grammar. The scheduler sets it.
     """
 
     on = False
-    forced: Callable[[Any], Sequence[int] | None] = staticmethod(lambda request: None)
 
     def begin(self, requests: int) -> None:
         """A plan of at most so many requests is being made."""
@@ -85,9 +82,3 @@ class Drafts:
     def record(self, rows: Sequence[DraftedRow], on: bool, tokens: int) -> None:
         """The result of a plan with these rows was read: their requests got ``tokens`` tokens. ``on``: as it was when
         the plan was made."""
-
-
-#: Makes the policy of an engine: ``drafter`` makes the drafter of one request, ``length`` is the most tokens that are
-#: proposed for a request, ``max_samples`` the most rows that a step may sample (the memory plan has room for their
-#: logits), ``vocabulary`` the number of ids of the model.
-DraftPolicy = Callable[[Callable[[], Drafter], int, int, int], Drafts]

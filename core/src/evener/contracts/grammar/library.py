@@ -36,7 +36,12 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Matcher(ABC):
-    """The state of one text."""
+    """The state of one text.
+
+    It may have a method ``forced() -> list[int]`` too: ids that are likely to come next because the grammar leaves no
+    other text. They are proposed as drafts, so that the model may still write the text in other tokens. It takes
+    microseconds.
+    """
 
     @abstractmethod
     def copy(self) -> Matcher:
@@ -58,11 +63,6 @@ class Matcher(ABC):
         """(optional) How many of ``tokens``, from the first on, may come next. They were proposed, and those behind are
         not computed; a library may say too many. Takes microseconds. Default: none, so that nothing is proposed."""
         return 0
-
-    def forced(self) -> list[int]:
-        """(optional) Ids that are likely to come next because the grammar leaves no other text; proposed as drafts, so
-        that the model may still write the text in other tokens. Takes microseconds. Default: none."""
-        return []
 
     def masks(self, tokens: list[int]) -> list[bytes]:
         """(optional) The mask, and those behind each of ``tokens``, as if they came. Ends at the first that may not

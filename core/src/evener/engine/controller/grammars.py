@@ -37,10 +37,6 @@ class Grammars:
         """Those of the tokens proposed for a request that may come next. All its tokens were read."""
         return drafts
 
-    def forced(self, request: Sequence) -> list[int] | None:
-        """Tokens that its grammar leaves a request no choice about, if all its tokens were read; None: it has none."""
-        return None
-
     def submit(self, plan: Plan, executor: Executor) -> None:
         """Submit ``plan``, and its masks as soon as the tokens that they depend on were read."""
         executor.submit(plan)

@@ -10,7 +10,7 @@ import msgspec
 
 from evener.contracts.outputs import FinishReason
 from evener.engine.controller.state import BlockTable
-from evener.engine.wire.messages import NewRequest, TokenLogprobs
+from evener.engine.wire.messages import NewRequest
 from evener.engine.wire.plan import ScoredTokens, WantedOutputs
 from evener.sampling_params import MAX_LOGPROBS
 
@@ -179,10 +179,3 @@ class PlannedRow(msgspec.Struct, frozen=True):
         kept = next((at for at, (id, draft) in enumerate(zip(ids, self.drafts, strict=False)) if id != draft), len(ids))
         stop = next((at for at, id in enumerate(ids) if id in self.request.stop_ids), len(ids))
         return ids[: min(kept, stop) + 1]
-
-
-def with_logits(entries: list[TokenLogprobs], rows: bytes = b"", count: int = 1) -> list[TokenLogprobs]:
-    """``entries`` with their rows of logits, the first of ``count`` in ``rows``; empty: they have none."""
-    size = len(rows) // count
-    places = enumerate(entries) if rows else ()
-    return [msgspec.structs.replace(each, logits=rows[at * size :][:size]) for at, each in places] or entries

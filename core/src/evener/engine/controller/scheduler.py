@@ -53,7 +53,7 @@ from evener.engine.batching import MicroBatches, StepLimit
 from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.grammars import Grammars
 from evener.engine.controller.media import Media
-from evener.engine.controller.request import PlannedRow, Request, with_logits
+from evener.engine.controller.request import PlannedRow, Request
 from evener.engine.controller.state import StateManager
 from evener.engine.wire.messages import Finished, FromController, NewRequest, Stats, TokenLogprobs, Tokens
 from evener.engine.wire.plan import (
@@ -129,7 +129,6 @@ class Scheduler:
         self.state, self.step_tokens, self.policy, self.grammars = state, step_tokens, policy, grammars or Grammars()
         self.batches, self.limit, self.drafts = batches or MicroBatches(), limit or StepLimit(), drafts or Drafts()
         self.media, self.adapters = media or Media(), adapters or AdapterSlots()
-        self.drafts.forced = self.grammars.forced
         self.connector = connector or Connector()
         self.stats = Stats()
         self.waiting: list[Request] = []
@@ -415,12 +414,10 @@ class Scheduler:
         assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
         scores, pooled = iter(result.scores), iter(result.pooled)
         outputs = list(zip(plan.outputs, result.outputs, strict=True))
-        whole = {(wanted.row, wanted.kind): (part, wanted.count) for wanted, part in outputs}
         self.connector.done(result.transfers)
         self.stats.counters.update({**result.counters, **self.connector.counters})
         logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
-        scored = {each.row: with_logits([next(scores) for _ in range(each.count)], *whole.get((each.row, "scored"), ()))
-                  for each in plan.scores}  # fmt: skip
+        scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
         events: list[FromController] = []
         first, made, proposed = 0, 0, iter(result.drafts)
         for index, row in enumerate(submitted.rows):
@@ -428,12 +425,12 @@ class Scheduler:
                 row = msgspec.structs.replace(row, drafts=next(proposed))
             request, ids = row.request, row.accepted(result.ids[first : first + row.samples])
             vector = next(pooled, b"") if row.samples else b""
-            vector += b"".join(part for of, part in outputs if of.row == index and of.kind not in ("scored", "sampled"))
+            parts = [part[: len(part) // of.count * len(ids)] if of.kind == "sampled" else part
+                     for of, part in outputs if of.row == index]  # fmt: skip
             if request.finish is None:
                 found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs]
-                found = with_logits(found, *whole.get((index, "sampled"), ()))
                 self._extend(row, ids)
-                events.extend(self._report(request, ids, found, scored.get(index), vector))
+                events.extend(self._report(request, ids, found, scored.get(index), vector, b"".join(parts)))
             first, made = first + row.samples, made + len(ids)
         self.drafts.record(submitted.rows, submitted.drafts, made)
         self._release_finished(plan.id)
@@ -457,15 +454,15 @@ class Scheduler:
 
     def _report(
         self, request: Request, ids: list[int], logprobs: list[TokenLogprobs], scores: list[TokenLogprobs] | None,
-        pooled: bytes,
+        vector: bytes, rows: bytes,
     ) -> Iterator[FromController]:  # fmt: skip
-        if not ids and scores is None and not pooled:
+        if not ids and scores is None and not rows:
             return
         sampling = request.message.sampling
         request.scored += len(scores or ())
         yield Tokens(
-            id=request.id, ids=[] if pooled and not sampling.prompt_outputs else ids, cached=request.cached,
-            pooled=pooled, queued=request.started - request.arrived,
+            id=request.id, ids=[] if vector else ids, cached=request.cached, pooled=vector + rows,
+            queued=request.started - request.arrived,
             # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
             logprobs=[each.likeliest(len(sampling.logprob_ids) or sampling.logprobs or 0) for each in logprobs] or None,
             prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],

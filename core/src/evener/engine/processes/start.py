@@ -14,7 +14,7 @@ from evener.config.stages import config_of_stage, stage_part
 from evener.contracts.state import StateKind
 from evener.engine.batching import MicroBatches, limit_steps
 from evener.engine.controller.controller import Controller
-from evener.engine.controller.drafts import find_drafter, open_drafts
+from evener.engine.controller.drafts import find_drafts
 from evener.engine.controller.grammars import open_grammars
 from evener.engine.controller.media import open_media
 from evener.engine.controller.scheduler import Scheduler
@@ -52,8 +52,7 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     """
     find_connector(config)  # before weights are read
     find_adapters(config.infer.adapter_slots)
-    if config.infer.proposes != "none":
-        find_drafter(config.infer)
+    find_drafts(config.infer)
     if config.infer.stages:
         stage_part("check")(config)
     executor, facts = _executor(config, serving)
@@ -95,10 +94,11 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     limit, executor = limit_steps(infer, executor, facts.max_reqs, streaming and facts.info.pooling is None)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
     media, batches = open_media(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
-    found, lora = find_connector(config), find_adapters(infer.adapter_slots)
+    found, lora, drafts = find_connector(config), find_adapters(infer.adapter_slots), find_drafts(infer)
+    grammars = open_grammars(config, facts.info.vocab_size)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
-                          grammars=open_grammars(config, facts.info.vocab_size),
-                          drafts=open_drafts(infer, facts), adapters=lora and lora.controller(infer),
+                          grammars=grammars, drafts=drafts and drafts.controller(facts, grammars),
+                          adapters=lora and lora.controller(infer),
                           connector=found and found.controller(config, facts, state))  # fmt: skip
     # Last: they may have threads, which nobody would end if something above failed.
     state.pool.listeners += installed_catalog().answers("cache listener", config, facts)

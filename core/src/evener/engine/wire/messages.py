@@ -153,12 +153,10 @@ ToController = NewRequest | Abort | Finish | LoadAdapter | UnloadAdapter | Comma
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Raw log-probabilities at one position. ``ids`` and ``values`` are parallel: the token at that position first,
-    then the likeliest tokens. ``logits``: of the whole vocabulary, float32 in the host's byte order, if more than
-    ``MAX_LOGPROBS`` are wanted; log-probabilities differ as they do."""
+    then the likeliest tokens."""
 
     ids: list[int]
     values: list[float]
-    logits: bytes = b""
 
     def likeliest(self, count: int) -> TokenLogprobs:
         """The same with at most ``count`` of the likeliest tokens."""
@@ -168,7 +166,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """New tokens of one request, in order. ``cached``: prompt tokens that came from the prefix cache.
     ``prompt_logprobs`` continue those of earlier messages, from the second prompt token on. All of them arrive before
-    or with the first id. ``pooled``: as in ``Delta``; no id comes with the row of a prompt that is embedded.
+    or with the first id. ``pooled``: as in ``Delta``; no id comes with the row of a prompt that is embedded. If more
+    than ``MAX_LOGPROBS`` are wanted, rows of logits follow in it, float32 [vocabulary] in the host's byte order: one
+    for each of ``prompt_logprobs``, then one for each of ``logprobs``; log-probabilities differ as they do.
     ``queued``: as in ``Delta``."""
 
     id: str

@@ -60,7 +60,7 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
 
 class WantedOutputs(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of which outputs are wanted: ``count`` tokens of a plan's row, from its token ``first`` on. ``kind``: as
-    in ``PromptOutputs``; or "scored" or "sampled": ``TokenLogprobs.logits`` of prompt tokens, and of samples."""
+    in ``PromptOutputs``; or "scored" or "sampled": logits for ``Tokens.pooled``, of prompt tokens or samples."""
 
     row: int
     first: int
