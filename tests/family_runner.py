@@ -20,7 +20,7 @@ from evener.config import from_overrides
 from evener.contracts.media import MediaPrompt
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
-from evener.engine.wire.messages import NewRequest, Sampling, TokenLogprobs
+from evener.engine.wire.messages import NewRequest, Sampling
 from evener_conformance.naive.model import NaiveModel
 from evener_conformance.oracle import Comparison, compare_greedy
 from evener_conformance.reference.engine import RunResult, play
@@ -98,12 +98,11 @@ class Engine:
     def assert_logits(self, played: RunResult, name: str, theirs: torch.Tensor, tolerance: float) -> None:
         """What was said of a request are the last rows of the oracle's logits [n, vocab]; of a scored prompt, all."""
         said = [*played.prompt_logprobs[name], *played.logprobs[name]]
-        ours = torch.stack([self._dense(each) for each in said])
+        # So many log-probabilities come as rows of logits: those of the prompt, then those of samples.
+        ours = torch.frombuffer(bytearray(played.pooled[name]), dtype=torch.float32).view(len(said), self.vocab)
+        ours = ours.log_softmax(-1)
+        for row, each in zip(ours, said, strict=True):
+            torch.testing.assert_close(torch.tensor(each.values), row[each.ids], atol=1e-4, rtol=1e-4)
         assert len(ours) in (len(theirs), len(played.tokens[name]))
         wanted = theirs[-len(ours) :].log_softmax(-1)
         torch.testing.assert_close(ours, wanted, atol=tolerance, rtol=1e-4, msg=lambda text: f"{name}: {text}")
-
-    def _dense(self, said: TokenLogprobs) -> torch.Tensor:
-        row = torch.full((self.vocab,), torch.nan)
-        row[torch.tensor(said.ids)] = torch.tensor(said.values)
-        return row

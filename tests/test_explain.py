@@ -48,15 +48,20 @@ def test_an_op_forced_to_the_package_that_has_it_anyway_changes_nothing(model: P
     assert rows(model, rms_norm="cpu")["decoder_layer"]["provider"] == "cpu/native_decoder_layer"
 
 
+#: The up-projections of latents are held twice in bfloat16: packed for prompts that expand, and for absorption.
+_V3_LATENTS = 61 * 512 * 128 * (128 + 128)
+#: Embeddings, the head and routers are in bfloat16; all else is in FP8, with a float32 scale for 128 x 128 numbers.
+_V3_PLAIN = 2 * 129_280 * 7168 + 58 * 256 * 7168
+_V3_BYTES = 4 * _V3_LATENTS + 2 * _V3_PLAIN + (671.03e9 - _V3_LATENTS - _V3_PLAIN) * (1 + 4 / 128**2)
+
+
 def test_a_model_of_671_billion_parameters_is_explained_and_does_not_fit_here(tmp_path: Path) -> None:
     published = Path(__file__).parent.parent / "models" / "tests" / "data" / "deepseek_v3_config.json"
     (tmp_path / "config.json").write_bytes(published.read_bytes())
     found = explain(from_overrides(tmp_path, {"backend": "cpu", "load": "dummy"}))
     sites = {row["op"]: row["sites"] for row in found["ops"]}
     assert (sites["latent_attention_block"], sites["moe_block"]) == (61, 58)
-    # The up-projections of latents are held twice: packed for prompts that expand, and as they are for absorption.
-    twice = 61 * 512 * 128 * (128 + 128)
-    assert found["memory"]["weights"] == pytest.approx(2 * (671.03e9 + twice), rel=1e-3)
+    assert found["memory"]["weights"] == pytest.approx(_V3_BYTES, rel=1e-3)
     assert "does not fit" in found["memory"]["problem"] and "GiB" in found["memory"]["problem"]
 
 
@@ -65,7 +70,7 @@ def test_a_rank_of_eight_is_explained_with_its_share_of_the_weights(tmp_path: Pa
     (tmp_path / "config.json").write_bytes(published.read_bytes())
     found = explain(from_overrides(tmp_path, {"backend": "cpu", "load": "dummy", "infer.tp_size": 8}))
     # Norms, routers and the latents' down-projections are on every rank.
-    assert found["memory"]["weights"] == pytest.approx(2 * 671.03e9 / 8, rel=0.02)
+    assert found["memory"]["weights"] == pytest.approx(_V3_BYTES / 8, rel=0.02)
 
 
 def test_ranks_that_cannot_share_smollm2_are_refused_with_the_sizes_that_fit(smollm2_dir: Path) -> None:

@@ -35,8 +35,8 @@ class TokenRows:
         self, params: SamplingParams, most: tuple[int, int], tokens: tuple[int, int], vocabulary: int, final_norm: bool
     ) -> None:
         self._most, self._vocabulary = most, vocabulary
-        _check_size("prompt_logprobs", most[1], tokens[1], "the prompt")
-        _check_size("logprobs", most[0], params.n * tokens[0], "max_tokens")
+        check_size("prompt_logprobs", most[1], tokens[1], "the prompt")
+        check_size("logprobs", most[0], params.n * tokens[0], "max_tokens")
         wanted = params.prompt_outputs
         if wanted is None:
             return
@@ -64,7 +64,10 @@ class TokenRows:
         return samples, prompt, event.pooled[:end]
 
 
-def _check_size(name: str, count: int, tokens: int, where: str) -> None:
+def check_size(name: str, count: int, tokens: int, where: str) -> None:
+    """Raises:
+    RequestError: ``count`` log-probabilities of each of ``tokens`` tokens take too much memory.
+    """
     if count > MAX_LOGPROBS and count * tokens > MAX_LOGPROB_ENTRIES:
         raise RequestError(
             f"{name} asks for {count} log-probabilities of each of {tokens} tokens, in all {count * tokens}; a request "

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from evener.frontend.logprobs import check_size, likeliest
 from evener.frontend.tokenizer import Tokenizer
 from evener.sampling_params import SamplingParams
+from evener_pooling.rows import check_size
 
 T = TypeVar("T")
 #: Log-probabilities of one position that are written at once and kept as objects; more are, in a thread, as JSON.
@@ -64,8 +64,11 @@ def check_together(params: SamplingParams, vocabulary: int, streams: Sequence[An
         RequestError: as ``check_size``.
     """
     shown = params.n * sum(len(stream.prompt_token_ids) for stream in streams)
-    check_size("prompt_logprobs", likeliest(params.prompt_logprobs, vocabulary), shown)
-    check_size("logprobs", likeliest(params.logprobs, vocabulary), len(streams) * params.n * new_tokens)
+    for name, asked, tokens, where in (
+        ("prompt_logprobs", params.prompt_logprobs, shown, "the prompt"),
+        ("logprobs", params.logprobs, len(streams) * params.n * new_tokens, "max_tokens"),
+    ):
+        check_size(name, vocabulary if asked == -1 else min(asked or 0, vocabulary), tokens, where)
 
 
 def compact(value: Any, write: Callable[[Any], bytes] = msgspec.json.encode) -> Any:
