@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import tokenizers
+from evener_pooling.rows import MAX_LOGPROB_ENTRIES
 from msgspec.structs import replace
 
 from evener.engine.wire.messages import NewRequest
@@ -20,7 +21,6 @@ from evener.errors import ConfigError
 from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import EOS_ID, write_tiny_tokenizer
 from evener_generation.llguidance_grammars import LlguidanceLibrary
-from evener_pooling.rows import MAX_LOGPROB_ENTRIES
 from evener_server import logprobs
 from evener_server.fill_in_middle import SPELLINGS
 from evener_server.options import ServerOptions

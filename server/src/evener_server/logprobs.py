@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from evener_pooling.rows import check_size
 
 from evener.frontend.tokenizer import Tokenizer
 from evener.sampling_params import SamplingParams
-from evener_pooling.rows import check_size
 
 T = TypeVar("T")
 #: Log-probabilities of one position that are written at once and kept as objects; more are, in a thread, as JSON.
