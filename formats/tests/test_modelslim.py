@@ -99,7 +99,7 @@ def spoilt(tensors: Tensors, ending: str, value: torch.Tensor | None) -> Tensors
         ("W8A8", {}, "quant_bias", torch.full((48,), 10**6, dtype=torch.int32), f"no {STEM}.bias"),
         ("W8A16", {"shifted": True}, "weight_offset", torch.full((48, 1), 0.5), "whole numbers from -128 to 127"),
         ("W4A16", {"shifted": True}, "weight_offset", torch.full((48, 1), 8.0), "whole numbers from -8 to 7"),
-        ("W4A16", {"packed": False}, "proj.weight", torch.full((48, 128), 9, dtype=torch.int8), "none of four bits"),
+        ("W4A16", {"packed": False}, "proj.weight", torch.full((48, 128), 9, dtype=torch.int8), "do not fit four bits"),
         ("W4A8_DYNAMIC", {"packed": False, "second": 4}, "offset_second", torch.ones(48, 4), "two scales"),
         ("WFP8AFP8_DYNAMIC", {}, "weight_offset", torch.ones(48, 1), "no offsets"),
     ],

@@ -92,8 +92,8 @@ class ModelSlimScheme(BesideScheme):
             return super().part(name, headers)
         if kind is None or kind not in BITS:
             raise CheckpointError(
-                f"{name} is of the kind {str(kind)[:40]!r} in {file}; read are {', '.join(BITS)} and {FLOAT}; quantize "
-                "the original model again in one of them, or give the original model and type quant=int8"
+                f"{name} is of the kind {str(kind)[:40]!r} in {file}; evener reads {', '.join(BITS)} and {FLOAT}; "
+                "quantize the original model again in one of them, or give the original model and type quant=int8"
             )
         sizes = self._sizes(name, kind, headers)
         form = self._format(name, kind, headers, sizes)
@@ -261,7 +261,7 @@ def _signed(part: WeightPart) -> torch.Tensor:
     if tuple(weight.shape) == (part.rows, part.columns):
         if weight.numel() and (int(weight.min()) < -8 or int(weight.max()) > 7):
             raise CheckpointError(
-                f"{part.name} has numbers from {int(weight.min())} to {int(weight.max())}, which are none of four bits "
+                f"{part.name} has numbers from {int(weight.min())} to {int(weight.max())}, which do not fit four bits "
                 "(-8 to 7); fetch the files again"
             )
         return weight

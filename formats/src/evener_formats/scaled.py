@@ -79,8 +79,8 @@ class ScaledScheme(QuantScheme):
         form = _format(dtype, shape[stack:], scale, scales[stack:]) if readable else None
         if form is None:
             raise CheckpointError(
-                f"{name} is stored as {dtype} {list(shape)} with scales as {scale} {list(scales)}; read are matrices "
-                f"in {', '.join(_STORED)} with one scale in all, one for each row, or one for each block of "
+                f"{name} is stored as {dtype} {list(shape)} with scales as {scale} {list(scales)}; evener reads "
+                f"matrices in {', '.join(_STORED)} with one scale in all, one for each row, or one for each block of "
                 f"{', '.join(map(str, sorted(_BLOCKS)))} rows or columns, in {', '.join(_SCALES)}; fetch the files "
                 "again"
             )
