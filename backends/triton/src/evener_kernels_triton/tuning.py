@@ -323,9 +323,9 @@ class Tuning:
         """Weights and activations of one byte an element, ``most`` columns at a time at most.
 
         With up to 64 tokens a product takes as long as reading the weight: small tiles, several programs for each unit,
-        and splits as in ``stored``. Programs of a span have three stages, so that one more fits on a
-        multiprocessor. Up to 256 tokens, tiles have half the rows if whole ones gave each unit less than two programs: 48 tiles in four spans
-        took 33 µs on 132 units, 6,144 x 4,096 at 128 tokens, twice as long as reading.
+        and splits as in ``stored``. Programs of a span have three stages, so that one more fits on a multiprocessor.
+        Up to 256 tokens, tiles have half the rows if whole ones gave each unit less than two programs: 48 tiles in four
+        spans took 33 µs on 132 units, 6,144 x 4,096 at 128 tokens, twice as long as reading.
         """
         wide = 64 if tokens <= 64 else 128
         few = tokens <= 256 and -(-rows // 128) * -(-tokens // 128) < 2 * self.units
