@@ -81,7 +81,8 @@ def test_an_answer_that_broke_off_says_why(make_server: Any, http: httpx.Client,
         assert any("the kernel broke" in event for event in events)
     eventually(lines)
     (line,) = lines()
-    assert line["status"] == 200 and "the kernel broke" in line["end"] and line["completion_tokens"] == 2
+    assert line["status"] == 200 and "the kernel broke" in line["end"]
+    assert line["completion_tokens"] in (1, 2)  # the second may not have come before the end
 
 
 def test_a_clients_long_words_are_cut_in_the_line(make_api: Any, lines: Any) -> None:

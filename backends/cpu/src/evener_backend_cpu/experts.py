@@ -12,11 +12,10 @@ from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import ExpertsStatic, MoEStatic
 from evener.contracts.weights import MoEWeights
-from evener.ops.reference.rounding import rounded
 from evener_backend_cpu.arguments import optional, require, require_count, require_weight
 from evener_backend_cpu.block_packing import LAYOUT as BLOCKS
 from evener_backend_cpu.native_library import Experts, Matrix
-from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel, rounded_as
+from evener_backend_cpu.primitives import ACTIVATIONS, NativeKernel, rounded_as, rounded_rows, with_factor
 from evener_backend_cpu.segments import addresses, matrices
 
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_top": 2}
@@ -44,7 +43,10 @@ class NativeGroupedLinear(NativeKernel):
             if last[0] is not weight:
                 require_weight("the stack", weight, (experts, rows, columns), dtype)
                 last[:] = weight, matrices(weight)
-            x = x if how is None else rounded(x, how).to(dtype)
+            factor, added = None, bias
+            if how is not None:
+                x, factor = rounded_rows(x, how, dtype)
+                added = bias if factor is None else None
             x, slots = x.contiguous(), slots.contiguous()
             y = x.new_empty(*slots.shape, rows)
             function(
@@ -54,13 +56,16 @@ class NativeGroupedLinear(NativeKernel):
                 slots.shape[1],
                 experts,
                 ctypes.addressof(last[1]),
-                optional("the bias", bias, dtype, (experts, rows)),
+                optional("the bias", added, dtype, (experts, rows)),
                 rows,
                 columns,
                 y.data_ptr(),
                 device.threads,
             )
-            return y
+            if factor is None:
+                return y
+            own = None if bias is None else bias[slots.clamp(min=0)] * (slots >= 0)[..., None]
+            return with_factor(y, factor[:, :, None], own)
 
         return run
 

@@ -11,7 +11,7 @@ from evener.backend.native_code import Unavailable
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, Rounding
-from evener.ops.reference.rounding import rounded
+from evener.ops.reference.rounding import LARGEST, LEAST, rounded
 from evener_backend_cpu.arguments import optional, require, require_count, require_indices, require_weight
 from evener_backend_cpu.block_packing import LAYOUT
 from evener_backend_cpu.device import CpuDevice
@@ -54,7 +54,9 @@ class NativeKernel(Kernel):
     def workspace(self, call: OpCall) -> int:
         if not self.rounds_rows or rounded_as(call.static.get("weight")) is None:
             return 0
-        return 12 * int(call.bucket.high * call.static["columns"])  # quotients, elements and products in float32
+        # Quotients, elements and products of rows in float32; ``linear`` also has its sums in it.
+        wide = 16 * call.static["columns"] + 4 * call.static["rows"] * (self.op == "linear")
+        return int(call.bucket.high * wide)
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         return None
@@ -85,6 +87,24 @@ def rounded_as(weight: LinearWeight | None) -> Rounding | None:
     return how if not others and how is not None and how.group >= 0 else None
 
 
+def rounded_rows(x: torch.Tensor, how: Rounding, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rows of x [tokens, columns], rounded, in ``dtype``; and a float32 factor [tokens, 1] for the sums over each
+    row, or None. Elements times a power of two are exact in ``dtype``. Times a scale they would be rounded again: an
+    error that all results of a token share."""
+    found = rounded(x, how)
+    if how.group != 0:  # several scales a token
+        return found.to(dtype), None
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=LEAST) / LARGEST[how.storage]
+    factor = scale / torch.exp2(torch.floor(torch.log2(scale)))
+    return (found / factor).to(dtype), factor
+
+
+def with_factor(y: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``y``, changed: sums times the factor of their token, with the bias."""
+    y *= factor
+    return y if bias is None else y.add_(bias)
+
+
 class NativeLinear(NativeKernel):
     """Linear layers at every token count: plain weights, which are read once and never repacked, block formats, and
     weights of one byte an element, read as stored."""
@@ -98,17 +118,21 @@ class NativeLinear(NativeKernel):
 
     def build(self, call: OpCall) -> OpFunction:
         dtype, out = getattr(torch, call.static["dtype"]), getattr(torch, call.static["out"])
-        name = "linear" if out is dtype else "linear_wide"
-        device, function = self.device, self.native.function(name, call.static["dtype"])
         rows, columns, how = call.static["rows"], call.static["columns"], rounded_as(call.static.get("weight"))
+        scaled = how is not None and how.group == 0
+        given = torch.float32 if scaled else out
+        name = "linear" if given is dtype else "linear_wide"
+        device, function = self.device, self.native.function(name, call.static["dtype"])
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+            factor, added = None, bias
             if how is not None:
-                x = rounded(x, how).to(dtype)
+                x, factor = rounded_rows(x, how, dtype)
+                added = bias if factor is None else None
             if not x.is_contiguous():
                 x = x.contiguous()
             count = x.shape[0]
-            y = x.new_empty(count, rows, dtype=out)
+            y = x.new_empty(count, rows, dtype=given)
             require_weight("the weight", weight, (rows, columns), dtype)
             plain, blocks = addresses(weight)
             function(
@@ -116,13 +140,13 @@ class NativeLinear(NativeKernel):
                 count,
                 plain,
                 blocks,
-                optional("the bias", bias, dtype, (rows,)),
+                optional("the bias", added, dtype, (rows,)),
                 rows,
                 columns,
                 y.data_ptr(),
                 device.threads,
             )
-            return y
+            return y if factor is None else with_factor(y, factor, bias).to(out)
 
         return run
 
