@@ -22,7 +22,8 @@ PROMPT ?= What is the capital of France?
 PORT ?= 21002
 ARGS ?=
 # So many processes share the test files, a whole file each; threads that wait for their next product do not hold a core.
-JOBS ?= 2
+# One more than two cores: tests also wait, for processes and for time to pass.
+JOBS ?= 3
 # Runs with the slow tests remember which files passed.
 RECORDED := PYTHONPATH=scripts
 # Bytecode is kept, also where the environment says otherwise: hundreds of commands would compile evener again.
