@@ -22,12 +22,11 @@ PROMPT ?= What is the capital of France?
 PORT ?= 21002
 ARGS ?=
 # So many processes share the test files, a whole file each; threads that wait for their next product do not hold a core.
-# One more than two cores: tests also wait, for processes and for time to pass.
-JOBS ?= 3
+JOBS ?= 2
 # Runs with the slow tests remember which files passed.
 RECORDED := PYTHONPATH=scripts
 # Bytecode is kept, also where the environment says otherwise: hundreds of commands would compile evener again.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
 .PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks test-page page-libraries search check wheels wheelhouse bench docs clean
@@ -71,6 +70,8 @@ run: $(SERVED)  ## ask a real model one question over HTTP (PROMPT="...", MODEL=
 serve: $(SERVED)  ## serve a real model until Ctrl-C (PORT=21002, MODEL=folder, ARGS="key=value ...")
 	@exec $(PY) scripts/demo.py $(if $(MODEL),--model $(call quoted,$(value MODEL))) --serve --port $(PORT) -- $(ARGS)
 
+# One more than two cores: quick tests also wait, for processes and for time to pass.
+test: JOBS = 3
 test: model  ## the tests, under ten minutes
 	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 

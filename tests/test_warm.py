@@ -46,3 +46,9 @@ def test_a_command_has_the_files_that_it_was_given_under_their_numbers() -> None
         os.close(writing)
         assert os.read(reading, 9) == str(writing).encode()
         os.close(reading)
+
+
+def test_a_command_that_ends_its_process_group_ends_nothing_else() -> None:
+    code = "import os, signal; os.killpg(0, signal.SIGKILL)"
+    assert subprocess.run([warm() / "python", "-c", code], timeout=60).returncode in (-9, 137, 247)
+    assert subprocess.run([warm() / "python", "-c", "print('on')"], capture_output=True, timeout=60).stdout == b"on\n"

@@ -156,6 +156,7 @@ def _accompany(to: socket.socket, pid: int) -> NoReturn:
 
 
 def _become(folder: str, environ: dict[str, str], files: dict[int, int]) -> None:
+    os.setsid()  # a command may end its whole process group, which the tests must not be in
     # Out of the way first: the number that one file is to have may be that of another one.
     away = {number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1000) for number, file in files.items()}
     for file in files.values():
