@@ -92,7 +92,7 @@ class Cases:
         columns = 32 * self._size(5) if storage else self._size(200)
         rows, tokens = self._size(130), self._size(70)
         weight, out = self._packed(rows, columns, storage), self._rng.choice((self._dtype, "float32"))
-        run = self._built("linear", weight=weight, rows=rows, columns=columns, dtype=self._dtype, out=out)
+        run = self._built("linear", rows=rows, columns=columns, dtype=self._dtype, out=out)
         bias = self._draw(rows) if self._rng.random() < 0.5 else None
         return f"linear {storage}", run, lambda: (self._draw(tokens, columns), weight, bias)
 
@@ -101,7 +101,7 @@ class Cases:
         tokens, top = self._size(40), self._rng.randint(1, experts)
         matrices = [[WeightPart("w", rows, columns, stored_as(self._dtype), {"weight": self._draw(rows, columns)})]]
         weight = PLAIN.pack_stack(matrices * experts, experts, self._dtype, CPU)
-        run = self._built("grouped_linear", weight=weight, experts=experts, rows=rows, columns=columns,
+        run = self._built("grouped_linear", experts=experts, rows=rows, columns=columns,
                           dtype=self._dtype)  # fmt: skip
         bias = self._draw(experts, rows) if self._rng.random() < 0.5 else None
 

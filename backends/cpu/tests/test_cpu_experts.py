@@ -181,6 +181,17 @@ def test_experts_are_bitwise_invariant_to_batch_and_thread_count(device: CpuDevi
         device.limit_threads(before)
 
 
+def test_weights_that_are_refused_leave_nothing_for_those_before_them(device: CpuDevice) -> None:
+    # Half of them was kept: the next call read behind the end of the slots of the weights that were there before.
+    block = Block(device, KINDS["softmax"], "float32")
+    x, stream = block.inputs(3)
+    want = block.run(x.clone(), stream.clone(), block.own)
+    with pytest.raises(ValueError, match="slots"):
+        block.run(x.clone(), stream.clone(), block.own._replace(slots=block.own.slots.t()))
+    found = block.run(x.clone(), stream.clone(), block.own)
+    assert all(map(torch.equal, found, want))
+
+
 def test_experts_are_found_through_the_slot_map_and_remote_ones_add_nothing(device: CpuDevice) -> None:
     block = Block(device, KINDS["softmax"], "float32")
     experts = 16

@@ -123,6 +123,7 @@ class _Stacks:
         """Put these weights into the struct; returns its address. They are the same objects at every step."""
         if weights is self._weights:
             return self.address
+        self._weights = None  # if these are refused, the struct is that of no weights
         s, named, dtype = self.struct, weights._asdict(), self._dtype
         for name, shape in self._matrices.items():
             if named[name] is not None:
