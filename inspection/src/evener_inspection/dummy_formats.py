@@ -11,7 +11,7 @@ import torch
 from evener.contracts.quant import BLOCKS, MXFP4, WeightPart
 from evener.errors import CheckpointError
 
-#: Elements in one period; a prime, as in ``dummy_weights``.
+#: Numbers in one period; a prime, so that rows of any power-of-two width differ although the noise repeats.
 PERIOD = 1_048_573
 #: Standard deviations of elements: of 16 integers in a row, of what is drawn for one byte, of the 16 floats of four
 #: bits.
@@ -29,6 +29,18 @@ _BLOCK_SCALES: dict[str, dict[int, float]] = {
     "q4_k": {0: 0.0055, 2: 0.0413}, "q5_k": {0: 0.0028, 2: 0.0434},  # 31.5 of six bits
     "q6_k": {208: 0.00073},  # -0.5, deviation 74
 }  # fmt: skip
+
+
+def repeated(period: torch.Tensor, name: str, seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of the period's numbers, again and again, from a place that ``name`` and ``seed`` decide."""
+    out = torch.empty(shape, dtype=period.dtype, device=period.device)
+    flat, at = out.view(-1), 0
+    offset = zlib.crc32(name.encode(), seed & 0xFFFFFFFF) % PERIOD
+    while at < flat.numel():
+        count = min(PERIOD - offset, flat.numel() - at)
+        flat[at : at + count] = period[offset : offset + count]
+        at, offset = at + count, 0
+    return out
 
 
 class QuantizedNoise:
@@ -92,15 +104,7 @@ class QuantizedNoise:
         return made.flatten(1)
 
     def _fill(self, name: str, kind: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        source = self._period(kind, device)
-        out = torch.empty(shape, dtype=source.dtype, device=device)
-        flat, at = out.view(-1), 0
-        offset = zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF) % PERIOD
-        while at < flat.numel():
-            count = min(PERIOD - offset, flat.numel() - at)
-            flat[at : at + count] = source[offset : offset + count]
-            at, offset = at + count, 0
-        return out
+        return repeated(self._period(kind, device), name, self._seed, shape)
 
     def _period(self, kind: str, device: torch.device) -> torch.Tensor:
         """One period of elements of a kind, drawn once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -13,11 +12,9 @@ from evener.contracts.declared import Declared, LinearWeight, Slice, Weight
 from evener.contracts.quant import Packing, WeightPart
 from evener.loading.loader import Ledger, WeightBytes, fill
 from evener.loading.match import shared_names
-from evener_inspection.dummy_formats import QuantizedNoise
+from evener_inspection.dummy_formats import PERIOD, QuantizedNoise, repeated
 
 STD = 0.02
-#: Numbers in one period of noise; a prime, so that rows of any power-of-two width differ although the noise repeats.
-PERIOD = 1_048_573
 
 
 def load_dummy(
@@ -96,12 +93,4 @@ class _Noise:
         key = (dtype, str(device))
         if key not in self._typed:
             self._typed[key] = self._period.to(device=device, dtype=getattr(torch, dtype))
-        source = self._typed[key]
-        out = torch.empty(shape, dtype=source.dtype, device=device)
-        flat, at = out.view(-1), 0
-        offset = zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF) % PERIOD
-        while at < flat.numel():
-            count = min(PERIOD - offset, flat.numel() - at)
-            flat[at : at + count] = source[offset : offset + count]
-            at, offset = at + count, 0
-        return out
+        return repeated(self._typed[key], name, self._seed, shape)
