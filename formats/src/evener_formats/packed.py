@@ -17,10 +17,8 @@ from evener_formats.words import least_count, per_word, unpack
 _INT32 = "int32"
 
 
-class PackedIntegers(BesideScheme):
-    """``<layer>.weight_packed`` int32 [rows, columns x bits / 32], ``weight_scale`` [rows, groups], ``weight_shape``
-    int64 [2], and, if asymmetric, ``weight_zero_point`` int32 [rows x bits / 32, groups], packed along the rows;
-    ``weight_g_idx`` int32 [columns] in act-order. Numbers and zero points are stored as unsigned.
+class OfLayers(BesideScheme):
+    """A way in which compressed-tensors stores weights.
 
     Args:
         layer: how the weight of a layer, by its name, was quantized.
@@ -34,6 +32,13 @@ class PackedIntegers(BesideScheme):
     def detect(self, config: Mapping[str, object]) -> bool:
         del config
         return False  # CompressedTensors speaks for it
+
+
+class PackedIntegers(OfLayers):
+    """``<layer>.weight_packed`` int32 [rows, columns x bits / 32], ``weight_scale`` [rows, groups], ``weight_shape``
+    int64 [2], and, if asymmetric, ``weight_zero_point`` int32 [rows x bits / 32, groups], packed along the rows;
+    ``weight_g_idx`` int32 [columns] in act-order. Numbers and zero points are stored as unsigned.
+    """
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
         ends = {"scale": "scale", "zero": "zero_point", "g_idx": "g_idx", "shape": "shape"}

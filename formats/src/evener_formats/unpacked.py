@@ -3,34 +3,23 @@ llm-compressor saves its schemes W4A8 and W4AFP8. Imports torch only to read wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import WeightPart
 from evener.errors import CheckpointError
-from evener_formats.beside import PLAIN, Along, Axes, BesideScheme
-from evener_formats.gptq import Layer, integer_format, integer_tensors
+from evener_formats.beside import PLAIN, Along, Axes
+from evener_formats.gptq import integer_format, integer_tensors
+from evener_formats.packed import OfLayers
 
 _INT8 = "int8"
 
 
-class UnpackedIntegers(BesideScheme):
+class UnpackedIntegers(OfLayers):
     """``<layer>.weight`` int8 [rows, columns], ``weight_scale`` [rows, groups], and, if asymmetric,
     ``weight_zero_point`` int8 [rows, groups]. Numbers and zero points are stored as signed.
-
-    Args:
-        layer: how the weight of a layer, by its name, was quantized.
     """
-
-    name = "compressed-tensors"
-
-    def __init__(self, layer: Callable[[str], Layer]) -> None:
-        self._layer = layer
-
-    def detect(self, config: Mapping[str, object]) -> bool:
-        del config
-        return False  # CompressedTensors speaks for it
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
         zero = f"{name}_zero_point"
