@@ -230,7 +230,10 @@ def test_another_thread_may_copy_to_the_host_while_a_step_is_captured(accelerato
 EXPERTS = {
     "Qwen3Moe": ({"num_experts": 16, "num_hidden_layers": 3}, 3),
     "DeepseekV3": ({"num_hidden_layers": 3, "first_k_dense_replace": 1}, 2),
-    "GptOss": ({"num_hidden_layers": 3}, 3),
+    "GptOss": (
+        {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        3,
+    ),
 }
 
 
