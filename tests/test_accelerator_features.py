@@ -242,8 +242,11 @@ def test_captured_steps_call_the_host_for_its_experts_and_change_no_token(
     accelerator: Subject, family: str, tmp_path: Path
 ) -> None:
     shape, layers = EXPERTS[family]
-    model = lively(tmp_path / "model", family, shape)
-    long = {"infer.max_seq_len": 256}
+    long: dict[str, Any] = {"infer.max_seq_len": 256}
+    if family == "GptOss":  # its tensors of several sources are not among those that write_lively knows
+        model, long["load"] = small_config(tmp_path / "model", family, shape, **LIMITS), "dummy"
+    else:
+        model = lively(tmp_path / "model", family, shape)
     with opened(with_keys(model, accelerator, **long)) as plain:
         expected = play(plain, **traffic())
     for captured in (True, False):
