@@ -13,7 +13,8 @@ plan sees no more, and torch may not allocate more. Ways:
 Each row also has ``moved_ms``: how long it takes to copy all experts that the ``host`` way leaves in host memory to the
 device, once a step, from page-locked memory, without any compute. An engine that moves weights every step takes at
 least as long. ``host_share``: bytes of experts that the host read a second while it computed them, as a share of the
-speed at which all its threads read memory, which is measured first. Forms are those of ``packed_steps.py``, or bf16.
+speed at which all its threads read memory, which is measured first. Forms are those of ``packed_steps.py``, or bf16, or
+own: the one that config.json says.
 Every combination runs in a process of its own. Rows go to standard output, and to hybrid.jsonl in ``--out`` or $OUT.
 """
 
@@ -93,7 +94,7 @@ def here(args: argparse.Namespace) -> int:
     form, _, way = args.here.partition(":")
     cap_memory(args.cap)
     config = config_of(args.model)
-    if form != "bf16":
+    if form not in ("bf16", "own"):
         make_packed(form, config["num_hidden_layers"])
     pairs = ["infer.step_tokens=2048", "infer.max_reqs=64", "executor=inline", *args.set]
     value = {"host": args.layers, "resident": args.residents}.get(way)

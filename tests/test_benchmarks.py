@@ -571,8 +571,9 @@ def test_the_memory_of_a_device_can_be_capped(monkeypatch: pytest.MonkeyPatch) -
     limits: list[tuple[float, int]] = []
     monkeypatch.setattr(TorchDevice, "memory", lambda device: MemoryInfo(70_000, 80_000))
     device = TorchDevice.__new__(TorchDevice)
-    device.index, device.module = 0, Namespace(
-        set_device=lambda index: None, set_per_process_memory_fraction=lambda *limit: limits.append(limit)
+    device.index, device.module = (
+        0,
+        Namespace(set_device=lambda index: None, set_per_process_memory_fraction=lambda *limit: limits.append(limit)),
     )
     hybrid.cap_memory(16_000)
     device.select()
@@ -600,6 +601,29 @@ def test_a_model_larger_than_the_device_is_timed(tmp_path: Path, monkeypatch: py
         assert row["step_ms"] > 0 and row["moved_ms"] > 0 and row["cap_gb"] == 0.02
     assert host["step_host_share"] > 0 and host["counted_a_step"]["host_expert_read_bytes"] > 0
     assert resident["counted_a_step"]["expert_hits"] > 0
+
+
+@pytest.mark.slow
+def test_a_model_that_nothing_here_holds_is_planned_and_its_steps_are_added_up_from_one_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_simulated_backend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    shape = {"first_k_dense_replace": 1, "num_hidden_layers": 9, "n_routed_experts": 64, "hidden_size": 64,
+             "moe_intermediate_size": 64}  # fmt: skip
+    config = {**find_architecture("DeepseekV3ForCausalLM").tiny_config(), **shape}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    keys = ("backend=simulated", "infer.max_seq_len=128", "infer.max_reqs=2", "infer.step_tokens=64", "dtype=float32",
+            "infer.kv_memory=4MiB", "offload.stream_prompts=off")  # fmt: skip
+    program(
+        "one_expert_layer.py", tmp_path / "model", "--cap", "24MiB", "--host", "64GiB", "--cases", "2x16",
+        "--steps", "3", "--apart", "8MiB", "--out", tmp_path, *(word for pair in keys for word in ("--set", pair)),
+    )  # fmt: skip
+    [row] = (json.loads(line) for line in (tmp_path / "one_expert_layer.jsonl").read_text().splitlines())
+    assert row["expert_layers"] == 8 and row["plan_gb"] and row["layer_host_gb"] > 0
+    whole = row["first_part_ms"] + 7 * row["layer_ms"]
+    assert row["model_step_ms"] == pytest.approx(whole, abs=0.1)
 
 
 @pytest.mark.slow
