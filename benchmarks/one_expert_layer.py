@@ -14,6 +14,7 @@ one_expert_layer.jsonl in ``--out`` or $OUT.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -103,7 +104,7 @@ def added_up(
     layer, prompt = two["step_ms"] - one["step_ms"], two["prompt_ms"] - one["prompt_ms"]
     step = one["step_ms"] + (layers - 1) * layer
     return {
-        **{key: one[key] for key in _SAME},
+        **{key: one[key] for key in _SAME}, "date": datetime.date.today().isoformat(),
         "plan_gb": {key: hybrid.gb(n) for key, n in planned.items() if isinstance(n, int) and n > 1 << 20},
         "expert_layers": layers, "first_part_ms": one["step_ms"], "layer_ms": round(layer, 3),
         "layer_host_gb": round(two["host_gb"] - one["host_gb"], 3), "host_share": two.get("step_host_share"),
