@@ -314,6 +314,8 @@ def test_a_host_kernel_that_fails_is_named(configured: Configured, monkeypatch: 
         ({"infer.host_experts": "1-9"}, "layer 3 has no experts; layers with experts: 0-2"),
         ({"infer.host_experts": "1", "infer.cpu_layer_num": 1}, "so leave out infer.cpu_layer_num=1"),
         ({"infer.cpu_layer_num": "auto", "infer.pp_size": 2, "executor": "inline"}, r"for several stages .* set a"),
+        ({"infer.cpu_layer_num": 1, "offload.numa": "yes"}, "offload.numa is 'yes'; type one of auto, off"),
+        ({"infer.resident_experts": 4, "offload.numa": "yes"}, "offload.numa is 'yes'; type one of auto, off"),
     ],
 )
 def test_wrong_values_are_refused_with_what_to_type(configured: Configured, keys: dict[str, Any], words: str) -> None:

@@ -9,6 +9,7 @@ module                holds
 ``automatic``         what ``auto`` counts with
 ``placed_layers``     their call sites and weights, and the placement that these get
 ``host_backend``      the host's backend beside the device's: its kernels and packings
+``numa``              pages of host memory on machines with several NUMA nodes
 ``host_experts``      experts that the host computes, and the copies to and from it
 ``captured_experts``  the same in captured steps, in which the device calls the host
 ``half_plans``        a step's rows, divided into two halves
@@ -70,6 +71,10 @@ descriptor = Descriptor(
             type=str, default="off", help="infer.resident_experts: the host computes missing experts of small steps if "
             "that is sooner than copying them: off, auto (measured at the start), or a number: those with at most so "
             "many rows."
+        ),
+        "numa": Option(
+            type=str, default="auto", help="Experts in host memory, on a machine with several NUMA nodes: auto (their "
+            "pages are interleaved, so that the memory channels of all nodes are read), or off."
         ),
         "kv_transfer": Option(
             type=str, default=None, help="HOST:PORT under which other servers fetch KV cache blocks from this one, or "

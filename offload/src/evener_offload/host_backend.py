@@ -13,6 +13,7 @@ from evener.resolution.manifest import REFERENCE
 from evener.resolution.resolver import Resolver
 from evener.resolution.tuning import TuningTable
 from evener_offload import descriptor
+from evener_offload.numa import spread_memory
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,7 @@ def open_host(config: ResolvedConfig, beside: Resolver) -> tuple[Device, Resolve
         ConfigError: the host does not compute in the run's dtype.
         PluginError: the backend is not installed, or cannot run here.
     """
+    spread_memory(option(config, "numa"))
     loaded = BackendSearch(HOST).load({})
     device = loaded.open_device()
     can = device.capabilities

@@ -33,6 +33,7 @@ from evener_offload.host_backend import host_memory, new_stream, option
 from evener_offload.host_share import HostShare
 from evener_offload.layers import layer_number, ranges
 from evener_offload.next_router import NextRouter, likeliest
+from evener_offload.numa import spread_memory
 from evener_offload.placed_layers import place, placed_sites, stacks
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.slot_products import MOST_TOKENS, SlotProducts
@@ -64,6 +65,7 @@ class ResidentExperts(Placement):
         sites, count = placed_sites(config, own, builds), config.config.infer.resident_experts
         assert isinstance(count, int), "auto is a number by now"
         self._device, self._resolver = device, resolver
+        spread_memory(option(config, "numa"))
         self.torch_device, self.packings = torch.device("cpu"), resolver.packings_by_layout
         self.free = host_memory().free // config.config.infer.tp_size
         self.layers = tuple(layer_number(site.path) for site in sites)
