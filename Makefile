@@ -21,6 +21,18 @@ LLAMACPP ?= $(HOME)/.cache/evener/llamacpp
 PROMPT ?= What is the capital of France?
 PORT ?= 21002
 ARGS ?=
+# Tests with fewer instructions than the processor has: make test ISA=avx2. The first run compiles kernels of that level.
+# Torch, MKL and oneDNN choose for themselves; torch's attention fails where it is held to AVX2 and oneDNN is not.
+ISA ?= auto
+ifneq ($(ISA),auto)
+ifeq ($(filter avx2 avx512 avx512_vnni avx512_bf16,$(ISA)),)
+$(error ISA=$(ISA): there is no such level; type ISA=avx2, avx512, avx512_vnni, avx512_bf16 or auto)
+endif
+export EVENER_CPU_ISA := $(ISA)
+export ATEN_CPU_CAPABILITY := $(if $(filter avx2,$(ISA)),avx2,avx512)
+export MKL_ENABLE_INSTRUCTIONS := $(if $(filter avx2,$(ISA)),AVX2,AVX512)
+export ONEDNN_MAX_CPU_ISA := $(if $(filter avx2,$(ISA)),AVX2,AVX512_CORE)
+endif
 # So many processes share the test files, a whole file each; threads that wait for their next product do not hold a core.
 JOBS ?= 2
 # Runs with the slow tests remember which files passed.
@@ -72,7 +84,7 @@ serve: $(SERVED)  ## serve a real model until Ctrl-C (PORT=21002, MODEL=folder, 
 
 # One more than two cores: quick tests also wait, for processes and for time to pass.
 test: JOBS = 3
-test: model  ## the tests, under ten minutes
+test: model  ## the tests, under ten minutes (ISA=avx2: as on a processor without AVX-512)
 	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-slow: models llamacpp  ## the slow tests that a change since their record can reach (docs/results/slow-tests.json)

@@ -240,6 +240,7 @@ ENVIRONMENT = (
     ("`EVENER_DISABLE_PLUGINS`", "Packages to ignore: names or distributions, separated by commas."),
     ("`EVENER_PLUGINS`", "Only packages of these distributions are used; empty: none."),
     ("`EVENER_PROBE_TIMEOUT`", "Time limit for each backend's probe, in seconds."),
+    ("`EVENER_CPU_ISA`", "What `cpu.isa=auto` means: `avx2`, …; torch's own kernels have `ATEN_CPU_CAPABILITY`."),
     ("`EVENER_DEBUG`", "1: show errors with their stack traces."),
     ("`CONFIG_NAME`", "A YAML file of keys, as `--config`."),
     ("`XDG_CACHE_HOME`", "Folder for probe results and compiled kernels; default `~/.cache`."),

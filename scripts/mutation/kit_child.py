@@ -56,7 +56,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
 def _library() -> dict[str, str]:
     from evener_backend_cpu import isa, native_library
 
-    built = native_library.load(isa.read())
+    built = native_library.load(isa.usable())
     if isinstance(built, native_library.Native):
         return {"library": hashlib.sha256(built.path.read_bytes()).hexdigest()}
     return {"unbuilt": built.reason}

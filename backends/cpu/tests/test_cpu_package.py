@@ -81,6 +81,63 @@ def test_the_variant_is_the_best_instruction_set(tmp_path: Path, flags: str, var
     assert isa.read(tmp_path / "nothing").variant == "generic"
 
 
+_BIG = isa.Processor("A chip", "avx512_bf16", frozenset(), isa.LIMITS["avx512_bf16"].needs)
+
+
+def test_a_limit_leaves_the_instructions_of_its_level() -> None:
+    assert isa.limited(_BIG, "auto", {}) == _BIG == isa.limited(_BIG, "auto", {"EVENER_CPU_ISA": "auto"})
+    for environ, asked in (({"EVENER_CPU_ISA": "avx2"}, "auto"), ({"EVENER_CPU_ISA": "avx512"}, "avx2")):
+        held = isa.limited(_BIG, asked, environ)
+        assert (held.limit, held.variant, held.words) == ("avx2", "avx2", isa.LIMITS["avx2"].needs)
+        assert "avx2" in held.features and "avx512f" not in held.features
+    assert tuple(isa.LIMITS) == descriptor.options["isa"].choices[:0:-1]
+    assert [isa.limited(_BIG, name, {}).variant for name in isa.LIMITS] == ["avx512_bf16", "avx512", "avx512", "avx2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "environ", "error"),
+    [
+        ("avx512_bf16", "auto", "sse", r"EVENER_CPU_ISA=sse, but there is no such level; type EVENER_CPU_ISA=auto or EVENER_CPU_ISA=avx512_bf16 or "),
+        ("avx512", "avx512_bf16", "", r"cpu.isa=avx512_bf16, but A chip lacks it; type cpu.isa=auto or cpu.isa=avx512 or cpu.isa=avx2$"),
+        ("avx2", "auto", "avx512", r"EVENER_CPU_ISA=avx512, but A chip lacks it; type EVENER_CPU_ISA=auto or EVENER_CPU_ISA=avx2$"),
+    ],
+)
+def test_a_limit_that_the_processor_lacks_is_refused_with_those_that_it_has(
+    words: str, asked: str, environ: str, error: str
+) -> None:
+    processor = isa.Processor("A chip", "any", frozenset(), isa.LIMITS[words].needs)
+    with pytest.raises(BackendError, match=error):
+        isa.limited(processor, asked, {"EVENER_CPU_ISA": environ})
+
+
+def test_kernels_of_a_limit_are_compiled_for_its_level_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(native_library, "compile_library", lambda *how: (asked.append(how), Unavailable("not now"))[1])
+    for name in ("A chip", "another"):
+        load(isa.limited(isa.Processor(name, "any", frozenset(), _BIG.words), "avx2", {}))
+    load(_BIG)
+    assert asked[0] == asked[1] and "-march=x86-64-v3" in asked[0][1] and not asked[0][4]
+    assert "-march=native" in asked[2][1] or "-mcpu=native" in asked[2][1]
+
+
+def test_the_device_the_probe_and_the_log_name_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(isa, "read", lambda: _BIG)
+    device = CpuDevice(0, {"isa": "avx2"})
+    assert device.name.endswith("threads, limited to avx2") and device.capabilities.variant == "avx2"
+    monkeypatch.delenv("EVENER_CPU_ISA", raising=False)
+    assert "limited" not in CpuDevice(0, {}).name
+    monkeypatch.setenv("EVENER_CPU_ISA", "avx2")
+    assert probe.marks().reasons == ("A chip: avx2",) and probe.marks().cache_key == {"variant": "avx2"}
+    assert CpuDevice(0, {}).name.endswith("threads, limited to avx2")
+    monkeypatch.setattr(native_library, "compile_library", lambda *how: Path("made.so"))
+    monkeypatch.setattr(native_library, "Native", lambda path: SimpleNamespace(path=path))
+    with caplog.at_level("INFO", "evener.native"):
+        _ = device.native
+    assert caplog.messages == ["kernels of the CPU backend use avx2: made.so"]
+
+
 def _machine(root: Path, cgroup: str) -> None:
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\n")

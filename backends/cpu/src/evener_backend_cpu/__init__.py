@@ -19,6 +19,12 @@ descriptor = Descriptor(
             choices=("auto", "require", "off"),
             help="C++ kernels: compile them if there is a compiler, require them, or never use them.",
         ),
+        "isa": Option(
+            type=str,
+            default="auto",
+            choices=("auto", "avx2", "avx512", "avx512_vnni", "avx512_bf16"),
+            help="Instructions of the C++ kernels; auto: what EVENER_CPU_ISA says, else the best of this processor.",
+        ),
         "huge_pages": Option(
             type=str,
             default="auto",

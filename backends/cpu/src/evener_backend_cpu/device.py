@@ -31,10 +31,11 @@ class CpuDevice(Device):
     def __init__(self, index: int, options: Mapping[str, Any]) -> None:
         if index < 0:
             raise BackendError(f"device {index} of backend cpu was asked for; use index 0, or the index of a rank")
-        processor = isa.read()
+        processor = isa.usable(options.get("isa", "auto"))
         self.index, self.torch_device = index, torch.device("cpu")
         self.threads = torch.get_num_threads()
-        self.name = f"{processor.name}, {self.threads} threads"
+        limit = f", limited to {processor.limit}" if processor.limit else ""
+        self.name = f"{processor.name}, {self.threads} threads{limit}"
         self.capabilities = DeviceCapabilities(
             dtypes=frozenset({"float32", "bfloat16"}),
             emulated=frozenset({"float16"}),
@@ -50,7 +51,7 @@ class CpuDevice(Device):
         self.plain: Packing = PLAIN if arena is None else huge_pages.HugePacking(arena)
         self.blocks = BlockPacking(self, arena)
         self.stored = StoredPacking(self, arena)
-        self._options = options
+        self._options, self._processor = options, processor
         self._native: Native | Unavailable | None = None
 
     @property
@@ -61,7 +62,7 @@ class CpuDevice(Device):
             if wanted == "off":
                 self._native = Unavailable("cpu.native=off")
             else:
-                self._native = load(isa.read(), self._options.get("compiler"))
+                self._native = load(self._processor, self._options.get("compiler"))
             if isinstance(self._native, Unavailable) and wanted == "require":
                 raise BackendError(
                     f"cpu.native=require, but {self._native.reason}; set cpu.native=auto to run without C++ kernels"

@@ -1,10 +1,20 @@
-"""The processor's instruction sets, from ``/proc/cpuinfo``. Torch-free."""
+"""The processor's instruction sets, from ``/proc/cpuinfo``, and the user's limit on them. Torch-free."""
 
 from __future__ import annotations
 
+import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from evener.errors import BackendError
+from evener_backend_cpu.levels import LEVELS, Level
+
+#: Values of ``cpu.isa`` beside "auto", and the level of x86-64 that each means.
+LIMITS: Mapping[str, Level] = dict(zip(("avx512_bf16", "avx512_vnni", "avx512", "avx2"), LEVELS, strict=True))
+#: What "auto" means, for all processes of a test run.
+VARIABLE = "EVENER_CPU_ISA"
 
 _VARIANTS = (
     ("amx_bf16", {"amx_bf16", "avx512_bf16"}),
@@ -45,12 +55,14 @@ class Processor:
         variant: "avx512_bf16", "avx2", "neon", …, or "generic".
         features: those of the processor's features that kernels may match.
         words: all of them, as ``/proc/cpuinfo`` names them.
+        limit: the key of ``LIMITS`` that the user wants instead of the best; the other attributes are this level's.
     """
 
     name: str
     variant: str
     features: frozenset[str]
     words: frozenset[str] = frozenset()
+    limit: str | None = None
 
 
 def read(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
@@ -61,5 +73,36 @@ def read(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
             key, _, value = line.partition(":")
             fields.setdefault(key.strip(), value.strip())
     words = frozenset((fields.get("flags") or fields.get("Features") or "").split())
-    variant = next((name for name, needed in _VARIANTS if needed <= words), "generic")
-    return Processor(fields.get("model name") or platform.machine(), variant, words & _KNOWN_FEATURES, words)
+    return _processor(fields.get("model name") or platform.machine(), words)
+
+
+def usable(isa: str = "auto", environ: Mapping[str, str] | None = None) -> Processor:
+    """The first processor of this machine, with the instructions that kernels may use.
+
+    Args:
+        isa: "auto", or a key of ``LIMITS``: this level, also if the processor has more.
+        environ: where "auto" is looked up, under ``EVENER_CPU_ISA``; default ``os.environ``.
+
+    Raises:
+        BackendError: there is no such level, or the processor lacks it.
+    """
+    return limited(read(), isa, os.environ if environ is None else environ)
+
+
+def limited(processor: Processor, isa: str, environ: Mapping[str, str]) -> Processor:
+    """``processor`` with the instructions of ``isa``; arguments and errors are those of ``usable``."""
+    key = "cpu.isa"
+    if isa == "auto":
+        key, isa = VARIABLE, environ.get(VARIABLE) or "auto"
+    if isa == "auto":
+        return processor
+    able = [name for name, level in LIMITS.items() if level.needs <= processor.words]
+    if isa not in able:
+        why = f"{processor.name} lacks it" if isa in LIMITS else "there is no such level"
+        raise BackendError(f"{key}={isa}, but {why}; type " + " or ".join(f"{key}={name}" for name in ("auto", *able)))
+    return _processor(processor.name, LIMITS[isa].needs, isa)
+
+
+def _processor(name: str, words: frozenset[str], limit: str | None = None) -> Processor:
+    variant = next((variant for variant, needed in _VARIANTS if needed <= words), "generic")
+    return Processor(name, variant, words & _KNOWN_FEATURES, words, limit)

@@ -15,7 +15,7 @@ from typing import Any
 
 from evener.backend.native_code import Unavailable, compile_library
 from evener_backend_cpu import levels
-from evener_backend_cpu.isa import Processor
+from evener_backend_cpu.isa import LIMITS, Processor
 
 log = logging.getLogger("evener.native")
 SOURCES = Path(__file__).parent / "native"
@@ -223,10 +223,10 @@ class Native:
 DTYPES = frozenset(_SUFFIXES)
 
 
-def compile_flags() -> tuple[str, ...]:
-    """What the compiler gets beside the source and the output: code for this machine's processor."""
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    return "-O3", native, "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w"
+def compile_flags(level: levels.Level | None = None) -> tuple[str, ...]:
+    """What the compiler gets beside the source and the output: code for ``level``, else this machine's processor."""
+    native = ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
+    return "-O3", *(native if level is None else level.flags), "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w"
 
 
 def load(processor: Processor, compiler: str | None = None) -> Native | Unavailable:
@@ -239,15 +239,22 @@ def load(processor: Processor, compiler: str | None = None) -> Native | Unavaila
         return Unavailable(f"cpu.compiler={compiler} was not found; install it or leave the option out")
     for built in () if compiler else levels.usable(processor.words, SOURCES, BUILT):
         try:
-            return Native(built)
+            return _opened(built, processor)
         except OSError as error:  # built for a newer system
             log.info("%s, which the wheel brought, cannot be loaded: %s", built.name, error)
     # "-march=native" gives other code on another machine, which may share this home folder.
-    depends = (processor.name, *sorted(processor.features))
-    path = compile_library(SOURCES / "kernels.cpp", compile_flags(), "cpu-kernels", "the kernels", depends, compiler)
+    depends = (processor.name, *sorted(processor.features)) if processor.limit is None else ()
+    flags = compile_flags(None if processor.limit is None else LIMITS[processor.limit])
+    path = compile_library(SOURCES / "kernels.cpp", flags, "cpu-kernels", "the kernels", depends, compiler)
     if isinstance(path, Unavailable):
         return path
     try:
-        return Native(path)
+        return _opened(path, processor)
     except OSError as error:
         return Unavailable(f"the compiled kernels cannot be loaded: {error}")
+
+
+def _opened(path: Path, processor: Processor) -> Native:
+    native = Native(path)
+    log.info("kernels of the CPU backend use %s: %s", processor.variant, path.name)
+    return native
