@@ -179,10 +179,16 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         few_tokens_linear(SMALL, torch.float32, torch.ones(1, 512), matrix)
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "whole"])
 @pytest.mark.parametrize("op", ["linear", "grouped_linear"])
 def test_the_kit_passes_products_of_four_bits_with_rounded_activations(
-    op: str, monkeypatch: pytest.MonkeyPatch
+    op: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With deep and wide matrices of a few blocks; ``whole``: as large as the kit has them."""
+    if not whole:
+        monkeypatch.setattr(formats, "_DEEP", 640)
+        monkeypatch.setattr(formats, "_WIDE", 273)
+        monkeypatch.setattr(formats, "_large_parts", formats._large_parts.__wrapped__)  # others keep theirs
     names = [name for name, form in GROUPED.items() if form.activation is not None]
     monkeypatch.setattr(formats, "STORAGES", names)
     monkeypatch.setattr(blocks, "STORAGES", names)

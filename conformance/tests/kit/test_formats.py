@@ -159,8 +159,18 @@ def failed_cases(found: Sequence[CaseResult]) -> list[str]:
     return sorted(r.case for r in found if r.outcome == "failed")
 
 
-@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
-def test_a_correct_packing_is_asked_for_every_format_and_for_merged_weights_of_several(op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "whole"),
+    [("linear", False), ("grouped_linear", False),
+     *(pytest.param(op, True, marks=pytest.mark.slow) for op in ("linear", "grouped_linear"))],
+)  # fmt: skip
+def test_a_correct_packing_is_asked_for_every_format_and_for_merged_weights_of_several(
+    op: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not whole:  # deep and wide matrices of a few blocks
+        monkeypatch.setattr(kit_formats, "_DEEP", 768)
+        monkeypatch.setattr(kit_formats, "_WIDE", 273)
+        monkeypatch.setattr(kit_formats, "_large_parts", kit_formats._large_parts.__wrapped__)  # others keep theirs
     found = results(Stored(), op=op)
     assert {r.outcome for r in found} == {"passed"}, failures(found)
     for name in (*STORAGES, "q4_k + q4_k + q6_k"):

@@ -226,7 +226,8 @@ DTYPES = frozenset(_SUFFIXES)
 def compile_flags(level: levels.Level | None = None) -> tuple[str, ...]:
     """What the compiler gets beside the source and the output: code for ``level``, else this machine's processor."""
     native = ("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",)
-    return "-O3", *(native if level is None else level.flags), "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w"
+    target = native if level is None else level.flags
+    return "-O3", *target, "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=fast", "-w"
 
 
 def load(processor: Processor, compiler: str | None = None) -> Native | Unavailable:
