@@ -29,7 +29,6 @@ import hybrid
 from machine import record
 
 from evener.config import from_overrides
-from evener.contracts.device import MemoryInfo
 from evener_backend_cpu import memory as host_memory
 
 #: Fields of a row of hybrid.py that are the same in both parts.
@@ -76,7 +75,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 
     hybrid.cap_memory(args.cap)
     if args.host is not None:
-        host_memory.free_and_total = lambda: MemoryInfo(args.host, args.host)  # type: ignore[assignment]
+        host_memory.free_and_total = lambda: (args.host, args.host)  # type: ignore[assignment]
     keys = {"load": "dummy", "infer.cpu_layer_num": "auto", **dict(pair.split("=", 1) for pair in args.set)}
     found: dict[str, Any] = explain(from_overrides(args.folder, keys))["memory"]
     print(json.dumps(found, default=str), flush=True)
