@@ -44,6 +44,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
     "w4a8": (compressed("int-quantized", FOUR, **TOKEN), "uint4"),
     "fp8 tensor": (compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"},
                               dynamic=False, strategy="tensor"), "float8_e4m3fn"),
+    "halves": ({"quant_method": "gptq", "layout": "halves", "bits": 4, "group_size": 32, "sym": True}, "uint4"),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}, "float8_e4m3fn"),
 }  # fmt: skip
 
