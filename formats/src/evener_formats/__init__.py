@@ -23,6 +23,7 @@ package/module         holds
 ``torch_files``        PyTorch's own weight files (``pytorch_model.bin``)
 ``tokenizers``         ``tokenizer.json``; SentencePiece, tiktoken and GGUF tokenizers as one
 ``unpacked``           integers of four bits that are stored one in a byte
+``w4afp8``             the scheme of experts of four bits beside FP8
 ``words``              numbers of 2, 3, 4 and 8 bits in words of 32
 =====================  ============================================================================
 """
@@ -37,7 +38,8 @@ descriptor = Descriptor(
     contracts={"descriptor": 1, "checkpoint": 1, "quant": 3, "state": 2, "generation": 1},
     module="evener_formats.plugin",
     formats=(
-        "gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "halves", "modelopt", "bitsandbytes", "modelslim",
+        "gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "halves", "modelopt", "w4afp8", "bitsandbytes",
+        "modelslim",
     ),
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},
     checkpoints={".gguf": "evener_formats.gguf.checkpoint:GgufCheckpoint"},

@@ -119,6 +119,14 @@ def _halves(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Heade
     return {f"{stem}.qweight": ("uint8", (rows, width)), f"{stem}.qzeros": scales, f"{stem}.scales": scales}
 
 
+def _w4afp8(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Headers:
+    name, rows, columns = weight
+    if ".experts." not in name:
+        return _fp8({"weight_block_size": [128, 128]}, weight, stacked)
+    groups = _groups(settings.get("group_size", 128), columns)
+    return {name: ("int8", (rows, columns // 2)), f"{name}_scale_inv": ("float32", (rows, groups))}
+
+
 def _groups(size: Any, columns: int) -> int:
     """Groups of a row; a ``size`` that is no number of columns is refused when the config is read."""
     return -(-columns // size) if isinstance(size, int) and 0 < size < columns else 1
@@ -210,5 +218,5 @@ def _mxfp4(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Header
 
 _WRITERS = {
     "fp8": _fp8, "fbgemm_fp8": _fp8, "gptq": _gptq, "awq": _awq, HALVES: _halves, "compressed-tensors": _compressed,
-    "modelopt": _modelopt, "modelopt_fp4": _modelopt, "mxfp4": _mxfp4,
+    "modelopt": _modelopt, "modelopt_fp4": _modelopt, "mxfp4": _mxfp4, "w4afp8": _w4afp8,
 }  # fmt: skip
