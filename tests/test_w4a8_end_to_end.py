@@ -17,12 +17,15 @@ from family_oracles import make_transformers
 from family_runner import SMALL
 from integer_files import Quantized, compressed_tensors, quantized
 from safetensors.torch import load_file, save_file
-from stored_models import KEPT, SIZES, prompt
+from stored_models import KEPT, SIZES, greedy, prompt
 
 from evener import LLM, SamplingParams
 from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
+from evener.engine.wire.messages import NewRequest, Sampling
 from evener_conformance.naive.model import NaiveModel, find_architecture
+from evener_conformance.rank_threads import rank_threads
+from evener_conformance.reference.engine import play
 from evener_formats.plugin import evener_quant_schemes
 from evener_inspection.explanation import explain
 
@@ -169,3 +172,28 @@ def test_weights_stay_packed_and_activations_are_rounded_as_the_checkpoint_says(
     kept, told = found_by_us(folder, ids, vocab, **{"infer.quant_activations": "keep"})
     torch.testing.assert_close(kept, exact, atol=1e-4, rtol=1e-4)
     assert [line for line in told if "as they are" not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "kind"),
+    [("Qwen3", "int-quantized", "int"),
+     *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+         ("Qwen3", "pack-quantized", "float"), ("Qwen3Moe", "pack-quantized", "float"),
+         ("Qwen3Moe", "int-quantized", "int"), ("Qwen3Moe", SGLANG, "float"), ("Mixtral", SGLANG, "float")))],
+)  # fmt: skip
+def test_two_ranks_cut_the_weights_and_give_the_tokens_of_one(
+    family: str, layout: str, kind: str, tmp_path: Path, one_thread: None
+) -> None:
+    """With rounded activations, too: a rank finds the scale of a token from its own columns of it, which is finer than
+    one rank's, so the logits are near, and the tokens the same."""
+    _, folder = checkpoint(tmp_path, family, layout, kind, symmetric=True)
+    request = NewRequest(id="a", prompt=prompt(family), max_tokens=12, sampling=Sampling(temperature=0.0))
+    for keys in ({"infer.quant_activations": "keep"}, {}):
+        config = from_overrides(str(folder), {**SMALL, **keys, "infer.tp_size": 2})
+        want = greedy(folder, prompt(family), 12, **keys)
+        with rank_threads(config) as (controller, executor):
+            assert play(controller, [request]).tokens["a"] == want
+            ranks = [rank.memory["weights"] for rank in executor.facts.info.ranks]
+        whole = explain(from_overrides(str(folder), SMALL))["memory"]["weights"]
+        assert max(ranks) < 0.8 * whole
+        assert not explain(config)["dequantized"]
