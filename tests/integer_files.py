@@ -95,6 +95,27 @@ def compressed_tensors(
     return tensors | ({f"{name}_g_idx": made.index.int()} if act_order else {})
 
 
+def halves_tensors(stem: str, made: Quantized) -> dict[str, torch.Tensor]:
+    """Tensors of a layer of four bits in the layout "halves": a byte has the numbers of two columns that are 64 apart,
+    in runs of 128; zero points are stored times the scale."""
+    rows, columns = made.codes.shape
+    width = -(-columns // 128) * 64
+    bytes_ = [[0] * width for _ in range(rows)]
+    for row, numbers in enumerate(made.codes.tolist()):
+        for column, number in enumerate(numbers):
+            run, place = divmod(column, 128)
+            bytes_[row][64 * run + place % 64] |= number << (4 if place >= 64 else 0)
+    return {
+        f"{stem}.qweight": torch.tensor(bytes_, dtype=torch.uint8), f"{stem}.scales": made.scales,
+        f"{stem}.qzeros": made.zeros.to(made.scales.dtype) * made.scales,
+    }  # fmt: skip
+
+
+def halves_bytes(stem: str, made: Quantized) -> dict[str, torch.Tensor]:
+    """Tensors of a layer of eight bits in that layout: signed bytes, without zero points."""
+    return {f"{stem}.qweight": (made.codes - 128).to(torch.int8), f"{stem}.scales": made.scales}
+
+
 def headers_of(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """As a checkpoint's."""
     return {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}

@@ -41,6 +41,8 @@ ELSEWHERE = {
     "evener conformance --backend cpu --op example.rows": "tests/test_state_example.py",
     "evener conformance --backend cpu --op int8": "tests/test_quant_example.py",
     "evener convert MODEL MODEL-q4.gguf": "tests/test_convert_gguf.py",  # a tokenizer that such a file can hold
+    "evener convert MODEL-awq MODEL-enflame quant=halves": "tests/test_layouts.py",  # an AWQ model
+    "evener convert MODEL-enflame MODEL-gptq quant=gptq": "tests/test_layouts.py",
     "evener deploy": "tests/peers/test_deploy.py",
     "evener evidence": "conformance/tests/first_contact/test_evidence.py",
     "evener explain MODEL_INT8": "tests/test_quant_example.py",

@@ -44,6 +44,8 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
     "w4a8": (compressed("int-quantized", FOUR, **TOKEN), "uint4"),
     "fp8 tensor": (compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"},
                               dynamic=False, strategy="tensor"), "float8_e4m3fn"),
+    "halves": ({"quant_method": "gptq", "layout": "halves", "bits": 4, "group_size": 32, "sym": True}, "uint4"),
+    "w4afp8": ({"quant_method": "w4afp8", "group_size": 32}, "uint4 float8_e4m3fn"),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}, "float8_e4m3fn"),
 }  # fmt: skip
 
@@ -75,8 +77,8 @@ def test_weights_of_every_method_are_made_and_computed_with(kind: str, tmp_path:
     settings, storage = MORE[kind]
     folder = described(tmp_path, "Qwen3Moe", settings)
     found = explain(from_overrides(str(folder), {**SMALL, "load": "dummy"}))
-    packed = "cpu.blocks" if storage == "uint4" else "cpu.stored"
-    assert found["packings"][packed] == 8 and not found["dequantized"]
+    packed = {"cpu.blocks" if each == "uint4" else "cpu.stored" for each in storage.split()}
+    assert sum(found["packings"][each] for each in packed) == 8 and not found["dequantized"]
     ids = prompt("Qwen3Moe")
     first, second = (greedy(folder, ids, 8, load="dummy", seed=seed) for seed in (0, 1))
     assert len(first) == 8 and first == greedy(folder, ids, 8, load="dummy") and first != second

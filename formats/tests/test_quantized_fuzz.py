@@ -19,7 +19,7 @@ NAME = "layers.0.example.weight"
 ODD: tuple[Any, ...] = (
     0, -1, 1, 3, 7, 33, 2**31, 2**63, 1.5, "4", "", None, True, [], {}, [1], {"a": 1}, "marlin", "re:(",
 )  # fmt: skip
-NAMES = ("gptq", "awq", "compressed-tensors", "modelopt", "bitsandbytes", "modelslim")
+NAMES = ("gptq", "awq", "halves", "compressed-tensors", "modelopt", "w4afp8", "bitsandbytes", "modelslim")
 SCHEMES = [scheme for scheme in evener_quant_schemes() if scheme.name in NAMES]
 DTYPES = ("int32", "int64", "uint8", "int8", "float16", "float32", "bfloat16", "float8_e4m3fn")
 
@@ -60,6 +60,7 @@ def mutate(stored: Mapping[str, torch.Tensor], draw: random.Random) -> dict[str,
 def test_mutated_weights_are_read_or_refused(scheme: QuantScheme) -> None:
     draw, read, refused = random.Random(7), 0, 0
     for config, _, stored in list(scheme.examples(NAME, 3)):
+        method = config["quantization_config"].get("quant_method", scheme.name)
         for _ in range(60):
             settings = dict(config)
             tensors = dict(stored)
@@ -67,7 +68,7 @@ def test_mutated_weights_are_read_or_refused(scheme: QuantScheme) -> None:
                 tensors = mutate(stored, draw)
             else:
                 odd = changed(config["quantization_config"], draw)
-                settings["quantization_config"] = {**odd, "quant_method": scheme.name}
+                settings["quantization_config"] = {**odd, "quant_method": method}
             headers = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
             try:
                 if not scheme.detect(settings):

@@ -100,19 +100,59 @@ def paged_attention_v1(
         out[row] = torch.einsum("hk,khd->hd", weights, values).to(out.dtype)
 
 
-FUNCTIONS: Mapping[str, Callable[..., None]] = {
-    **COMMON, "_C::rotary_embedding": rotary_embedding, "_C::paged_attention_v1": paged_attention_v1,
+def gptq_gemm_gcu(
+    a: torch.Tensor,
+    b_q_weight: torch.Tensor,
+    b_gptq_qzeros: torch.Tensor,
+    b_gptq_scales: torch.Tensor,
+    b_g_idx: torch.Tensor,
+    bit: int,
+    bias: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:
+    columns, rows = a.shape[1], b_q_weight.shape[1]
+    assert bit == 4 and b_q_weight.dtype is torch.uint8 and b_q_weight.shape[0] * 2 == columns and columns % 128 == 0
+    assert a.dtype == b_gptq_scales.dtype == b_gptq_qzeros.dtype and a.dtype in (torch.float16, torch.bfloat16)
+    assert b_gptq_scales.shape == b_gptq_qzeros.shape == (columns // group_size, rows) and b_g_idx.dtype is torch.int32
+    numbers = torch.empty(columns, rows)
+    for column in range(columns):
+        run, place = divmod(column, 128)
+        byte = b_q_weight[64 * run + place % 64]
+        numbers[column] = (byte >> 4 if place >= 64 else byte & 15).float()
+    scales, products = (t.float().repeat_interleave(group_size, 0) for t in (b_gptq_scales, b_gptq_qzeros))
+    found = a.float() @ (numbers * scales - products)
+    return (found if bias is None else found + bias.float()).to(a.dtype)
+
+
+def weight_only_quant(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    qweight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    group_size: int,
+) -> None:
+    assert qweight.dtype is torch.int8 and scale.dtype == input.dtype == output.dtype
+    assert scale.dim() == (1 if group_size == -1 else 2)
+    wide = scale[None] if group_size == -1 else scale.repeat_interleave(group_size, 0)
+    found = input.float() @ (qweight.float().T * wide.float())
+    output.copy_(found if bias is None else found + bias.float())
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **COMMON, "_C::gptq_gemm_gcu": gptq_gemm_gcu, "_C::weight_only_quant": weight_only_quant,
+    "_C::rotary_embedding": rotary_embedding, "_C::paged_attention_v1": paged_attention_v1,
     "_C_cache_ops::reshape_and_cache": reshape_and_cache,
 }  # fmt: skip
 #: The simulated device of this process; its launches check alignment, strides, devices and dtypes.
 _OPENED: dict[str, Any] = {}
 
 
-def launched(name: str) -> Callable[..., None]:
+def launched(name: str) -> Callable[..., Any]:
     """The stand-in as a kernel of the simulated device."""
 
-    def run(*args: Any) -> None:
-        _OPENED["device"].launch(name, lambda *given: FUNCTIONS[name](*given), *args)
+    def run(*args: Any) -> Any:
+        return _OPENED["device"].launch(name, lambda *given: FUNCTIONS[name](*given), *args)
 
     return run
 

@@ -20,6 +20,7 @@ from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.experts import ExpertAssignment, grouped, sort
 from evener_kernels_triton.linear import dequantized, few_tokens_linear
 from evener_kernels_triton.packed import PACKED, PackedMatrix
+from evener_kernels_triton.packed_experts import packed_grouped
 from evener_kernels_triton.plugin import evener_kernels
 from evener_kernels_triton.rounded_values import round_values
 from evener_kernels_triton.tuning import Tuning
@@ -110,6 +111,33 @@ def test_a_stack_is_indexed_by_matrix() -> None:
             torch.testing.assert_close(dequantized(SMALL, made.data[index], torch.float32), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_each_matrix_of_a_stack_in_act_order_has_its_own_order_of_columns(tokens: int) -> None:
+    """Of its two parts, too; rows of x for each token and for each pair, with and without factors."""
+    storage = "uint4 by 64, act"
+    matrices = [random_parts([storage] * 2, 256, (9, 9), seed) for seed in range(3)]
+    stack = PACKED.pack_stack(iter(matrices), 3, "float32", HOST).data
+    assert len({tuple(one.order[i].tolist()) for one in stack.segments for i in range(3)}) == 6
+    values = torch.stack([torch.cat([reference_dequantize(p) for p in parts]) for parts in matrices])
+    draw = torch.Generator().manual_seed(2)
+    bias, slots = torch.randn(3, 18, generator=draw), torch.full((tokens, 2), -1, dtype=torch.int32)
+    for token in range(tokens):
+        slots[token] = torch.randperm(3, generator=draw)[:2]
+    slots[0, 0] = -1
+    work = sort(SMALL, slots, 3, tokens) if tokens > 16 else ExpertAssignment(slots, None, None)
+    own = slots.clamp(min=0).long()
+    for share in (True, False):
+        x, y = torch.randn(tokens if share else tokens * 2, 256, generator=draw), torch.full((tokens * 2, 18), 5.0)
+        factors = torch.rand(x.shape[0], generator=draw) if share else None
+        with every_access_checked():
+            packed_grouped(SMALL, x, stack, y, work, share=share, bias=bias, factors=factors)
+        assert (y[0] == 5.0).all(), "a pair without a matrix is not written"
+        x = x if factors is None else x * factors[:, None]
+        pairs = x.repeat_interleave(2, 0) if share else x
+        want = torch.einsum("pc,prc->pr", pairs, values[own].flatten(0, 1)) + bias[own].flatten(0, 1)
+        torch.testing.assert_close(y[1:], want[1:], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("storage", ["q4_k", "uint4 by 32, zeros"])
 def test_products_with_a_stack_are_those_of_each_pairs_matrix(storage: str) -> None:
     """One token, whose programs take a pair each; a few, which programs search; and lists."""
@@ -179,10 +207,14 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         few_tokens_linear(SMALL, torch.float32, torch.ones(1, 512), matrix)
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "whole"])
-@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
-def test_the_kit_passes_products_of_four_bits_with_rounded_activations(
-    op: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("op", "kind", "whole"),
+    [("linear", "rounded", False), ("grouped_linear", "rounded", False),
+     *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+         ("linear", "rounded", True), ("grouped_linear", "rounded", True), ("grouped_linear", "act", True)))],
+)  # fmt: skip
+def test_the_kit_passes_products_of_four_bits_with_rounded_activations_and_of_experts_in_act_order(
+    op: str, kind: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With deep and wide matrices of a few blocks; ``whole``: as large as the kit has them."""
     if not whole:
@@ -190,6 +222,8 @@ def test_the_kit_passes_products_of_four_bits_with_rounded_activations(
         monkeypatch.setattr(formats, "_WIDE", 273)
         monkeypatch.setattr(formats, "_large_parts", formats._large_parts.__wrapped__)  # others keep theirs
     names = [name for name, form in GROUPED.items() if form.activation is not None]
+    if kind == "act":
+        names = [name for name in GROUPED if name.endswith(", act")]
     monkeypatch.setattr(formats, "STORAGES", names)
     monkeypatch.setattr(blocks, "STORAGES", names)
     monkeypatch.setattr(blocks, "MIXES", ((names[0],) * 2,))

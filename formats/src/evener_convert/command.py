@@ -26,9 +26,9 @@ KEYS = ("quant", "weight_map", "infer.tp_size", "infer.pp_size", "infer.pp_layer
 def main(argv: list[str]) -> int:
     """Convert, and say what was written."""
     command = Command(
-        "convert", "Store a model anew in the folder DST: quantized (quant=q8_0), from GGUF, or split for ranks "
-        "(infer.tp_size=2 infer.pp_size=2); or, if DST ends in .gguf, as a GGUF file. Interrupted, it goes on where it "
-        "was when it is started again.",
+        "convert", "Store a model anew in the folder DST: quantized (quant=q8_0), from GGUF, in another layout "
+        "(quant=gptq), or split for ranks (infer.tp_size=2 infer.pp_size=2); or, if DST ends in .gguf, as a GGUF file. "
+        "Interrupted, it goes on where it was when it is started again.",
         takes_model=False, words="SRC DST [key=value ...]",
     )  # fmt: skip
     command.option("--json", action="store_true", help="print JSON")

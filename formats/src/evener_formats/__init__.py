@@ -11,6 +11,7 @@ package/module         holds
 ``described``          the tensors of a weight, from a ``quantization_config`` alone
 ``gptq``               the scheme of GPTQ checkpoints; ``awq``: that of AWQ
 ``gguf``               GGUF files: header, families' tensor names, and the scheme of block formats
+``halves``             the scheme of GPTQ and AWQ numbers in a device's file layout
 ``kv_cache``           which state is quantized, and the scales of keys and values
 ``modelslim``          the scheme of ModelSlim's checkpoints, which describe their weights in a file of their own
 ``mxfp4``              the scheme of MXFP4 checkpoints (gpt-oss)
@@ -22,6 +23,7 @@ package/module         holds
 ``torch_files``        PyTorch's own weight files (``pytorch_model.bin``)
 ``tokenizers``         ``tokenizer.json``; SentencePiece, tiktoken and GGUF tokenizers as one
 ``unpacked``           integers of four bits that are stored one in a byte
+``w4afp8``             the scheme of experts of four bits beside FP8
 ``words``              numbers of 2, 3, 4 and 8 bits in words of 32
 =====================  ============================================================================
 """
@@ -35,9 +37,13 @@ descriptor = Descriptor(
     summary="Checkpoint formats, PyTorch's files, and quantization: GGUF, GPTQ, AWQ, FP8, int8, FP4, NF4, ModelSlim.",
     contracts={"descriptor": 1, "checkpoint": 1, "quant": 3, "state": 2, "generation": 1},
     module="evener_formats.plugin",
-    formats=("gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt", "bitsandbytes", "modelslim"),
+    formats=(
+        "gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "halves", "modelopt", "w4afp8", "bitsandbytes",
+        "modelslim",
+    ),
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},
     checkpoints={".gguf": "evener_formats.gguf.checkpoint:GgufCheckpoint"},
+    checkpoint_views={"halves": "evener_formats.halves:HalvesFolder"},
     weight_files={
         "model.safetensors": "evener_formats.safetensors_files:SafetensorsFile",
         "pytorch_model.bin": "evener_formats.torch_files:TorchFile",

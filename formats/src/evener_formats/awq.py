@@ -17,8 +17,8 @@ from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.quant import QuantScheme, WeightPart
 from evener.errors import CheckpointError
 from evener_formats.beside import PLAIN, Along, Axes, BesideScheme
-from evener_formats.gptq import Layer, integer_format, integer_tensors
-from evener_formats.words import unpack
+from evener_formats.gptq import HALVES, Layer, integer_format, integer_tensors
+from evener_formats.words import pack, unpack
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,12 @@ _BITS, _WORD = 4, 8
 #: Where in a word the number of each of its eight rows is.
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _ROLES = ("qweight", "qzeros", "scales")
+
+
+def in_words(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers of four bits, uint8 [n, rows], as words int32 [n, rows / 8]."""
+    order = sorted(range(_WORD), key=PLACES.__getitem__)
+    return pack(numbers.unflatten(1, (-1, _WORD))[..., order].flatten(1), _BITS)
 
 
 class AwqScheme(BesideScheme):
@@ -43,7 +49,9 @@ class AwqScheme(BesideScheme):
 
     def detect(self, config: Mapping[str, Any]) -> bool:
         settings = config.get("quantization_config")
-        return isinstance(settings, Mapping) and settings.get("quant_method") == self.name
+        if not isinstance(settings, Mapping) or settings.get("layout") == HALVES:
+            return False
+        return bool(settings.get("quant_method") == self.name)
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings = config["quantization_config"]

@@ -34,7 +34,7 @@ _BITS = (4, 8)
 _UNUSED = ("input_global_scale", "k_scale", "v_scale")
 
 
-class _PartlyPacked(ScaledScheme):
+class PartlyPacked(ScaledScheme):
     """A scheme of eight bits with scales, some of whose weights are packed."""
 
     def packed(self, name: str, headers: Headers) -> BesideScheme | None:
@@ -74,7 +74,7 @@ class _PartlyPacked(ScaledScheme):
 _Rule = tuple[str | Pattern[str] | None, Layer | None, Rounding | None]
 
 
-class CompressedTensors(_PartlyPacked):
+class CompressedTensors(PartlyPacked):
     """``"quant_method": "compressed-tensors"``.
 
     Args:
@@ -196,7 +196,7 @@ class CompressedTensors(_PartlyPacked):
         )  # fmt: skip
 
 
-class ModelOptScheme(_PartlyPacked):
+class ModelOptScheme(PartlyPacked):
     """``"quant_method": "modelopt"``: FP8 with a scale for the tensor and one for activations, and NVFP4."""
 
     name, methods = "modelopt", ("modelopt", "modelopt_fp4")

@@ -11,6 +11,7 @@ from typing import Any
 from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import QuantScheme
 from evener.errors import CheckpointError
+from evener_formats.gptq import HALVES
 from evener_formats.rules import expression, number
 
 #: Keys that name the layers that are stored plain.
@@ -35,7 +36,7 @@ def described(
     Raises:
         CheckpointError: the method stores what this module does not know.
     """
-    method = str(settings.get("quant_method"))
+    method = HALVES if settings.get("layout") == HALVES else str(settings.get("quant_method"))
     if method not in _WRITERS:
         raise CheckpointError(
             f"this folder has no weights, and load=dummy makes none in the format {method[:40]!r} (known: "
@@ -107,6 +108,23 @@ def _awq(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Headers 
         f"{stem}.qweight": ("int32", (columns, rows // 8)), f"{stem}.scales": ("float16", (groups, rows)),
         f"{stem}.qzeros": ("int32", (groups, rows // 8)),
     }  # fmt: skip
+
+
+def _halves(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Headers | None:
+    name, rows, columns = weight
+    scales = ("float16", (_groups(settings.get("group_size", 128), columns), rows))
+    stem, width = name.removesuffix(".weight"), -(-columns // 128) * 64
+    if settings.get("bits") == 8:
+        return {f"{stem}.qweight": ("int8", (rows, columns)), f"{stem}.scales": scales}
+    return {f"{stem}.qweight": ("uint8", (rows, width)), f"{stem}.qzeros": scales, f"{stem}.scales": scales}
+
+
+def _w4afp8(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Headers:
+    name, rows, columns = weight
+    if ".experts." not in name:
+        return _fp8({"weight_block_size": [128, 128]}, weight, stacked)
+    groups = _groups(settings.get("group_size", 128), columns)
+    return {name: ("int8", (rows, columns // 2)), f"{name}_scale_inv": ("float32", (rows, groups))}
 
 
 def _groups(size: Any, columns: int) -> int:
@@ -199,6 +217,6 @@ def _mxfp4(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Header
 
 
 _WRITERS = {
-    "fp8": _fp8, "fbgemm_fp8": _fp8, "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed,
-    "modelopt": _modelopt, "modelopt_fp4": _modelopt, "mxfp4": _mxfp4,
+    "fp8": _fp8, "fbgemm_fp8": _fp8, "gptq": _gptq, "awq": _awq, HALVES: _halves, "compressed-tensors": _compressed,
+    "modelopt": _modelopt, "modelopt_fp4": _modelopt, "mxfp4": _mxfp4, "w4afp8": _w4afp8,
 }  # fmt: skip

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Where the zero points are stored less one, and where as they are.
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
+#: The ``layout`` of a ``quantization_config`` with numbers of GPTQ or AWQ in files that another scheme reads.
+HALVES = "halves"
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class GptqScheme(BesideScheme):
 
     def detect(self, config: Mapping[str, Any]) -> bool:
         settings = config.get("quantization_config")
-        return isinstance(settings, Mapping) and settings.get("quant_method") == self.name
+        if not isinstance(settings, Mapping) or settings.get("layout") == HALVES:
+            return False
+        return bool(settings.get("quant_method") == self.name)
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings = config["quantization_config"]

@@ -19,9 +19,12 @@ def evener_quant_schemes() -> Sequence[QuantScheme]:
     from evener_formats.compressed import CompressedTensors, ModelOptScheme
     from evener_formats.gguf.scheme import GgufScheme
     from evener_formats.gptq import GptqScheme
+    from evener_formats.halves import HalvesScheme
     from evener_formats.modelslim import ModelSlimScheme
     from evener_formats.mxfp4 import Mxfp4Scheme
     from evener_formats.scaled import Fp8Scheme
+    from evener_formats.w4afp8 import W4Afp8Scheme
 
-    eight = (Fp8Scheme(), CompressedTensors(), ModelOptScheme())
-    return (GgufScheme(), Mxfp4Scheme(), *eight, GptqScheme(), AwqScheme(), BitsAndBytesScheme(), ModelSlimScheme())
+    eight = (Fp8Scheme(), CompressedTensors(), ModelOptScheme(), W4Afp8Scheme())
+    integers = (GptqScheme(), AwqScheme(), HalvesScheme())
+    return (GgufScheme(), Mxfp4Scheme(), *eight, *integers, BitsAndBytesScheme(), ModelSlimScheme())

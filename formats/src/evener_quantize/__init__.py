@@ -1,4 +1,5 @@
-"""``evener quantize``: a GPTQ or AWQ checkpoint from an unquantized model and a text. Torch-free to import.
+"""``evener quantize``: a GPTQ or AWQ checkpoint from an unquantized model and a text; and integers of one layout in
+another while they are read or converted. Torch-free to import.
 
 ============  =========================================================================
 module        holds
@@ -14,6 +15,7 @@ module        holds
 ``awq``       scales of channels, folded into what comes before, and clipping
 ``layer``     all matrices of a layer by one of these methods
 ``written``   the tensors of a quantized matrix, as the published formats store them
+``relaid``    the view of a quantized checkpoint in another layout; ``layouts``: which
 ============  =========================================================================
 """
 
@@ -24,6 +26,7 @@ from evener.contracts.descriptor import Descriptor
 descriptor = Descriptor(
     name="quantize",
     summary="Make a GPTQ or AWQ checkpoint with the help of a text (`evener quantize`).",
-    contracts={"descriptor": 1},
+    contracts={"descriptor": 1, "checkpoint": 1},
     commands={"quantize": "evener_quantize.command:main"},
+    checkpoint_views={"relaid": "evener_quantize.relaid:RelaidCheckpoint"},
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.checkpoint import Headers
-from evener_formats.awq import PLACES
+from evener_formats.awq import in_words
 from evener_formats.words import least_count, pack
 from evener_quantize.settings import Settings
 
@@ -48,7 +48,7 @@ def tensors_of(name: str, made: Rounded, settings: Settings) -> dict[str, torch.
     scales = made.scales.T.contiguous().cpu()
     codes, zeros = made.codes.cpu(), made.zeros.cpu().T
     if settings.method == "awq":
-        return {f"{stem}.qweight": _awq_words(codes.T), f"{stem}.qzeros": _awq_words(zeros), f"{stem}.scales": scales}
+        return {f"{stem}.qweight": in_words(codes.T), f"{stem}.qzeros": in_words(zeros), f"{stem}.scales": scales}
     return {
         f"{stem}.qweight": pack(codes, bits).T.contiguous(), f"{stem}.qzeros": pack(zeros - 1, bits),
         f"{stem}.scales": scales, f"{stem}.g_idx": made.index.cpu(),
@@ -72,9 +72,3 @@ def quantization_config(settings: Settings, group: int, kept: Sequence[str]) -> 
         **common, "checkpoint_format": "gptq", "desc_act": act and not settings.nearest, "sym": settings.symmetric,
         "lm_head": False, **rules,
     }  # fmt: skip
-
-
-def _awq_words(numbers: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, rows] as int32 [n, rows / 8]."""
-    order = sorted(range(_WORD), key=PLACES.__getitem__)
-    return pack(numbers.unflatten(1, (-1, _WORD))[..., order].flatten(1), 4)

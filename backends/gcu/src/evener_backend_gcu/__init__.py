@@ -14,7 +14,7 @@ descriptor = Descriptor(
     serves=frozenset({"namespace:gcu"}),
     evidence="L3: engine on a simulated device with stand-ins for the vendor's ops; L1: calls match the published "
     "schemas, 2026-11; never run on a GCU",
-    ops=("rms_norm", "act_and_mul", "rotary", "sample"),
+    ops=("rms_norm", "act_and_mul", "rotary", "sample", "linear", "grouped_linear"),
     states=("gcu.paged",),
     options={
         "graphs": Option(

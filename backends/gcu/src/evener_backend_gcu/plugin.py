@@ -17,6 +17,7 @@ from evener.contracts.state import StateProvider
 from evener_backend_gcu.device import GcuDevice, capabilities
 from evener_backend_gcu.kernels import GcuHostSort, GcuRotary
 from evener_backend_gcu.probe import import_extension
+from evener_backend_gcu.quantized import GcuIntegerExperts, GcuIntegers
 from evener_backend_gcu.state import GcuPaged
 from evener_backend_gcu.vendor_library import vendor_ops
 from evener_backend_parts.graphs import TorchGraphs
@@ -25,6 +26,8 @@ from evener_backend_parts.vllm_ops import VendorActAndMul, VendorNorm
 
 NAMESPACE, LIBRARY = "gcu", "eccl"
 _DTYPES = ("float32", "float16", "bfloat16")
+#: The vendor's products over integers compute in these.
+_HALVES = ("float16", "bfloat16")
 _ECCL = CommunicatorCapabilities(dtypes=frozenset({"float32", "float16", "bfloat16", "int32"}))
 
 
@@ -49,7 +52,10 @@ def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kerne
 
 def kernels(ops: VendorOps) -> list[Kernel]:
     """This package's kernels over an op library."""
-    return [*(kind(ops, "gcu", 100, _DTYPES) for kind in (VendorNorm, VendorActAndMul, GcuRotary)), GcuHostSort()]
+    return [
+        *(kind(ops, "gcu", 100, _DTYPES) for kind in (VendorNorm, VendorActAndMul, GcuRotary)),
+        *(kind(ops, "gcu.integers", 100, _HALVES) for kind in (GcuIntegers, GcuIntegerExperts)), GcuHostSort(),
+    ]  # fmt: skip
 
 
 @hookimpl

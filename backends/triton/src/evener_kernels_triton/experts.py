@@ -59,6 +59,8 @@ MAX_EXPERTS = 512
 #: Most pairs that are listed at a time if one list may get all of them. The lists of 128 matrices then take 16 MiB, and
 #: an even distribution gives each matrix 256 pairs, enough to read the matrix again.
 MAX_PAIRS = 32768
+#: Bytes of the copies of x that matrices in act-order get at a time, if a token's alone are not more.
+MAX_GATHERED = 128 << 20
 #: Limit on the matrices that a row names, which may be more than are here: some may be on other ranks.
 MAX_MATRICES_PER_ROW = 32
 GATED = (*ACTIVATIONS, "clamped_swiglu")
@@ -241,11 +243,9 @@ class TritonGroupedLinear(ProductKernel):
     op = "grouped_linear"
     packings = (PLAIN, STORED, PACKED)
 
-    def _unsupported_reason(self, call: OpCall) -> str | None:
-        return _act_order(call.static["weight"])
-
     def build(self, call: OpCall) -> OpFunction:
         tuning, rows = self.tuning, call.static["rows"]
+        most = _most_pairs(call)
         project = project_pairs(tuning, call, call.static["weight"])
 
         def run(
@@ -253,7 +253,7 @@ class TritonGroupedLinear(ProductKernel):
         ) -> torch.Tensor:
             y = torch.zeros(*slots.shape, rows, dtype=x.dtype, device=x.device)
             if slots.numel():
-                each = max(1, MAX_PAIRS // slots.shape[1])
+                each = max(1, most // slots.shape[1])
                 parts = (t.split(each) for t in (rows_of(x), slots.contiguous(), y))
                 for some, mine, out in zip(*parts, strict=True):
                     # Here a row may name the same matrix twice, so one list may get all pairs.
@@ -267,12 +267,15 @@ class TritonGroupedLinear(ProductKernel):
     def workspace(self, call: OpCall) -> int:
         # The call does not say how many matrices a row names.
         matrices = call.static["experts"]
-        pairs = min(call.bucket.high * max(matrices, MAX_MATRICES_PER_ROW), MAX_PAIRS)
+        names = max(matrices, MAX_MATRICES_PER_ROW)
+        pairs = min(call.bucket.high * names, max(_most_pairs(call), names))
         weight = call.static["weight"]
         rounded = rounded_values_bytes(call.bucket.high, weight, getattr(torch, call.static["dtype"]).itemsize)
         if rounds(self.tuning, call.bucket.high, weight):
             rounded = rounding_bytes(call.bucket.high, weight.columns, weight.parts[0].format)
-        return int(4 * matrices * (pairs + 1)) + rounded
+        element = getattr(torch, call.static["dtype"]).itemsize
+        gathered = pairs * (weight.columns * element + 4) if _in_act_order(weight) else 0
+        return int(4 * matrices * (pairs + 1)) + rounded + gathered
 
 
 class TritonMixExperts(TritonKernel):
@@ -288,16 +291,20 @@ class TritonMixExperts(TritonKernel):
         return run
 
 
-def _act_order(weight: LinearWeight) -> str | None:
-    """Why packed matrices of a stack cannot be read; None if they can."""
-    act = is_packed(weight) and any(part.format.order == "act" for part in weight.parts)
-    return "gathers no columns in act-order for each matrix" if act else None
+def _in_act_order(weight: LinearWeight) -> bool:
+    return is_packed(weight) and any(part.format.order == "act" for part in weight.parts)
+
+
+def _most_pairs(call: OpCall) -> int:
+    """Pairs that ``grouped_linear`` takes at a time."""
+    weight, element = call.static["weight"], getattr(torch, call.static["dtype"]).itemsize
+    return min(MAX_PAIRS, MAX_GATHERED // (weight.columns * element)) if _in_act_order(weight) else MAX_PAIRS
 
 
 def _unread_stacks(gate_up: LinearWeight, down: LinearWeight, activation: str, on_input: bool) -> str | None:
     """Why the products of experts cannot be computed; None if they can."""
-    if reason := _act_order(gate_up) or _act_order(down):
-        return reason
+    if _in_act_order(gate_up) or _in_act_order(down):
+        return "reads experts in act-order in products of their own"
     if is_packed(gate_up) and len(list(segments_of(gate_up.parts))) > 1:
         return "reads gate and up of one format"
     if activation not in GATED:

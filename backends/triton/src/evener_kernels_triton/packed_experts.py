@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from evener_kernels_triton.jit.packed_experts import packed_grouped_kernel
+from evener_kernels_triton.jit.packed_experts import gather_pairs_kernel, packed_grouped_kernel
 from evener_kernels_triton.kernel import PRECISION
-from evener_kernels_triton.packed import PackedMatrix
+from evener_kernels_triton.packed import PackedMatrix, Segment
 from evener_kernels_triton.tuning import MAX_SUMMED_TOKENS, Tuning, power_of_two
+
+_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ def packed_grouped(
     factors: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y [pairs, rows] as ``experts.grouped`` says, a launch for each segment; with an activation there is only one.
+    Rows of a segment in act-order get a copy of each pair's row of x, its columns in the order of the pair's matrix.
     ``factors``: float32 [rows of x] that they are to be multiplied by.
 
     Raises:
@@ -44,16 +47,19 @@ def packed_grouped(
         raise ValueError(
             f"x {list(x.shape)} and y {list(y.shape)} do not fit {tokens} x {top} choices of {list(weight.shape)}"
         )
-    if (activation and len(weight.segments) > 1) or any(one.order is not None for one in weight.segments):
+    if activation and (len(weight.segments) > 1 or weight.segments[0].order is not None):
         raise ValueError("an activation needs rows of one format, and columns in the order of x")
     lists, counts = (work.lists, work.counts) if listed else (work.slots, work.slots)
     assert lists is not None, "listed"
     single = tokens == 1 and not listed
+    given, shared, scaled = x, share, factors
     for one in weight.segments:
         rows, form = one.rows // halves, one.form
-        p = tuning.packed_grouped(
-            pairs, matrices, rows, form.columns, x.dtype.itemsize, 0 if listed else tokens
-        )
+        x, share, factors = given, shared, scaled
+        if one.order is not None:
+            x, share = _gathered(tuning, x, one, work.slots, share), False
+            factors = scaled.repeat_interleave(top) if scaled is not None and shared else scaled
+        p = tuning.packed_grouped(pairs, matrices, rows, form.columns, x.dtype.itemsize, 0 if listed else tokens)
         across = -(-rows // p.n)
         low_each, high_each, scales_each, tops_each = one.matrix_strides
         packed_grouped_kernel[((pairs if single else matrices) * across,)](
@@ -66,4 +72,16 @@ def packed_grouped(
             PRECISION=PRECISION, SUMS=p.m <= MAX_SUMMED_TOKENS, OVERLAP=tuning.overlap, num_warps=p.warps,
             num_stages=p.stages, **form.constants(x.dtype, tuning.ptx), **tuning.launch,
         )  # fmt: skip
+    return y
+
+
+def _gathered(tuning: Tuning, x: torch.Tensor, weight: Segment, slots: torch.Tensor, share: bool) -> torch.Tensor:
+    """x for each pair [pairs, columns], in the order of its matrix's columns."""
+    assert weight.order is not None, "asked about a segment in act-order"
+    (tokens, top), columns = slots.shape, weight.columns
+    y = torch.empty(tokens * top, columns, dtype=x.dtype, device=x.device)
+    gather_pairs_kernel[(tokens * top, -(-columns // _BLOCK))](
+        x, weight.order, slots, y, columns, x.stride(0), weight.order.stride(0), TOP=top, SHARE=share,
+        BLOCK=min(_BLOCK, power_of_two(columns)), OVERLAP=tuning.overlap, num_warps=4, **tuning.launch,
+    )  # fmt: skip
     return y

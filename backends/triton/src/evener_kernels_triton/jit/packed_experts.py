@@ -10,6 +10,29 @@ from evener_kernels_triton.jit.packed import packed_sum
 
 @fast_launch
 @triton.jit
+def gather_pairs_kernel(
+    x, order, slots, y, columns, x_row, order_each, TOP: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y [pairs, columns]: the row of x of each pair, its columns in the order of the pair's matrix. A pair without a
+    matrix is not written."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    pair = tl.program_id(0)
+    matrix = tl.load(slots + pair)
+    if matrix >= 0:
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = c < columns
+        place = tl.load(order + matrix.to(tl.int64) * order_each + c, mask=inside, other=0)
+        source = pair // TOP if SHARE else pair
+        v = tl.load(x + source.to(tl.int64) * x_row + place, mask=inside, other=0.0)
+        tl.store(y + pair.to(tl.int64) * columns + c, v, mask=inside)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@fast_launch
+@triton.jit
 def packed_grouped_kernel(
     x, low, high, scales, tops, factors, bias, y, slots, lists, counts, tokens, room, rows, columns, spans, low_each,
     high_each, scales_each, tops_each, bias_each, x_row, y_row, alpha, limit,

@@ -34,6 +34,17 @@ def _scale(most, KIND: tl.constexpr):
     return tl.div_rn(tl.maximum(most, 1e-10), tl.full(most.shape, largest, tl.float32))
 
 
+@triton.jit
+def row_scale(x, columns, KIND: tl.constexpr, CHUNK: tl.constexpr):
+    """The scale [1] of the row at ``x``, read CHUNK columns at a time."""
+    at = tl.arange(0, CHUNK)
+    most = tl.zeros([CHUNK], tl.float32)
+    for first in range(0, columns, CHUNK):
+        c = first + at
+        most = tl.maximum(most, tl.abs(tl.load(x + c, mask=c < columns, other=0.0).to(tl.float32)))
+    return _scale(tl.max(tl.reshape(most, [1, CHUNK]), 1), KIND)
+
+
 @fast_launch
 @triton.jit
 def round_rows_kernel(
@@ -72,11 +83,7 @@ def round_long_rows_kernel(
     token = tl.program_id(0)
     row = token.to(tl.int64)
     at = tl.arange(0, CHUNK)
-    most = tl.zeros([CHUNK], tl.float32)
-    for first in range(0, columns, CHUNK):
-        c = first + at
-        most = tl.maximum(most, tl.abs(tl.load(x + row * x_row + c, mask=c < columns, other=0.0).to(tl.float32)))
-    scale = _scale(tl.max(tl.reshape(most, [1, CHUNK]), 1), KIND)
+    scale = row_scale(x + row * x_row, columns, KIND, CHUNK)
     tl.store(scales + token + tl.arange(0, 1), scale)
     wide = tl.broadcast_to(scale, [CHUNK])
     for first in range(0, columns, CHUNK):

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from evener_kernels_triton.jit.launch import fast_launch
-from evener_kernels_triton.jit.rounded import _scale
+from evener_kernels_triton.jit.rounded import row_scale
 
 
 @triton.jit
@@ -38,11 +38,7 @@ def round_values_kernel(
     token = tl.program_id(0)
     row = token.to(tl.int64)
     at = tl.arange(0, CHUNK)
-    most = tl.zeros([CHUNK], tl.float32)
-    for first in range(0, columns, CHUNK):
-        c = first + at
-        most = tl.maximum(most, tl.abs(tl.load(x + row * x_row + c, mask=c < columns, other=0.0).to(tl.float32)))
-    scale = _scale(tl.max(tl.reshape(most, [1, CHUNK]), 1), KIND)
+    scale = row_scale(x + row * x_row, columns, KIND, CHUNK)
     tl.store(factors + token + tl.arange(0, 1), scale / SHARE)
     wide = tl.broadcast_to(scale, [CHUNK])
     for first in range(0, columns, CHUNK):
