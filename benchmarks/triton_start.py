@@ -26,6 +26,8 @@ from typing import Any
 
 from model_configs import CONFIGS, write
 
+_NAMES = {"qwen3-0.6b": "Qwen3-0.6B", "qwen3-8b": "Qwen3-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B",
+          "deepseek-v2-lite": "DeepSeek-V2-Lite", "gemma-3-4b": "Gemma 3 4B"}  # fmt: skip
 _CHILD = """
 import sys, json
 from evener import LLM, SamplingParams
@@ -78,7 +80,7 @@ def compared(model: str, rows: Sequence[dict[str, Any]], repeats: int) -> list[d
     """Records of a model's starts with the package beside those without anything compiled."""
 
     def median(kind: str, what: str) -> float:
-        return round(statistics.median(row[what] for row in rows if row["compiled_before"] == kind), 2)
+        return float(round(statistics.median(row[what] for row in rows if row["compiled_before"] == kind), 2))
 
     def compiled(when: str, kind: str) -> str:
         mine = [row for row in rows if row["compiled_before"] == kind]
@@ -86,7 +88,7 @@ def compared(model: str, rows: Sequence[dict[str, Any]], repeats: int) -> list[d
 
     return [
         {
-            "device": rows[0]["device"], "model": model, "case": "first start", "metric": metric, "unit": "s",
+            "device": rows[0]["device"], "model": _NAMES.get(model, model), "case": "first start", "metric": metric, "unit": "s",
             "better": "lower", "ours": median("package", f"{what}_s"), "version": "evener 0.1.0",
             "peer": "evener, nothing compiled", "theirs": median("nothing", f"{what}_s"), "date": f"{date.today()}",
             "command": f"python benchmarks/triton_start.py --package FOLDER --models {model}", "software": _software(),

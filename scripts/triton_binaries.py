@@ -54,9 +54,9 @@ def main(argv: Sequence[str]) -> int:
     work = args.out / "work"
     work.mkdir(parents=True, exist_ok=True)
     if args.one:
-        (work / "{}-{}.json".format(*args.one)).write_text(
-            json.dumps(compiled(*args.one, work, args.start, args.headers))
-        )
+        card, model = args.one
+        made = compiled(card, model, work, args.start, args.headers)
+        (work / f"{card}-{model}.json").write_text(json.dumps(made))
         return 0
     # Each in a process of its own: a worker's weights go with it.
     common = ["--out", str(args.out), *(["--start"] if args.start else []), "--headers", *map(str, args.headers)]
@@ -145,17 +145,7 @@ class Launchers:
                 found: str | None = super().get_file(filename)
                 return found
 
-        # The driver's library is not here. What is linked against it only keeps its name.
-        self._stub = work / "stub"
-        self._stub.mkdir(exist_ok=True)
-        library = self._stub / "libcuda.so.1"
-        if not library.exists():
-            with tempfile.TemporaryDirectory(dir=work) as folder:
-                made = Path(folder) / library.name
-                subprocess.run(
-                    ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull, "-o", made], check=True
-                )
-                made.replace(library)
+        self._stub = _stand_in(work)
         knobs.nvidia.libcuda_path, knobs.cache.manager_class, knobs.build.impl = str(self._stub), Asked, self._build
 
     def add_utilities(self) -> None:
@@ -210,10 +200,42 @@ class Launchers:
                     f"-I{include}",
                 ]
                 command += [f"-I{folder}" for folder in include_dirs]
-                command += [f"-L{self._stub}", *(f"-l:{library}" for library in libraries)]
+                # It has to name the driver's library even where the linker leaves out what it takes for unused.
+                command += [f"-L{self._stub}", "-Wl,--no-as-needed", *(f"-l:{library}" for library in libraries)]
                 subprocess.run(command, check=True)
+                if include == self._headers[0]:
+                    loads(first, self._stub)
                 first.replace(made)
         return made
+
+
+def _stand_in(work: Path) -> Path:
+    """A folder with a library of the driver's name, which is not here: it has the functions that the host's side of
+    kernels calls, and they do nothing."""
+    from triton.backends.nvidia import driver
+
+    folder = work / "stub"
+    folder.mkdir(exist_ok=True)
+    library = folder / "libcuda.so.1"
+    if not library.exists():
+        sources = Path(driver.__file__).read_text() + Path(driver.__file__).with_name("driver.c").read_text()
+        names = sorted(set(re.findall(r"\bcu[A-Z]\w*", sources)))
+        with tempfile.TemporaryDirectory(dir=work) as scratch:
+            text, made = Path(scratch) / "stub.c", Path(scratch) / library.name
+            text.write_text("".join(f"int {name}(void) {{ return 999; }}\n" for name in names))
+            subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", text, "-o", made], check=True)
+            made.replace(library)
+    return folder
+
+
+def loads(module: Path, stub: Path) -> None:
+    """See that a module finds the driver's functions in a process that has loaded its library, as torch does.
+
+    Raises:
+        subprocess.CalledProcessError: it does not; the loader's reason is on standard error.
+    """
+    code = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1]); ctypes.CDLL(sys.argv[2], mode=os.RTLD_NOW)"
+    subprocess.run([sys.executable, "-c", code, stub / "libcuda.so.1", module], check=True)
 
 
 def _suffix(include: Path) -> str:

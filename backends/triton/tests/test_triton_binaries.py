@@ -238,7 +238,7 @@ def test_a_first_start_with_the_package_compiles_nothing_and_with_a_changed_sour
 def environ(cache: Path, *paths: Path) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
     path = os.pathsep.join(map(str, (*paths, ROOT / "scripts", ROOT / "benchmarks", HERE)))
-    return kept | {"TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
+    return kept | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
 
 
 def started(cache: Path, *paths: Path) -> dict[str, Any]:
