@@ -23,7 +23,8 @@ from evener_conformance.distributions import write_distribution
 from evener_kernels_triton import binaries
 from evener_kernels_triton.binaries import DIGITS, GROUP, INDEX, StoredFirst, use_stored
 
-# runs: backends/triton/tests/stored_start.py scripts/triton_binaries.py scripts/triton_launches.py
+# runs: backends/triton/tests/stored_start.py
+# runs: scripts/triton_binaries.py
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 VERSION = str(triton.__version__)
