@@ -200,6 +200,8 @@ class Launchers:
                     f"-I{include}",
                 ]
                 command += [f"-I{folder}" for folder in include_dirs]
+                # Assertions name their files.
+                command += [f"-ffile-prefix-map={path}=." for path in (include, Path(source).parent, *include_dirs)]
                 # It has to name the driver's library even where the linker leaves out what it takes for unused.
                 command += [f"-L{self._stub}", "-Wl,--no-as-needed", *(f"-l:{library}" for library in libraries)]
                 subprocess.run(command, check=True)

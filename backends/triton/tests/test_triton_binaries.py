@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,7 +219,8 @@ def test_a_first_start_with_the_package_compiles_nothing_and_with_a_changed_sour
     """
     (tmp_path / "work").mkdir()
     subprocess.run([sys.executable, "-c", made, tmp_path / "work", folder], cwd=ROOT, env=environ(tmp_path), check=True)
-    assert not any(str(tmp_path).encode() in file.read_bytes() for file in folder.iterdir())
+    here = [str(path).encode() for path in (tmp_path, ROOT, sysconfig.get_paths()["include"])]
+    assert not [file for file in folder.iterdir() for path in here if path in file.read_bytes()]
     write_distribution(tmp_path / "site", "some-binaries", {GROUP: {"some": "some_binaries"}})
 
     with_package = started(tmp_path / "stored", tmp_path / "site")
