@@ -41,7 +41,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks test-page page-libraries search check wheels wheelhouse bench docs clean
+.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks test-page page-libraries search check wheels wheelhouse triton-binaries bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -164,6 +164,15 @@ wheels: install  ## a wheel of every distribution in dist/
 
 wheelhouse: install  ## the same and their dependencies' wheels in wheelhouse/, without torch
 	@$(PY) scripts/build_wheels.py --out wheelhouse --with-dependencies $(DISTRIBUTIONS)
+
+# Triton's own version is part of a kernel's key, so they are compiled with the one that torch for CUDA brings, whatever is in .venv.
+TRITON ?= 3.6.0
+TRITON_HEADERS ?= $(wildcard $(HOME)/.pyenv/versions/3.1[0-3].*/include/python3.1?)
+BINARIES := outputs/triton-binaries
+triton-binaries: install  ## a wheel in dist/ with the Triton kernels of known models, compiled for known GPUs (none is needed; half an hour)
+	@test -d $(BINARIES)/triton-$(TRITON) || $(PY) -m pip install --disable-pip-version-check $(QUIET) --no-deps --target $(BINARIES)/triton-$(TRITON) triton==$(TRITON)
+	@PYTHONPATH=$(BINARIES)/triton-$(TRITON) $(PY) scripts/triton_binaries.py --out $(BINARIES) --headers $(TRITON_HEADERS) $(ARGS)
+	@EVENER_TRITON_BINARIES=$(CURDIR)/$(BINARIES)/store $(PY) -m pip wheel --quiet --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) backends/triton-binaries
 
 bench: model  ## the CPU tables of docs/performance.md in outputs/bench, in about ten minutes of a quiet machine
 	@models="$${EVENER_MODELS:-$${XDG_CACHE_HOME:-$$HOME/.cache}/evener/models}"; \

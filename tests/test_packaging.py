@@ -55,8 +55,14 @@ def test_an_installed_copy_is_imported_from_where_it_was_installed(target: Path)
 #: Packages beside that of the distribution's name, which know more of the core than that one may.
 MORE_PACKAGES = {
     "evener_formats": {"evener_calibrate", "evener_convert", "evener_keys", "evener_model_cache", "evener_quantize"},
-    "evener_generation": {"evener_adapters", "evener_beam", "evener_constraints", "evener_drafts", "evener_media",
-                          "evener_pooling"},
+    "evener_generation": {
+        "evener_adapters",
+        "evener_beam",
+        "evener_constraints",
+        "evener_drafts",
+        "evener_media",
+        "evener_pooling",
+    },
     "evener_models": {"evener_encoders"},
     "evener_offload": {"evener_kv", "evener_stages", "evener_weights"},
     "evener_server": {"evener_torchrun"},
@@ -94,8 +100,8 @@ def test_no_wheel_can_make_a_resolver_replace_torch(installed: dict[str, Distrib
 def test_the_entry_points_of_a_wheel_name_torch_free_descriptors_of_its_own(installed: dict[str, Distribution]) -> None:
     for name, found in installed.items():
         points = [point for point in found.entry_points if point.group.startswith("evener.")]
-        # Core, and a library that backends share.
-        assert points or name in ("evener", "evener-backend-parts"), name
+        # Core, a library that backends share, and files for the kernels of another package.
+        assert points or name in ("evener", "evener-backend-parts", "evener-kernels-triton-binaries"), name
         for point in points:
             own = name.replace("-", "_")
             modules = {own, *MORE_PACKAGES.get(own, ())}

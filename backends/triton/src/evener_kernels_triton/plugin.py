@@ -10,6 +10,7 @@ from evener.contracts.hooks import hookimpl
 from evener.contracts.ops import Kernel
 from evener.contracts.state import StateProvider
 from evener_kernels_triton.adapters import ADAPTERS
+from evener_kernels_triton.binaries import use_stored
 from evener_kernels_triton.composites import COMPOSITES
 from evener_kernels_triton.experts import EXPERTS
 from evener_kernels_triton.latent import LATENT
@@ -24,7 +25,8 @@ from evener_kernels_triton.tuning import Tuning
 
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
-    """All kernels, with launch sizes for this device."""
+    """All kernels, with launch sizes for this device. Those that a package carries compiled are not compiled again."""
+    use_stored()
     tuning = _tuning(device, options)
     return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LOGITS, *LINEAR, *COMPOSITES, *EXPERTS, *LATENT,
                                            *ADAPTERS)]  # fmt: skip
