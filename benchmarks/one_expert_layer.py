@@ -75,7 +75,11 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 
     hybrid.cap_memory(args.cap)
     if args.host is not None:
-        host_memory.free_and_total = lambda: (args.host, args.host)  # type: ignore[assignment]
+        # ``root`` is the machine's, and this is another machine's memory.
+        def free_and_total(root: Path = Path("/")) -> tuple[int, int]:
+            return args.host, args.host
+
+        host_memory.free_and_total = free_and_total
     keys = {"load": "dummy", "infer.cpu_layer_num": "auto", **dict(pair.split("=", 1) for pair in args.set)}
     found: dict[str, Any] = explain(from_overrides(args.folder, keys))["memory"]
     print(json.dumps(found, default=str), flush=True)
