@@ -88,7 +88,8 @@ def compared(model: str, rows: Sequence[dict[str, Any]], repeats: int) -> list[d
 
     return [
         {
-            "device": rows[0]["device"], "model": _NAMES.get(model, model), "case": "first start", "metric": metric, "unit": "s",
+            "device": rows[0]["device"], "model": _NAMES.get(model, model), "case": "first start", "metric": metric,
+            "unit": "s",
             "better": "lower", "ours": median("package", f"{what}_s"), "version": "evener 0.1.0",
             "peer": "evener, nothing compiled", "theirs": median("nothing", f"{what}_s"), "date": f"{date.today()}",
             "command": f"python benchmarks/triton_start.py --package FOLDER --models {model}", "software": _software(),
