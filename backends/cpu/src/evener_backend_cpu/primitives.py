@@ -151,6 +151,40 @@ class NativeLinear(NativeKernel):
         return run
 
 
+class NativeEmbedding(NativeKernel):
+    """Rows of a table that stays in blocks. Plain tables are left to torch."""
+
+    op = "embedding"
+
+    def __init__(self, device: CpuDevice) -> None:
+        super().__init__(device)
+        self.packings = (device.blocks,)
+
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        if call.layouts.get("weight") != LAYOUT:
+            return "reads tables in blocks, and torch plain ones"
+        if any(part.format.plain or part.format.order == "act" for part in call.static["weight"].parts):
+            return "reads no plain parts and no columns in another order"
+        return None
+
+    def build(self, call: OpCall) -> OpFunction:
+        device, dtype, rows, columns = self.device, call.static["dtype"], call.static["vocab"], call.static["hidden"]
+        function, form = self.native.function("rows_of", dtype), getattr(torch, dtype)
+        # The checkpoint's model rounds the factor to its compute dtype before multiplying.
+        factor = torch.tensor(call.static["scale"], dtype=form).item()
+
+        def run(ids: torch.Tensor, table: PackedWeight) -> torch.Tensor:
+            y = torch.empty(len(ids), columns, dtype=form)
+            ids = ids.contiguous()  # kept until the call is over
+            require_weight("the table", table, (rows, columns), form)
+            blocks = addresses(table)[1]
+            function(*require_indices("the ids", ids, len(ids)), len(ids), blocks, rows, columns, factor, y.data_ptr(),
+                     device.threads)  # fmt: skip
+            return y
+
+        return run
+
+
 class NativeRmsNorm(NativeKernel):
     """One pass over each row."""
 
@@ -374,6 +408,7 @@ class NativeApplyMask(NativeKernel):
 
 
 PRIMITIVES = (
+    NativeEmbedding,
     NativeLinear,
     NativeRmsNorm,
     NativeAddRmsNorm,
