@@ -161,9 +161,10 @@ class NativeEmbedding(NativeKernel):
         self.packings = (device.blocks,)
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
-        if call.layouts.get("weight") != LAYOUT:
+        weight = call.static.get("weight")
+        if weight is None or call.layouts.get("weight") != LAYOUT:
             return "reads tables in blocks, and torch plain ones"
-        if any(part.format.plain or part.format.order == "act" for part in call.static["weight"].parts):
+        if any(part.format.plain or part.format.order == "act" for part in weight.parts):
             return "reads no plain parts and no columns in another order"
         return None
 
