@@ -11,6 +11,7 @@ from evener.backend.native_code import Unavailable
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, Rounding
+from evener.ops.reference.basic import embedding
 from evener.ops.reference.rounding import LARGEST, LEAST, rounded
 from evener_backend_cpu.arguments import optional, require, require_count, require_indices, require_weight
 from evener_backend_cpu.block_packing import LAYOUT
@@ -151,8 +152,13 @@ class NativeLinear(NativeKernel):
         return run
 
 
+def forbidden(op: str, /, **static: Any) -> OpFunction:
+    """The ``use`` of a reference that consists of no other op."""
+    raise AssertionError(f"the reference of a primitive asked for {op}")
+
+
 class NativeEmbedding(NativeKernel):
-    """Rows of a table that stays in blocks. Plain tables are left to torch."""
+    """Rows of a table that stays in blocks. Those of a plain one are copied by torch, as fast as memory is."""
 
     op = "embedding"
 
@@ -162,13 +168,17 @@ class NativeEmbedding(NativeKernel):
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         weight = call.static.get("weight")
-        if weight is None or call.layouts.get("weight") != LAYOUT:
-            return "reads tables in blocks, and torch plain ones"
+        if weight is None:
+            return None
+        if call.layouts.get("weight") != LAYOUT:
+            return "reads quantized tables in blocks only"
         if any(part.format.plain or part.format.order == "act" for part in weight.parts):
             return "reads no plain parts and no columns in another order"
         return None
 
     def build(self, call: OpCall) -> OpFunction:
+        if call.static.get("weight") is None:
+            return embedding(call.static, forbidden)
         device, dtype, rows, columns = self.device, call.static["dtype"], call.static["vocab"], call.static["hidden"]
         function, form = self.native.function("rows_of", dtype), getattr(torch, dtype)
         # The checkpoint's model rounds the factor to its compute dtype before multiplying.
