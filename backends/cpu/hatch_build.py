@@ -1,6 +1,6 @@
 """Compile the kernels for levels of x86-64 into the wheel, if ``EVENER_CPU_LEVELS`` asks for it.
 
-    EVENER_CPU_LEVELS=all pip wheel ./backends/cpu        # or some of them: v4-bf16,v4-vnni,v4,v3
+    EVENER_CPU_LEVELS=all pip wheel ./backends/cpu        # or some of them: v4-amx,v4-bf16,v4-vnni,v4,v3
 
 Without it the wheel has sources only and runs everywhere: the first start compiles them.
 """

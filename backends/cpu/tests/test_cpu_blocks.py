@@ -21,12 +21,13 @@ import torch
 from row_invariance import check_invariance
 
 from evener.backend.native_code import Unavailable
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import BLOCKS, MXFP4, PackedWeight, WeightPart, block_format, plain
 from evener_backend_cpu.block_packing import FORMATS, KINDS, LANES, LAYOUT, BlockPacking, tile_bytes
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import SOURCES, Native
-from evener_backend_cpu.primitives import NativeLinear
+from evener_backend_cpu.primitives import NativeEmbedding, NativeLinear
 
 DTYPES = ["float32", "bfloat16"]
 CLOSE = {"float32": 9e-5, "bfloat16": 4e-3}
@@ -105,6 +106,36 @@ def distance(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, bias: tor
     want = x.double() @ values.double().T + (0.0 if bias is None else bias.double())
     lengths = x.double().norm(dim=1)[:, None] * values.double().norm(dim=1)
     return float(((got.double() - want).abs() / lengths.clamp_min(1e-30)).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rows_of_a_table_in_blocks_are_those_of_the_dequantized_table(
+    device: CpuDevice, storage: str, dtype: str
+) -> None:
+    table, form = part(storage, 37, 512, seed=3), getattr(torch, dtype)
+    values, packed = dequantized(table).to(form), device.blocks.pack([table], dtype, torch.device("cpu"))
+    kernel = NativeEmbedding(device)
+    weight = LinearWeight("table", (replace(table, tensors={}),), 37, 512, dtype, layout=packed.layout)
+    for scale in (1.0, 22.6):
+        static = {"vocab": 37, "hidden": 512, "scale": scale, "dtype": dtype, "weight": weight}
+        call = OpCall("embedding", static, Bucket(1, 64), device.capabilities, {"weight": packed.layout})
+        assert kernel.supports(call) is None
+        run = kernel.build(call)
+        for ids in (torch.arange(37, dtype=torch.int32), torch.tensor([36, 0, 16, 15, 0]), torch.empty(0).int()):
+            rows = values[ids.long()]
+            assert torch.equal(run(ids, packed), rows * torch.tensor(scale, dtype=form).item())
+        with pytest.raises(ValueError, match="the ids has 37, outside 0 to 36"):
+            run(torch.tensor([1, 37]), packed)
+
+
+def test_a_table_in_another_order_is_left_to_others(device: CpuDevice) -> None:
+    static: dict[str, object] = {"vocab": 8, "hidden": 64, "scale": 1.0, "dtype": "float32"}
+    act = replace(part("q8_0", 8, 64), format=replace(block_format("q8_0"), order="act"))
+    weight = LinearWeight("table", (replace(act, tensors={}),), 8, 64, "float32", layout="cpu.blocks")
+    static |= {"weight": weight}
+    call = OpCall("embedding", static, Bucket(1, 64), device.capabilities, {"weight": "cpu.blocks"})
+    assert "another order" in str(NativeEmbedding(device).supports(call))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

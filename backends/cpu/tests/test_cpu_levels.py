@@ -116,7 +116,7 @@ def test_a_wheel_has_sources_only_unless_levels_are_wanted(hook: ModuleType, mon
 def test_a_level_that_does_not_exist_and_another_machine_are_refused(
     hook: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit, match="no level 'v5'; type all, or some of v4-bf16,v4-vnni,v4,v3"):
+    with pytest.raises(SystemExit, match="no level 'v5'; type all, or some of v4-amx,v4-bf16,v4-vnni,v4,v3"):
         hook.build("v3,v5", tmp_path)
     monkeypatch.setenv("EVENER_CPU_LEVELS", "all")
     monkeypatch.setattr(hook.sysconfig, "get_platform", lambda: "linux-aarch64")

@@ -113,10 +113,14 @@ class _Restoring:
     def values(
         self, wanted: Mapping[str, Weight | LinearWeight]
     ) -> tuple[dict[int, torch.Tensor | PackedWeight], WeightBytes]:
-        made = {}
+        made, shared = {}, {}
         for name, item in wanted.items():
             if (numbers := self._file.index.weights.get(name)) is not None:
-                made[id(item)] = self._value(item, [self._tensor(number) for number in numbers])
+                # A quantized table and the head that is tied to it are one weight.
+                key = getattr(item, "layout", None), *numbers
+                if key not in shared:
+                    shared[key] = self._value(item, [self._tensor(number) for number in numbers])
+                made[id(item)] = shared[key]
         return made, self._ledger.bytes
 
     def _value(self, item: Weight | LinearWeight, tensors: Sequence[torch.Tensor]) -> torch.Tensor | PackedWeight:

@@ -10,8 +10,9 @@ from evener.contracts.architecture import Architecture, Step
 from evener.contracts.declared import Weight
 from evener.errors import ArchitectureError
 from evener.layers import Builder, Embedding
-from evener.layers.config_json import layer_count, read_int, unsupported
+from evener.layers.config_json import read_int, unsupported
 from evener_encoders.layers import EncoderLayer, EncoderLayerConfig, LabelHead, Norm
+from evener_models.config_values import layer_count
 from evener_models.pooling.heads import EncoderHead
 
 if TYPE_CHECKING:

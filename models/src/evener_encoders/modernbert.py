@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.layers import Builder, RotaryConfig
-from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int, unsupported
+from evener.layers.config_json import activation, read_flag, read_float, read_int, unsupported
 from evener_encoders.encoder import TextEncoder
 from evener_encoders.layers import EncoderLayerConfig, LabelHead, Norm
+from evener_models.config_values import layer_count
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evener.layers.config_json import layer_count, read_float, read_int, require, unsupported
+from evener.layers.config_json import read_float, read_int, require, unsupported
+
+
+def layer_count(config: Mapping[str, Any]) -> int:
+    """``num_hidden_layers``.
+
+    Raises:
+        ArchitectureError: it is missing, or not a whole number from 1 to 1,024.
+    """
+    return read_int(config, "num_hidden_layers", 1 << 10)
 
 
 def first_present(config: Mapping[str, Any], *keys: str) -> str:

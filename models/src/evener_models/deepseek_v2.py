@@ -8,10 +8,10 @@ from typing import Any
 
 from evener.errors import ArchitectureError
 from evener.layers import CausalLM, LatentConfig, MLPConfig, MoEConfig, RotaryConfig
-from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int, read_object, unsupported
+from evener.layers.config_json import activation, read_flag, read_float, read_int, read_object, unsupported
 from evener.layers.latent import IndexConfig
 from evener.layers.rotary import scaling_kind, yarn_factor
-from evener_models.config_values import expert_count
+from evener_models.config_values import expert_count, layer_count
 
 
 class DeepseekV2ForCausalLM(CausalLM):

@@ -7,9 +7,9 @@ from typing import Any
 
 from evener.errors import ArchitectureError
 from evener.layers import AttentionConfig, RotaryConfig
-from evener.layers.config_json import layer_count, read_flag, read_int, read_object, require, unsupported
+from evener.layers.config_json import read_flag, read_int, read_object, require, unsupported
 from evener.layers.rotary import has_entries
-from evener_models.config_values import first_present, layer_windows
+from evener_models.config_values import first_present, layer_count, layer_windows
 from evener_models.gemma import Gemma2ForCausalLM
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import Builder, MLPConfig, MoEConfig
-from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int
-from evener_models.config_values import expert_count
+from evener.layers.config_json import activation, read_flag, read_float, read_int
+from evener_models.config_values import expert_count, layer_count
 from evener_models.llama import LlamaForCausalLM
 from evener_models.prediction import NumberedPrediction
 

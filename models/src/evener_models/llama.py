@@ -8,9 +8,9 @@ from typing import Any
 
 from evener.contracts.checkpoint import ModelFiles
 from evener.layers import AttentionConfig, Builder, CausalLM, MLPConfig, MoEConfig, RotaryConfig
-from evener.layers.config_json import activation, layer_count, read_flag, read_int
+from evener.layers.config_json import activation, read_flag, read_int
 from evener_formats.tokenizers.sentencepiece_tokenizer import published_files
-from evener_models.config_values import head_dim
+from evener_models.config_values import head_dim, layer_count
 from evener_models.rope import rotary
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from evener.layers import AttentionConfig, Builder, MLPConfig, MoEConfig, RotaryConfig, TemperatureConfig
-from evener.layers.config_json import activation, layer_count, read_flag, read_float, read_int, read_object, unsupported
-from evener_models.config_values import expert_count, head_dim, layer_types, read_list
+from evener.layers.config_json import activation, read_flag, read_float, read_int, read_object, unsupported
+from evener_models.config_values import expert_count, head_dim, layer_count, layer_types, read_list
 from evener_models.llama import LlamaForCausalLM
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from evener.contracts.architecture import Step
 from evener.layers import Builder, CausalLM
-from evener.layers.config_json import layer_count, read_float, read_int
+from evener.layers.config_json import read_float, read_int
 from evener.layers.decoder import AttentionConfig, MixerConfig
 from evener.layers.norms import declare_norm, norm_common
+from evener_models.config_values import layer_count
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evener.layers.config_json import layer_count, read_flag, read_int
-from evener_models.config_values import layer_windows
+from evener.layers.config_json import read_flag, read_int
+from evener_models.config_values import layer_count, layer_windows
 from evener_models.llama import LlamaForCausalLM
 
 

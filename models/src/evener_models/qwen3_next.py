@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.layers import Builder, MLPConfig, MoEConfig, RotaryConfig
-from evener.layers.config_json import activation, layer_count, read_flag, read_int, unsupported
+from evener.layers.config_json import activation, read_flag, read_int, unsupported
 from evener.layers.gated_delta import DeltaConfig, GatedAttentionConfig
-from evener_models.config_values import layer_types
+from evener_models.config_values import layer_count, layer_types
 from evener_models.prediction import Predicting, PredictionLayer, PredictionNames
 from evener_models.qwen_moe import experts
 

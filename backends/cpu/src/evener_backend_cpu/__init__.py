@@ -36,6 +36,7 @@ descriptor = Descriptor(
         ),
     },
     ops=(
+        "embedding",
         "linear",
         "grouped_linear",
         "routed_experts",

@@ -11,8 +11,8 @@ from pathlib import Path
 from evener.errors import BackendError
 from evener_backend_cpu.levels import LEVELS, Level
 
-#: Values of ``cpu.isa`` beside "auto", and the level of x86-64 that each means.
-LIMITS: Mapping[str, Level] = dict(zip(("avx512_bf16", "avx512_vnni", "avx512", "avx2"), LEVELS, strict=True))
+#: Values of ``cpu.isa`` beside "auto", and the level of x86-64 that each means. The first level is no limit.
+LIMITS: Mapping[str, Level] = dict(zip(("avx512_bf16", "avx512_vnni", "avx512", "avx2"), LEVELS[1:], strict=True))
 #: What "auto" means, for all processes of a test run.
 VARIABLE = "EVENER_CPU_ISA"
 

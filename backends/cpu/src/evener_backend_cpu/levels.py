@@ -14,6 +14,8 @@ from pathlib import Path
 
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Level:
 
 #: The best first. What the sources ask for by the compiler's macros differs between these and nowhere else.
 LEVELS = (
-    Level("v4-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _V4 | {"avx512_vnni", "avx512_bf16"}),
+    Level("v4-amx", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_bf16"}),
+    Level("v4-bf16", _BF16_FLAGS, _BF16),
     Level("v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
     Level("v4", ("-march=x86-64-v4",), _V4),
     Level("v3", ("-march=x86-64-v3",), _V3),

@@ -27,6 +27,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "scratch": (_I, (_P, _I, _I, _I)),
     "linear": (ctypes.c_int, (_P, _I, _P, _P, _P, _I, _I, _P, _I)),
     "linear_wide": (ctypes.c_int, (_P, _I, _P, _P, _P, _I, _I, _P, _I)),
+    "rows_of": (ctypes.c_int, (_P, _I, _I, _P, _I, _I, _F, _P, _I)),
     "grouped": (ctypes.c_int, (_P, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I)),
     "experts": (ctypes.c_int, (_P, _I, _P, _P, _I)),
     "routed": (ctypes.c_int, (_P, _I, _P, _P, _P, _P, _I)),

@@ -11,6 +11,7 @@ from evener.backend.native_code import Unavailable
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, Rounding
+from evener.ops.reference.basic import embedding
 from evener.ops.reference.rounding import LARGEST, LEAST, rounded
 from evener_backend_cpu.arguments import optional, require, require_count, require_indices, require_weight
 from evener_backend_cpu.block_packing import LAYOUT
@@ -147,6 +148,50 @@ class NativeLinear(NativeKernel):
                 device.threads,
             )
             return y if factor is None else with_factor(y, factor, bias).to(out)
+
+        return run
+
+
+def forbidden(op: str, /, **static: Any) -> OpFunction:
+    """The ``use`` of a reference that consists of no other op."""
+    raise AssertionError(f"the reference of a primitive asked for {op}")
+
+
+class NativeEmbedding(NativeKernel):
+    """Rows of a table that stays in blocks. Those of a plain one are copied by torch, as fast as memory is."""
+
+    op = "embedding"
+
+    def __init__(self, device: CpuDevice) -> None:
+        super().__init__(device)
+        self.packings = (device.blocks,)
+
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        weight = call.static.get("weight")
+        if weight is None:
+            return None
+        if call.layouts.get("weight") != LAYOUT:
+            return "reads quantized tables in blocks only"
+        if any(part.format.plain or part.format.order == "act" for part in weight.parts):
+            return "reads no plain parts and no columns in another order"
+        return None
+
+    def build(self, call: OpCall) -> OpFunction:
+        if call.static.get("weight") is None:
+            return embedding(call.static, forbidden)
+        device, dtype, rows, columns = self.device, call.static["dtype"], call.static["vocab"], call.static["hidden"]
+        function, form = self.native.function("rows_of", dtype), getattr(torch, dtype)
+        # The checkpoint's model rounds the factor to its compute dtype before multiplying.
+        factor = torch.tensor(call.static["scale"], dtype=form).item()
+
+        def run(ids: torch.Tensor, table: PackedWeight) -> torch.Tensor:
+            y = torch.empty(len(ids), columns, dtype=form)
+            ids = ids.contiguous()  # kept until the call is over
+            require_weight("the table", table, (rows, columns), form)
+            blocks = addresses(table)[1]
+            function(*require_indices("the ids", ids, len(ids)), len(ids), blocks, rows, columns, factor, y.data_ptr(),
+                     device.threads)  # fmt: skip
+            return y
 
         return run
 
@@ -374,6 +419,7 @@ class NativeApplyMask(NativeKernel):
 
 
 PRIMITIVES = (
+    NativeEmbedding,
     NativeLinear,
     NativeRmsNorm,
     NativeAddRmsNorm,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from evener.contracts.adapters import AdaptedProduct
 from evener.contracts.experts import Placement
@@ -130,10 +130,8 @@ class LinearWeight:
         normalize_rows: the loader divides each row by its length.
         adapters: what is added to its products; None: nothing.
         placement: where it is; None: on the device.
+        op: the op that computes with it: "linear", or "embedding" for a quantized table of which rows are read.
     """
-
-    #: The op that computes with it.
-    op: ClassVar[str] = "linear"
 
     name: str
     parts: tuple[WeightPart, ...]
@@ -148,6 +146,7 @@ class LinearWeight:
     normalize_rows: bool = False
     adapters: AdaptedProduct | None = None
     placement: Placement | None = None
+    op: str = "linear"
 
     def pieces(self) -> Iterator[tuple[WeightPart, Slice | None]]:
         """Each part, and which slice of the stored tensor it is; None: all of it."""
@@ -162,8 +161,7 @@ class StackedWeight(LinearWeight):
     tensor with the experts along its first axis; with ``transposed`` it is [experts, columns, rows] if unquantized.
     """
 
-    op: ClassVar[str] = "grouped_linear"
-
+    op: str = "grouped_linear"
     transposed: bool = False
 
     def stored_parts(self) -> Iterator[str]:

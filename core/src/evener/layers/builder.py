@@ -157,7 +157,7 @@ class Builder:
         Raises:
             ConfigError: there are fewer units than ranks.
         """
-        forms = [(part.format, axis) for axis, names in enumerate((rows, columns)) for part in self._stored(names)]
+        forms = [(part.format, axis) for axis, names in enumerate((rows, columns)) for part in self.stored(names)]
         unit = lcm(*(form.cut_unit(axis) for form, axis in forms))
         if unit == 1 and count % self.ranks and count // gcd(count, 64) >= self.ranks:
             unit = gcd(count, 64)  # kernels like round sizes
@@ -238,8 +238,9 @@ class Builder:
         return weight
 
     def linear(
-        self, name: str, parts: Parts, columns: Size, out: str | None = None, normalize_rows: bool = False
-    ) -> LinearWeight:
+        self, name: str, parts: Parts, columns: Size, out: str | None = None, normalize_rows: bool = False,
+        op: str = "linear",
+    ) -> LinearWeight:  # fmt: skip
         """Declare a linear weight [rows, columns]: checkpoint tensors stacked along their rows.
 
         Args:
@@ -248,13 +249,14 @@ class Builder:
             columns: in-features.
             out: dtype of its products; default: the compute dtype.
             normalize_rows: divide every row by its L2 norm; the weight is then held unquantized in the compute dtype.
+            op: what computes with it; see ``LinearWeight``.
 
         Sizes come from the config. The loader compares them with the checkpoint and names every difference at once.
         """
         found, slices = self._parts(parts, columns)
         found = tuple(replace(p, format=plain(self.dtype)) for p in found) if normalize_rows else found
         sizes = sum(p.rows for p in found), local_size(columns)
-        weight = LinearWeight(name, found, *sizes, self.dtype, out, slices=slices, normalize_rows=normalize_rows)
+        weight = LinearWeight(name, found, *sizes, self.dtype, out, slices=slices, normalize_rows=normalize_rows, op=op)
         self.weights.append(weight)
         return weight
 
@@ -272,7 +274,7 @@ class Builder:
             stacked: tensors that each hold all experts; they are read instead of ``parts`` if the checkpoint has them.
             transposed: whether unquantized stacked tensors are stored as [experts, columns, rows].
         """
-        if stacked is not None and any(self._stored([name for name, _ in _pairs(stacked)])):
+        if stacked is not None and any(self.stored([name for name, _ in _pairs(stacked)])):
             parts = stacked
         found, slices = self._parts(parts, columns)
         weight = declared.StackedWeight(
@@ -282,7 +284,7 @@ class Builder:
         self.weights.append(weight)
         return weight
 
-    def _stored(self, names: Sequence[str]) -> Iterator[WeightPart]:
+    def stored(self, names: Sequence[str]) -> Iterator[WeightPart]:
         """The parts that the checkpoint stores under these names (the first expert's); none with dummy weights."""
         found = (self._part_source(name.format(0)) if self._part_source else None for name in names)
         return (part for part in found if part is not None)
@@ -294,7 +296,7 @@ class Builder:
 
     def _part(self, name: str, rows: Size, columns: Size) -> tuple[WeightPart, Slice | None]:
         # Nothing stored: dummy weights, or a missing tensor, which the loader reports.
-        form = next((part.format for part in self._stored([name])), plain(self.dtype))
+        form = next((part.format for part in self.stored([name])), plain(self.dtype))
         cut = _slice(rows, columns)
         if cut is not None:
             unit, span = form.cut_unit(cut.axis), cut.span

@@ -77,15 +77,6 @@ def read_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value or {}
 
 
-def layer_count(config: Mapping[str, Any]) -> int:
-    """``num_hidden_layers``.
-
-    Raises:
-        ArchitectureError: it is missing, or not a whole number from 1 to 1,024.
-    """
-    return read_int(config, "num_hidden_layers", 1 << 10)
-
-
 def unsupported(config: Mapping[str, Any], key: str, allowed: str) -> ArchitectureError:
     """The error for a value that a class does not implement; ``allowed``: a phrase that says what it does implement."""
     return ArchitectureError(

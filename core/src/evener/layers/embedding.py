@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.architecture import Step
 from evener.contracts.declared import CallSite, Span
 from evener.contracts.ops import OpFunction
-from evener.contracts.statics import HeadStatic, NormStatic, VocabEmbeddingStatic
+from evener.contracts.statics import HeadStatic, NormStatic
 from evener.layers.builder import Builder
 from evener.layers.norms import declare_norm
 from evener.ops.norms import any_norm
@@ -22,23 +22,28 @@ def shard_vocab(build: Builder, vocab: int) -> Span:
 
 
 class Embedding:
-    """Token embedding [vocab, hidden], times ``scale``. Ranks share the rows (Shoeybi et al. 2019)."""
+    """Token embedding [vocab, hidden], times ``scale``. Ranks share the rows (Shoeybi et al. 2019).
+
+    A quantized table of one rank stays quantized if a kernel reads its rows so; else it is dequantized at load.
+    """
 
     def __init__(self, build: Builder, name: str, vocab: int, hidden: int, scale: float = 1.0) -> None:
         rows = shard_vocab(build, vocab)
-        self.weight = build.weight(name, rows, hidden)
+        packed = build.communicator is None and any(not part.format.plain for part in build.stored([name]))
+        table = build.linear(name, {name: rows}, hidden, op="embedding") if packed else None
+        self.weight: Any = table or build.weight(name, rows, hidden)
+        form = {"hidden": hidden, "scale": scale, "dtype": build.dtype}
         if build.communicator is None:
-            self.site = build.op("embedding", name, vocab=vocab, hidden=hidden, scale=scale, dtype=build.dtype)
+            self.site = build.op("embedding", name, **form, vocab=vocab, weight=table)
         else:
-            static: VocabEmbeddingStatic = {
-                "hidden": hidden, "scale": scale, "dtype": build.dtype, "start": rows.start, "rows": rows.size,
-                "communicator": build.communicator,
-            }  # fmt: skip
-            self.site = build.op("vocab_embedding", name, **static)
+            own = {"start": rows.start, "rows": rows.size, "communicator": build.communicator}
+            self.site = build.op("vocab_embedding", name, **form, **own)
 
     def __call__(self, step: Step) -> torch.Tensor:
         """The rows [T, hidden] of ``step.token_ids``, with ``step.embedding_overrides`` in place of some."""
-        rows: torch.Tensor = self.site.table[step.bucket](step.token_ids, self.weight.value)
+        # A dequantized table is a tensor, which every kernel reads.
+        table = self.weight.value.data if getattr(self.weight, "layout", "") == "plain" else self.weight.value
+        rows: torch.Tensor = self.site.table[step.bucket](step.token_ids, table)
         # index_copy, because every device's torch implements it. Steps that are captured have no overrides.
         return rows if step.embedding_overrides is None else rows.index_copy(0, *step.embedding_overrides)
 
@@ -89,8 +94,8 @@ class LMHead:
         def use(op: str, /, **static: Any) -> OpFunction:
             return getattr(reference, op)(static, use)  # type: ignore[no-any-return]
 
-        norm = any_norm({**self._common, "dtype": "float32"}, use)
-        return norm(hidden, None if self.norm is None else self.norm.value)  # type: ignore[no-any-return]
+        weight = None if self.norm is None else self.norm.value
+        return any_norm({**self._common, "dtype": "float32"}, use)(hidden, weight)  # type: ignore[no-any-return]
 
     def _call(self, site: CallSite, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         norm, bias = (None if w is None else w.value for w in (self.norm, self.bias))

@@ -230,13 +230,15 @@ def fill(
         tensor: makes the value of a weight.
         matrices: yields the parts of one matrix of a linear weight after another; each is packed before the next.
     """
+    packed: dict[Any, PackedWeight] = {}
     for item in declared:
         if isinstance(item, LinearWeight):
-            item.value = _pack(item, matrices(item), packings, device)
-            ledger.add(item.value.data, item.value.nbytes)
+            # A quantized table and the head that is tied to it are one weight if they have one layout.
+            key = item.layout, item.dtype, item.normalize_rows, item.slices, tuple(part.name for part in item.parts)
+            item.value = packed[key] = packed.get(key) or _pack(item, matrices(item), packings, device)
         else:
             item.value = tensor(item) if isinstance(item, Weight) else item.make(device)
-            ledger.add(item.value, item.value.nbytes)
+        ledger.add(item.value.data, item.value.nbytes)
     return ledger.bytes
 
 
@@ -246,10 +248,9 @@ def _pack(
     """Pack the parts of a linear weight, or of each matrix of a stack, in the layout that resolution chose."""
     assert item.layout in packings, f"{item.name} has layout {item.layout!r}: resolve packings before loading"
     packing = packings[item.layout]
-    shape: tuple[int, ...] = (item.rows, item.columns)
+    shape = (*([item.experts] if item.experts else []), item.rows, item.columns)
     if item.experts:
         packed = packing.pack_stack(matrices, item.experts, item.dtype, device)
-        shape = (item.experts, *shape)
     else:
         packed = packing.pack(next(iter(matrices)), item.dtype, device)
     assert packed.shape == shape, f"packing {item.layout!r} made {packed.shape} of {item.name}"

@@ -48,8 +48,8 @@ PRIMITIVES: tuple[OpSchema, ...] = (
     _primitive(
         "reference.basic:embedding",
         "Row ``ids[t]`` of the table, times ``scale``, which is rounded to the compute dtype.",
-        static={**_HIDDEN, "vocab": "V, rows of the table", "scale": "factor on the rows"},
-        inputs="ids T int32; table vocab,hidden", outputs="rows T,hidden",
+        static={**_HIDDEN, "vocab": "V, rows of the table", "scale": "factor", "weight": "of a packed table"},
+        inputs="ids T int32; table vocab,hidden", outputs="rows T,hidden", weights=("weight",),
     ),
     _primitive(
         "reference.norm:rms_norm",

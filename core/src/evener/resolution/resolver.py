@@ -74,12 +74,12 @@ class Resolver:
         chosen: dict[Any, tuple[str, str]] = {}
         for weight in weights:
             key = (weight.op, tuple((p.rows, p.columns, p.format) for p in weight.parts), weight.dtype, weight.out)
-            if key not in chosen:
-                chosen[key] = _layout(self.available, weight)
-            layout, why = chosen[key]
-            weight.layout = self.manifest.packings[weight.name] = layout
+            weight.layout, why = chosen[key] = chosen.get(key) or _layout(self.available, weight)
+            self.manifest.packings[weight.name] = weight.layout
             if why:
-                self.manifest.note_dequantized(weight.parts, weight.dtype, why, max(1, weight.experts))
+                # A table of rows is not multiplied: that it is dequantized is nothing to improve on most devices.
+                noted = () if weight.op == "embedding" else weight.parts
+                self.manifest.note_dequantized(noted, weight.dtype, why, weight.experts or 1)
                 weight.parts = plain_parts(weight)
 
     def sites(self, sites: Sequence[CallSite]) -> None:

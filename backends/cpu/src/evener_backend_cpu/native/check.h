@@ -346,6 +346,18 @@ static int check_linear(const void* x, long M, const Matrix& w, long N, long K, 
   return M ? check_pointer("the output", y) : DONE;
 }
 
+static int check_rows_of(const void* ids, long ids64, long M, const Blocks* blocks, long N, long K, const void* y, long threads) {
+  PASS(check_call(M, threads));
+  PASS(check_pointer("the table", blocks));
+  PASS(check_matrix("the table", Matrix{nullptr, blocks}, N, K));
+  for (long i = 0; i < blocks->count; i++) {
+    long kind = blocks->segments[i].kind;
+    REQUIRE(with_block_format(kind, [](auto) {}), "the table has a part of kind %ld, of which no single rows are read", kind);
+  }
+  PASS(check_indices("the ids", ids, ids64, M, N));
+  return M ? check_pointer("the output", y) : DONE;
+}
+
 static int check_grouped(const void* x, long tokens, const int32_t* slots, long top, long count, const Matrix* w, long N, long K, const void* y,
                          long threads) {
   PASS(check_call(tokens, threads));

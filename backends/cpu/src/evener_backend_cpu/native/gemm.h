@@ -1,6 +1,7 @@
 // y = x wᵀ over a plain row-major weight [rows, columns]. Nothing is packed, so one matrix in memory serves every token count, and a
 // tied embedding is stored once. A tile is 4 weight rows by up to 4 tokens; each sum runs along the columns.
 #pragma once
+#include "amx.h"
 #include "simd.h"
 #ifdef EVENER_LANES256
 #include "corners.h"
@@ -90,6 +91,13 @@ struct Prefetcher {
 template <class T, class O>
 __attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, long n0, long n1, long K, const T* bias, O* y, long ldy,
                                     Rows in = {}, Rows out = {}) {
+#ifdef EVENER_AMX
+  // A product that has no memory for its copies goes on below: its bits differ, as on a processor without tiles.
+  if constexpr (sizeof(T) == 2)
+    if (M > 0 && tiles_usable() && (M > 16 ? many_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out)
+                                           : few_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out)))
+      return;
+#endif
   long panel = 393216 / (K * (long)sizeof(T)) & ~3L;
   if (panel < 32) panel = 32;
 #ifdef EVENER_LANES256

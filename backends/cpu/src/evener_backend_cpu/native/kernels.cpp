@@ -1,6 +1,7 @@
 // The functions that Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Each function first checks what it was
 // given and returns a Result; those whose name ends in ``scratch`` or ``bytes`` return a number of bytes.
 #include "check.h"
+#include "quant_rows.h"
 #include "sampling.h"
 
 static Scratch& scratch() {
@@ -67,6 +68,14 @@ static int linear(const T* x, int64_t M, const T* plain, const Blocks* blocks, c
   return 0;
 }
 
+// Rows ``ids`` of a matrix in blocks, times ``factor``.
+template <class T>
+static int rows_of(const void* ids, int64_t ids64, int64_t M, const Blocks* blocks, int64_t N, int64_t K, float factor, T* y, int64_t threads) {
+  PASS(check_rows_of(ids, ids64, M, blocks, N, K, y, threads));
+  Pool::each(M * K > 32768 ? threads : 1, M, [&](long m) { quant_row_of(*blocks, index_at(ids, m, ids64), K, factor, y + m * K); });
+  return DONE;
+}
+
 template <class T>
 static int attend(const Geometry* g, const Step* step, const T* q, const T* sinks, T* out, int64_t threads) {
   PASS(check_attend<T>(g, step, q, out, threads));
@@ -78,7 +87,7 @@ static int attend(const Geometry* g, const Step* step, const T* q, const T* sink
   if (!base) return 1;
   Run<T> run{l, step, step->tokens, nullptr, nullptr, nullptr, nullptr, 0, 0, {}, {}, {}, {}, {}, {}};
   Pool::run(threads, [&](long tid, long n) {
-    char* mine = base + s.priv + tid * s.priv_bytes + Sizes::up(2 * MLP_PANEL * 16 * 4);
+    char* mine = base + s.priv + tid * s.priv_bytes + Sizes::up(2 * MLP_PANEL * MLP_ROWS * 4);
     run.attend(*step, q, sinks, out, (float*)(base + s.parts), (float*)mine, tid, n);
   });
   return 0;
@@ -218,6 +227,10 @@ extern "C" {
   int evener_linear_wide_##S(const T* x, int64_t M, const T* w, const Blocks* blocks, const T* b, int64_t N, int64_t K, float* y,      \
                              int64_t threads) {                                                                                        \
     return linear(x, M, w, blocks, b, N, K, y, threads);                                                                               \
+  }                                                                                                                                    \
+  int evener_rows_of_##S(const void* ids, int64_t i64, int64_t M, const Blocks* blocks, int64_t N, int64_t K, float factor, T* y,       \
+                         int64_t threads) {                                                                                            \
+    return rows_of(ids, i64, M, blocks, N, K, factor, y, threads);                                                                      \
   }                                                                                                                                    \
   int evener_experts_##S(const Experts* e, int64_t tokens, T* x, float* stream, int64_t threads) {                                      \
     return run_experts<T>(e, tokens, x, stream, threads);                                                                              \

@@ -46,6 +46,12 @@ INLINE void gemm_parallel(WorkQueue& queue, long threads, const T* x, const Quan
 }
 
 static const long FEW = 4, MLP_PANEL = 256;
+// Rows of gate and up that a thread multiplies before it applies the activation.
+#ifdef EVENER_AMX
+static const long MLP_ROWS = 32;
+#else
+static const long MLP_ROWS = 16;
+#endif
 
 // Rounds the rows of x to integers: if they are few, every thread does all of them; otherwise threads share them.
 template <class T>
@@ -121,7 +127,7 @@ struct Sizes {
     };
     s.ints = add(most(tokens, panel));
     s.few_bytes = most(FEW, FEW);
-    s.priv_bytes = s.few_bytes + up((g.kv_heads ? attention_floats(g) : 0) * 4) + up(FEW * l.hidden * (4 + sizeof(T))) + up(2 * MLP_PANEL * 16 * 4);
+    s.priv_bytes = s.few_bytes + up((g.kv_heads ? attention_floats(g) : 0) * 4) + up(FEW * l.hidden * (4 + sizeof(T))) + up(2 * MLP_PANEL * MLP_ROWS * 4);
     s.priv = add(s.priv_bytes * threads);
     s.total = at;
     return s;
@@ -191,7 +197,7 @@ template <class T> struct Run {
       char* mine = base + s.priv + tid * s.priv_bytes;
       float* priv = (float*)mine;
       float* temp = (float*)(mine + Sizes::up(FEW * H * (4 + sizeof(T))));
-      float* scratch = (float*)((char*)temp + Sizes::up(2 * MLP_PANEL * 16 * 4));
+      float* scratch = (float*)((char*)temp + Sizes::up(2 * MLP_PANEL * MLP_ROWS * 4));
       char *ints = base + s.ints, *few = mine + s.priv_bytes - s.few_bytes;
       float* sum = nullptr;
       if (flags & ENTER) {
@@ -242,12 +248,12 @@ template <class T> struct Run {
     for (long p = 0; p < tokens; p += MLP_PANEL) {
       long M = tokens - p < MLP_PANEL ? tokens - p : MLP_PANEL, i0, i1;
       // For a few tokens, threads take long runs of rows of each half: weights come from memory, and every run starts slowly.
-      long piece = piece_of(I, threads, 16), some = M <= FEW ? MLP_PANEL * 16 / FEW : 16;
+      long piece = piece_of(I, threads, 16), some = M <= FEW ? MLP_PANEL * MLP_ROWS / FEW : MLP_ROWS;
       Quantized in = quantized(l.gate_up, y + p * H, M, H, ints, few, barrier, tid, threads);
       while (gate_up_queue.take(I, piece, &i0, &i1))
         for (long i = i0; i < i1; i += some) {
           long n = i1 - i < some ? i1 - i : some;
-          float *gate = temp, *up = temp + MLP_PANEL * 16;
+          float *gate = temp, *up = temp + MLP_PANEL * MLP_ROWS;
           multiply<T, float>(l.gate_up, y + p * H, in, M, i, i + n, H, bias, gate, some);
           multiply<T, float>(l.gate_up, y + p * H, in, M, I + i, I + i + n, H, bias, up, some);
           for (long m = 0; m < M; m++) act_row<float, T>(gate + m * some, up + m * some, h + m * I + i, n, l.activation);

@@ -76,6 +76,18 @@ template <class T> static void quantize_rows(const T* x, long ldx, long from, lo
     quantize_row(x + m * ldx, columns, out.q + m * columns, out.scale + m * (columns / 32), out.sum + m * (columns / 16));
 }
 
+// w = s (q - offset) + t in group g of a unit, for each lane. d and dm: the scales that 256 columns share. t stays as it is without such terms.
+template <class F> INLINE void group_scales(const char* scales, int g, v16 d, v16 dm, v16& s, v16& t) {
+  if (F::scales == HALF) s = halves(scales);
+  if (F::scales == AFFINE) s = halves(scales), t = halves(scales + 32);
+  if (F::scales == KMIN) s = d * bytes16<uint8_t>(scales + g * 32), t = -dm * bytes16<uint8_t>(scales + g * 32 + 16);
+  if (F::scales == KSIGNED) s = d * bytes16<int8_t>(scales + g * 16);
+  if (F::scales == POWER) s = powers(scales);
+  if (F::scales == ZERO_HALF) s = halves(scales);
+  if (F::scales == ZERO_BRAIN) s = load((const bf16*)scales);
+  if (has_zero(F::scales)) t = -s * bytes16<int8_t>(scales + 32);
+}
+
 // Results of one tile for R rows of x, [R, 16].
 template <class F, int R> static __attribute__((noinline)) void quant_tile(const char* tile, const Quantized& x, Rows in, long columns, v16 out[R]) {
   const int16_t* q[R];
@@ -99,14 +111,7 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
 #pragma GCC unroll 2
     for (int g = 0; g < F::groups; g++) {
       v16 s, t = splat(0.f);
-      if (F::scales == HALF) s = halves(scales);
-      if (F::scales == AFFINE) s = halves(scales), t = halves(scales + 32);
-      if (F::scales == KMIN) s = d * bytes16<uint8_t>(scales + g * 32), t = -dm * bytes16<uint8_t>(scales + g * 32 + 16);
-      if (F::scales == KSIGNED) s = d * bytes16<int8_t>(scales + g * 16);
-      if (F::scales == POWER) s = powers(scales);
-      if (F::scales == ZERO_HALF) s = halves(scales);
-      if (F::scales == ZERO_BRAIN) s = load((const bf16*)scales);
-      if (has_zero(F::scales)) t = -s * bytes16<int8_t>(scales + 32);
+      group_scales<F>(scales, g, d, dm, s, t);
       i16x a[R];
       float total[R];
 #pragma GCC unroll 8

@@ -64,7 +64,7 @@ def embedding(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     for tokens, vocab, hidden, scale in ((1, 7, 8, 1.0), (13, 211, 36, 6.0), (0, 5, 16, 1.0), (3, 33, 7, 0.3)):
         ids = make.ids(vocab, tokens)
         ids[:1], ids[1:2] = vocab - 1, 0
-        static = {"hidden": hidden, "dtype": dtype, "vocab": vocab, "scale": scale}
+        static = {"hidden": hidden, "dtype": dtype, "vocab": vocab, "scale": scale, "weight": None}
         yield OpCase(static, (ids, make.noise(vocab, hidden)))
 
 
