@@ -106,7 +106,7 @@ def make(
     count = len(lengths)
     ints = torch.zeros(count, dtype=torch.int32, device="cuda")
     step = StateStep(
-        count, count, 1, max(lengths), torch.arange(count + 1, device="cuda").int(),
+        count, count, 1, max(1 << 17, *lengths), torch.arange(count + 1, device="cuda").int(),
         torch.tensor(lengths, device="cuda").int(), ints, ints, table, [1] * count, list(lengths),
         captured=True,
     )  # fmt: skip

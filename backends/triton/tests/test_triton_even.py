@@ -99,6 +99,7 @@ def captured(requests: int, longest: int) -> Any:
 def test_which_steps_it_gets() -> None:
     assert even_queries(tuning(), captured(1, 16384), *group()) is not None
     assert even_queries(tuning("overlap"), captured(8, 16384), *group()) is not None
+    assert even_queries(tuning(), captured(1, 4096), *group()) is None, "short states"
     assert even_queries(tuning(), captured(256, 16384), *group()) is None, "requests enough without parts"
     assert even_queries(tuning(), replace(captured(1, 16384), captured=False), *group()) is None
     assert even_queries(tuning(), captured(1, 16384), *group(kind="window")).window == 512

@@ -9,7 +9,7 @@ import torch
 
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep
 from evener_kernels_triton.prefill import LOG2_E, PoolLines, has_warpgroup_kernels
-from evener_kernels_triton.tuning import EvenTile, Tuning, power_of_two
+from evener_kernels_triton.tuning import MIN_EVEN_TOKENS, EvenTile, Tuning, power_of_two
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class EvenQueries:
 
 
 def even_queries(tuning: Tuning, step: StateStep, spec: StateSpec, attention: AttentionSpec) -> EvenQueries | None:
-    """None where the kernel with splits serves the step: the device or the group is not for this one, the
-    requests are so many that their keys need no parts, or the launch is not captured (descriptors are made on the host,
-    which takes longer than most steps)."""
-    if not step.captured or not has_warpgroup_kernels(tuning, spec, attention):
+    """None where the kernel with splits serves the step: the device or the group is not for this one, states are short,
+    the requests are so many that their keys need no parts, or the launch is not captured (descriptors are made on the
+    host, which takes longer than most steps)."""
+    if not step.captured or step.max_kv < MIN_EVEN_TOKENS or not has_warpgroup_kernels(tuning, spec, attention):
         return None
     (kv_heads, d), group = spec.tensors[0].shape, attention.heads // spec.tensors[0].shape[0]
     tile = tuning.even_tile(d)
@@ -61,7 +61,7 @@ def attend_evenly(
     (requests, heads, d), step, tile = query.shape, even.step, even.tile
     group = heads // kv_heads
     high = power_of_two(group)
-    merged = max(2, min(32, 8192 // (high * d)))  # as many as registers hold
+    merged = max(2, min(16, 8192 // (high * d)))  # as many as registers hold
     parts = torch.empty(even.programs, 2, group, d, dtype=torch.float32, device=out.device)
     stats = torch.empty(even.programs, 2, group, 2, dtype=torch.float32, device=out.device)
     _kernel()[(even.programs,)](
@@ -69,7 +69,7 @@ def attend_evenly(
         step.block_table.stride(0), requests, keys.page, values.page, keys.count, values.count, query.stride(0),
         query.stride(1), even.scale, HEADS=heads, KV_HEADS=kv_heads, PAGE=page, WINDOW=even.window, D=d, N=tile.n,
         STAGES=tile.stages, LEAST=tile.least, MERGED=merged, HIGH=high, OVERLAP=even.overlap,
-        num_warps=4, **dict(even.launch),
+        num_warps=4, maxnreg=tile.registers, **dict(even.launch),
     )  # fmt: skip
 
 

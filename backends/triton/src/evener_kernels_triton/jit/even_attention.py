@@ -135,6 +135,9 @@ def _produce(
     N: gl.constexpr, STAGES: gl.constexpr, LEAST: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Copies what this program reads."""
+    if OVERLAP:
+        # All programs run by then, so that dependents take no place of theirs. They ask for weights meanwhile.
+        gdc_launch_dependents()
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     total = _count(kv_lens, requests, WINDOW, N, LEAST) * KV_HEADS
     share = total // gl.num_programs(0)
@@ -173,8 +176,57 @@ def _produce(
             )  # fmt: skip
         done += count
         number = end
-    if OVERLAP:
-        gdc_launch_dependents()
+
+
+@gluon.jit
+def _attend(
+    q, k_tiles, v_tiles, v_chunks, k_full, k_empty, v_full, v_empty, done, tile, count, first, length, scale,
+    PAGE: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Product, running maximum (scaled) and sum of ``count`` tiles of keys of one key head from ``tile`` on. ``done``:
+    tiles before them in the ring."""
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    BOX: gl.constexpr = min(PAGE, N)
+    columns = gl.arange(0, N, gl.SliceLayout(0, S_LAYOUT))
+    m = gl.full([LINES], -1e30, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    mass = gl.full([LINES], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    o = gl.full([LINES, D], 0.0, gl.float32, O_LAYOUT)
+    left = length % PAGE
+    for j in range(0, count):
+        slot = (done + j) % STAGES
+        phase = ((done + j) // STAGES) & 1
+        mbarrier.wait(k_full.index(slot), phase)
+        zero = gl.full([LINES, N], 0.0, gl.float32, S_LAYOUT)
+        s_token = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s_token,))
+        mbarrier.arrive(k_empty.index(slot))
+        key = (tile + j) * N + columns
+        s = gl.where(((key < length) & (key >= first))[None, :], s, float("-inf"))
+        new = gl.maximum(m, gl.max(s, 1) * scale)
+        alpha = gl.exp2(m - new)
+        p = gl.exp2(s * scale - new[:, None])
+        mass = mass * alpha + gl.sum(p, 1)
+        m = new
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        weights = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
+        mbarrier.wait(v_full.index(slot), phase)
+        if ((tile + j + 1) * N > length) & (left > 0):
+            # What follows the last token in its page was never written and may be no number; a weight of 0 does
+            # not help.
+            FIX: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            box = (length - (tile + j) * N) // BOX
+            keep = (gl.arange(0, BOX, gl.SliceLayout(1, FIX)) < length - (tile + j) * N - box * BOX)[:, None]
+            for part in gl.static_range(D // LINE):
+                chunk = v_chunks.index((slot * (D // LINE) + part) * (N // BOX) + box)
+                value = chunk.load(FIX)
+                chunk.store(gl.where(keep, value, 0.0))
+            fence_async_shared()
+            _sync()
+        o_token = warpgroup_mma(weights, v_tiles.index(slot), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(o_token,))
+        mbarrier.arrive(v_empty.index(slot))
+    return o, m, mass
 
 
 @gluon.jit
@@ -187,9 +239,7 @@ def _consume(
     GROUP: gl.constexpr = HEADS // KV_HEADS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
-    BOX: gl.constexpr = min(PAGE, N)
     dtype: gl.constexpr = q_smem.dtype
     total = _count(kv_lens, requests, WINDOW, N, LEAST) * KV_HEADS
     share = total // gl.num_programs(0)
@@ -200,12 +250,14 @@ def _consume(
     done = 0
     q_lines = gl.arange(0, LINES, gl.SliceLayout(1, Q_LAYOUT))
     q_d = gl.arange(0, D, gl.SliceLayout(0, Q_LAYOUT))
-    columns = gl.arange(0, N, gl.SliceLayout(0, S_LAYOUT))
     s_lines = gl.arange(0, LINES, gl.SliceLayout(1, S_LAYOUT))
     o_lines = gl.arange(0, LINES, gl.SliceLayout(1, O_LAYOUT))
     o_d = gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))
     if OVERLAP:
-        gdc_wait()
+        # Programs without work leave at once.
+        busy = number < stop
+        if busy:
+            gdc_wait()
     while number < stop:
         row, head, start, length, first, tiles, tile, count, end = _find(
             number, stop, kv_lens, requests, KV_HEADS, WINDOW, N, LEAST
@@ -216,43 +268,10 @@ def _consume(
             q_smem.store(gl.load(at, mask=(q_lines < GROUP)[:, None], other=0.0))
             fence_async_shared()
             _sync()
-            m = gl.full([LINES], -1e30, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            mass = gl.full([LINES], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            o = gl.full([LINES, D], 0.0, gl.float32, O_LAYOUT)
-            left = length % PAGE
-            for j in range(0, count):
-                slot = (done + j) % STAGES
-                phase = ((done + j) // STAGES) & 1
-                mbarrier.wait(k_full.index(slot), phase)
-                zero = gl.full([LINES, N], 0.0, gl.float32, S_LAYOUT)
-                s_token = warpgroup_mma(q_smem, k_tiles.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(0, deps=(s_token,))
-                mbarrier.arrive(k_empty.index(slot))
-                key = (tile + j) * N + columns
-                s = gl.where(((key < length) & (key >= first))[None, :], s, float("-inf"))
-                new = gl.maximum(m, gl.max(s, 1) * scale)
-                alpha = gl.exp2(m - new)
-                p = gl.exp2(s * scale - new[:, None])
-                mass = mass * alpha + gl.sum(p, 1)
-                m = new
-                o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                weights = gl.convert_layout(p.to(dtype), P_LAYOUT)
-                mbarrier.wait(v_full.index(slot), phase)
-                if ((tile + j + 1) * N > length) & (left > 0):
-                    # What follows the last token in its page was never written and may be no number; a weight of 0 does
-                    # not help.
-                    FIX: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-                    box = (length - (tile + j) * N) // BOX
-                    keep = (gl.arange(0, BOX, gl.SliceLayout(1, FIX)) < length - (tile + j) * N - box * BOX)[:, None]
-                    for part in gl.static_range(D // LINE):
-                        chunk = v_chunks.index((slot * (D // LINE) + part) * (N // BOX) + box)
-                        value = chunk.load(FIX)
-                        chunk.store(gl.where(keep, value, 0.0))
-                    fence_async_shared()
-                    _sync()
-                o_token = warpgroup_mma(weights, v_tiles.index(slot), o, is_async=True)
-                o = warpgroup_mma_wait(0, deps=(o_token,))
-                mbarrier.arrive(v_empty.index(slot))
+            o, m, mass = _attend(
+                q_smem, k_tiles, v_tiles, v_chunks, k_full, k_empty, v_full, v_empty, done, tile, count, first, length,
+                scale, PAGE, D, N, STAGES, S_LAYOUT, O_LAYOUT,
+            )  # fmt: skip
             line = row.to(gl.int64) * HEADS + head * GROUP
             if count == tiles:
                 o_share = gl.convert_layout(1.0 / mass, gl.SliceLayout(1, O_LAYOUT))
@@ -381,5 +400,5 @@ def even_kernel(
             )),
         ],
         [1],
-        [64],  # registers a thread; the program's own group gets what is left
+        [64],  # registers a thread; the program's own group gets what is left of ``maxnreg``
     )  # fmt: skip
