@@ -114,7 +114,9 @@ def record(target: str) -> Recorder:
     stored = [
         replace(family, name=f"{family.name}, {storage}", storage=storage, hidden=256)
         for family, storage in (
-            (large, "e4m3 by row"), (many, "e4m3 by block"), (large, "e4m3 by row, x by token"),
+            (large, "e4m3 by row"),
+            (many, "e4m3 by block"),
+            (large, "e4m3 by row, x by token"),
             (many, "e4m3 by block, x by 128"),
         )
     ]
@@ -145,6 +147,7 @@ def record(target: str) -> Recorder:
     act_rows(tuning, torch.empty(4, 96, dtype=getattr(torch, dtype), device=META), 48, "gelu")
     _long_step(states[0], device, getattr(torch, dtype), dtype)
     _long_prompts(states[0], device, getattr(torch, dtype), dtype)
+    _captured_steps(states[0], device, getattr(torch, dtype), dtype)
     _latent_steps(states[1], device, getattr(torch, dtype), dtype)
     for kernel in kernels:
         of_logits = kernel.op in ("apply_mask", "add_bias", "penalize", "logprobs")
@@ -362,6 +365,19 @@ def _long_prompts(provider: Any, device: HostDevice, kind: torch.dtype, dtype: s
         storage = torch.empty(9, provider.bytes_per_block(spec, 32), dtype=torch.uint8, device=META)
         meta = provider.prepare(step, spec, AttentionSpec(heads, d, d**-0.5, dtype=dtype), 32)
         provider.attend(provider.bind(storage, spec, 32), meta, torch.empty(4097, heads, d, dtype=kind, device=META))
+
+
+def _captured_steps(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str) -> None:
+    """A captured decode step of states that may be long, heads of three lengths, whole and in windows."""
+    ints = torch.empty(3, dtype=torch.int32, device=META)
+    table = torch.empty(2, 512, dtype=torch.int32, device=META)
+    step = StateStep(2, 2, 1, 16384, ints, ints[:2], ints[:2], ints[:2], table, (1, 1), (16384, 16384), captured=True)
+    for heads, kv_heads, d, window in ((32, 8, 128, None), (8, 4, 256, None), (8, 4, 256, 1024), (32, 8, 64, None)):
+        tensors = tuple(StateTensor(name, (kv_heads, d), dtype) for name in ("key", "value"))
+        spec = StateSpec("window" if window else "full", tensors, window=window)
+        storage = torch.empty(9, provider.bytes_per_block(spec, 32), dtype=torch.uint8, device=META)
+        meta = provider.prepare(step, spec, AttentionSpec(heads, d, d**-0.5, dtype=dtype), 32)
+        provider.attend(provider.bind(storage, spec, 32), meta, torch.empty(2, heads, d, dtype=kind, device=META))
 
 
 def compile_all(target: str, one: bool) -> dict[str, Any]:

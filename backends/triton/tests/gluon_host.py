@@ -12,6 +12,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import triton.language as tl
 
 PATIENCE_S = 20.0
 
@@ -171,7 +172,8 @@ class Language:
             minimum=lambda a, b: torch.minimum(tensor(a), tensor(b)),
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2,
             SwizzledSharedLayout=layout,
-            num_warps=lambda: 4, associative_scan=lambda x, axis, function: x.cumsum(axis), atomic_add=atomic_add,
+            num_warps=lambda: 4, expand_dims=lambda x, axis: x.unsqueeze(axis),
+            associative_scan=lambda x, axis, function: x.cumsum(axis), atomic_add=atomic_add,
             convert_layout=lambda x, layout: x, load=load, store=store, allocate_shared_memory=self.allocate,
             warp_specialize=self.warp_specialize,
         )  # fmt: skip
@@ -182,7 +184,8 @@ class Language:
         return {
             "gl": gl, "mbarrier": barrier, "tma": SimpleNamespace(store_wait=lambda pending: None),
             "warpgroup_mma": self.product, "warpgroup_mma_wait": self.wait, "fence_async_shared": lambda: None,
-            "_sync": lambda: None, "_copy_in": copy_in, "_copy_out": copy_out, "LINE": self.line, "RENAMED": True,
+            "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None, "_sync": lambda: None,
+            "_copy_in": copy_in, "_copy_out": copy_out, "LINE": self.line, "RENAMED": True,
         }  # fmt: skip
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Memory:
@@ -237,7 +240,7 @@ def init(barrier: Any, count: int) -> None:
     found.count = found.missing = count
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Any:
     at = tensor(pointer.at)
     if mask is None:
         assert ((at >= 0) & (at < pointer.flat.numel())).all(), "reads elsewhere"
@@ -247,7 +250,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
     return torch.where(mask, pointer.flat[torch.where(mask, at, 0)], tensor(other).to(pointer.flat.dtype))
 
 
-def atomic_add(pointer: Pointer, value: int) -> torch.Tensor:
+def atomic_add(pointer: Pointer, value: int, sem: str = "acq_rel") -> torch.Tensor:
     before = pointer.flat[pointer.at].clone()
     pointer.flat[pointer.at] += value
     return before
@@ -279,10 +282,13 @@ def copy_out(box: Box, corner: Sequence[Any], source: Memory) -> None:
 def on_host(module: ModuleType, name: str, line: int) -> Callable[..., None]:
     """A kernel of a module as a function of a number of programs and its values."""
     language = Language(line)
-    names: dict[str, Any] = dict(vars(module)) | language.namespace()
+    names_given = language.namespace()
+    names: dict[str, Any] = dict(vars(module)) | names_given
     for key, value in vars(module).items():
         if hasattr(value, "is_gluon"):
             names[key] = FunctionType(value.fn.__code__, names, key)
+        elif isinstance(value, tl.constexpr) and key not in names_given:
+            names[key] = value.value
 
     def run(programs: int, *args: Any, **kwargs: Any) -> None:
         for program in range(programs):

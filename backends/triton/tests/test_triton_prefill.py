@@ -143,7 +143,7 @@ def test_other_devices_stay_with_the_kernel_for_any_mix() -> None:
 
 
 def test_pages_that_do_not_begin_at_a_line_are_not_copied() -> None:
-    tile = LongTile(128, 128, 2, 0)
+    tile = 128
     storage = torch.zeros(3, 2 * 2 * 32 * 64 + 8, dtype=torch.bfloat16)
     part = storage[:, : 2 * 32 * 64].unflatten(1, (2, 32, 64))
     assert pool_lines(part, tile) is None

@@ -21,7 +21,7 @@ from evener_kernels_triton.tuning import LongTile, Tuning
 LINE = 64
 #: From this version on the compiler has what the kernel is written with.
 _SINCE = (3, 6)
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,22 @@ def long_queries(tuning: Tuning, step: StateStep, spec: StateSpec, attention: At
         return None
     long = step.rows(first, step.requests) if first else step
     tiles = sum(-(-count // tile.m) for count in long.host_query_lens)
-    return LongQueries(long, first, tile, attention.scale * _LOG2_E, spec.window or 0, tiles, tuning.units)
+    return LongQueries(long, first, tile, attention.scale * LOG2_E, spec.window or 0, tiles, tuning.units)
 
 
 def _tile_of(tuning: Tuning, spec: StateSpec, attention: AttentionSpec) -> LongTile | None:
     """Sizes for a group; None if the kernel does not compute it."""
+    return tuning.long_tile(spec.tensors[0].shape[1]) if has_warpgroup_kernels(tuning, spec, attention) else None
+
+
+def has_warpgroup_kernels(tuning: Tuning, spec: StateSpec, attention: AttentionSpec) -> bool:
+    """Whether the kernels of this module and of ``even.py`` compute a group, some sizes of heads apart."""
     if not tuning.warpgroups or tuple(map(int, triton.__version__.split(".")[:2])) < _SINCE:
-        return None
+        return False
     (_, d), (_, dv) = (tensor.shape for tensor in spec.tensors)
     plain = not (attention.softcap or attention.sinks) and attention.slopes is None and attention.scale > 0
     plain = plain and not any(tensor.wide for tensor in spec.tensors)
-    if d != dv or spec.kind == "chunk" or not plain or attention.dtype not in ("bfloat16", "float16"):
-        return None
-    return tuning.long_tile(d)
+    return d == dv and spec.kind != "chunk" and plain and attention.dtype in ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -83,15 +86,16 @@ class PoolLines:
     count: int
 
 
-def pool_lines(part: torch.Tensor, tile: LongTile) -> PoolLines | None:
-    """Of [blocks, kv_heads, block_size, d]; None if pages do not begin at a line, or where no copy can begin."""
+def pool_lines(part: torch.Tensor, most: int) -> PoolLines | None:
+    """Of [blocks, kv_heads, block_size, d], with up to ``most`` tokens a box; None if pages do not begin at a line, or
+    where no copy can begin."""
     blocks, heads, size, d = part.shape
     page = part.stride(0) // d
     count = (blocks - 1) * page + heads * size
     if part.stride(0) % d or part.data_ptr() % 16 or size % 8 or count >= 1 << 31:
         return None
     lines = part.as_strided((count, d), (d, 1))
-    return PoolLines(_descriptor(lines, min(size, tile.n), LINE), page, count)
+    return PoolLines(_descriptor(lines, min(size, most), LINE), page, count)
 
 
 def copies_can_read(query: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener.state_pages.elements import dequantize, quantize
 from evener_kernels_triton.arguments import check_state, check_step
+from evener_kernels_triton.even import EvenQueries, attend_evenly, even_queries
 from evener_kernels_triton.jit.attention import decode_kernel, mixed_kernel
 from evener_kernels_triton.jit.heads import write_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
@@ -21,7 +22,7 @@ from evener_kernels_triton.kernel import DTYPES, PRECISION
 from evener_kernels_triton.prefill import LongQueries, PoolLines, attend_long, copies_can_read, long_queries, pool_lines
 from evener_kernels_triton.primitives import rows_of
 from evener_kernels_triton.stored import KINDS
-from evener_kernels_triton.tuning import MIN_TILES, LongTile, Tuning, memoized, power_of_two
+from evener_kernels_triton.tuning import MAX_SPLITS, MIN_TILES, Tuning, memoized, power_of_two
 
 LAYOUT = "triton.paged"
 MAX_HEAD_DIM = 512
@@ -58,13 +59,13 @@ class PagedViews:
         self.value_scales: torch.Tensor
         self.key_scales, self.value_scales = scales or (self.keys, self.values)
         self.key_page, self.value_page = self.keys.stride(0), self.values.stride(0)
-        self._lines: dict[LongTile, tuple[PoolLines | None, PoolLines | None]] = {}
+        self._lines: dict[int, tuple[PoolLines | None, PoolLines | None]] = {}
 
-    def lines(self, tile: LongTile) -> tuple[PoolLines | None, PoolLines | None]:
-        """Keys and values as ``attend_long`` takes them."""
-        if tile not in self._lines:
-            self._lines[tile] = pool_lines(self.keys, tile), pool_lines(self.values, tile)
-        return self._lines[tile]
+    def lines(self, most: int) -> tuple[PoolLines | None, PoolLines | None]:
+        """Keys and values as ``attend_long`` and ``attend_evenly`` take them, for tiles of ``most`` keys."""
+        if most not in self._lines:
+            self._lines[most] = pool_lines(self.keys, most), pool_lines(self.values, most)
+        return self._lines[most]
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,14 @@ class Decode:
         launches: without sinks, and with sinks.
         grid: programs: requests, tiles of heads, splits of a request's keys.
         heads: query heads; value: length of a value.
+        even: the launch of the kernel for long states, where it is for this step and pages can be copied.
     """
 
     launches: tuple[PreparedLaunch, PreparedLaunch]
     grid: tuple[int, int, int]
     heads: int
     value: int
+    even: EvenQueries | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class PagedState(AttentionProvider, QuantizedState):
         longest = step.max_kv if spec.window is None else min(step.max_kv, spec.window + tile)
         splits = self._tuning.splits(step.requests * key.shape[0], longest, tile)
         launches, tiles = _decode_launches(self._tuning, spec, attention, block_size, splits)
-        return Decode(launches, (step.requests, tiles, splits), attention.heads, value.shape[1])
+        even = even_queries(self._tuning, step, spec, attention)
+        return Decode(launches, (step.requests, tiles, splits), attention.heads, value.shape[1], even)
 
     def _slopes_on(self, where: torch.device, attention: AttentionSpec) -> torch.Tensor | None:
         """Made once, because a captured step cannot copy from the host."""
@@ -201,7 +205,7 @@ class PagedState(AttentionProvider, QuantizedState):
         if not tokens:
             return out
         if meta.long is not None:
-            keys, values = views.lines(meta.long.tile)
+            keys, values = views.lines(meta.long.tile.n)
             if keys is None or values is None or not copies_can_read(query):
                 self._mixed(views, meta, query, sinks, out)
                 return out
@@ -222,6 +226,13 @@ class PagedState(AttentionProvider, QuantizedState):
         step, decode = meta.step, meta.decode
         assert decode is not None, "called for decode steps only"
         requests, tiles, splits = decode.grid
+        if decode.even is not None:
+            keys, values = views.lines(decode.even.tile.n)
+            if keys is not None and values is not None:
+                kv_heads = views.keys.shape[1]
+                arrived = self._tuning.arrivals.of(out.device, requests * kv_heads)
+                attend_evenly(decode.even, keys, values, views.block_size, kv_heads, query, out, arrived)
+                return
         parts = stats = arrived = out
         if splits > 1:
             where = out.device
@@ -278,9 +289,7 @@ class PagedState(AttentionProvider, QuantizedState):
         return 8 * self._tuning.units * group * (value.shape[1] + 2) * 4
 
 
-def _common(
-    tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, sinks: bool
-) -> dict[str, Any]:
+def _common(tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, sinks: bool) -> dict[str, Any]:
     """Arguments of both kernels that are the same in every step."""
     key, value = spec.tensors
     (kv_heads, d), dv = key.shape, value.shape[1]
@@ -301,7 +310,7 @@ def _decode_launches(
     (kv_heads, d), dv = spec.tensors[0].shape, spec.tensors[1].shape[1]
     group = attention.heads // kv_heads
     n, warps, stages = tuning.decode_tile(max(16, power_of_two(d), power_of_two(dv)), _size(attention.dtype))
-    if splits > 1:
+    if 1 < splits < MAX_SPLITS:
         # Short loops: one more program per unit hides more latency than a third tile in flight. 64 requests of 648
         # tokens, 32 heads on 4: 29 µs instead of 34.
         stages = min(stages, 2)

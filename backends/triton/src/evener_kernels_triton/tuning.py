@@ -35,6 +35,12 @@ MAX_SUMMED_TOKENS = 16
 MAX_COLUMNS = 256
 #: Most tokens in a tile.
 MAX_TILE_TOKENS = 128
+#: Tokens that a request may have at least where attention is in even parts. A capture serves short states too: a step
+#: of Qwen3-8B, one request on an H200, took 4.97 ms instead of 5.62 with 16,384 tokens, and 4.45 instead of 4.02 with
+#: 128.
+MIN_EVEN_TOKENS = 16384
+#: Most splits of a request with long state; half as many otherwise.
+MAX_SPLITS = 32
 #: Most splits of a request with latent state.
 MAX_LATENT_SPLITS = 8
 #: Counters that are allocated at a time.
@@ -100,6 +106,20 @@ class LongTile:
     n: int
     stages: int
     least: int
+
+
+@dataclass(frozen=True)
+class EvenTile:
+    """Sizes for attention of one query a request in even parts: ``n`` keys a step, ``stages`` steps under way. A key
+    head of a request counts as ``least`` steps at least. It is for captured steps of up to ``heads`` key heads of all
+    requests together, if a request may have ``MIN_EVEN_TOKENS``. ``registers`` of a thread, on average: what is left
+    is for the next kernel, which asks for its weights meanwhile."""
+
+    n: int
+    stages: int
+    least: int
+    heads: int
+    registers: int
 
 
 Sizes = TypeVar("Sizes", Product, Grouped)
@@ -465,10 +485,31 @@ class Tuning:
         fits = tile is not None and (tile.m + 2 * tile.stages * tile.n) * wide * 2 + 1024 <= self.shared
         return tile if fits else None
 
+    @memoized
+    def even_tile(self, wide: int) -> EvenTile | None:
+        """For heads of ``wide`` 16-bit numbers; None where there are no sizes. Measured on a GPU with 132 units."""
+        sizes = {
+            64: EvenTile(128, 2, 2, 32, 128), 128: EvenTile(128, 2, 2, 64, 128), 256: EvenTile(64, 2, 2, 64, 168)
+        }  # fmt: skip
+        tile = sizes.get(wide)
+        fits = tile is not None and (64 + 2 * tile.stages * tile.n) * wide * 2 + 2048 <= self.shared
+        return tile if fits else None
+
+    def even_programs(self, heads: int) -> int:
+        """Programs for ``heads`` key heads of all requests together: nearly all units, and if possible none with parts
+        of two heads where states are equally long."""
+        whole = self.units // heads * heads
+        return whole if 20 * whole >= 19 * self.units else self.units
+
     def splits(self, programs: int, longest: int, tile: int) -> int:
-        """Number of splits of a request's keys that fills the device, a power of two."""
+        """Number of splits of a request's keys that fills the device, a power of two.
+
+        Measured on a GPU with 132 units: one request of 16,384 tokens with 8 key heads takes 41.5 µs in 16 splits and
+        29.2 in 32; of 128 tokens 6.0 and 6.9.
+        """
         wanted = power_of_two(max(1, (4 * self.units) // max(1, programs)))
-        return max(1, min(wanted, 16, power_of_two(-(-longest // (tile * MIN_TILES)))))
+        most = MAX_SPLITS if longest >= 128 * tile else MAX_SPLITS // 2
+        return max(1, min(wanted, most, power_of_two(-(-longest // (tile * MIN_TILES)))))
 
     @memoized
     def latent_tile(self, heads: int, element: int, programs: int) -> LatentTile:

@@ -1,0 +1,79 @@
+"""Steps of one query for each request: which groups and steps ``even_kernel`` is for, and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evener.contracts.state import AttentionSpec, StateSpec, StateStep
+from evener_kernels_triton.prefill import LOG2_E, PoolLines, has_warpgroup_kernels
+from evener_kernels_triton.tuning import MIN_EVEN_TOKENS, EvenTile, Tuning, power_of_two
+
+
+@dataclass(frozen=True)
+class EvenQueries:
+    """The launch for a step.
+
+    Attributes:
+        scale: on scores, in units of base 2.
+        programs: that run side by side.
+        overlap: the kernel itself waits for the previous one; launch: extra arguments for that.
+    """
+
+    step: StateStep
+    tile: EvenTile
+    scale: float
+    window: int
+    programs: int
+    overlap: bool
+    launch: tuple[tuple[str, bool], ...]
+
+
+def even_queries(tuning: Tuning, step: StateStep, spec: StateSpec, attention: AttentionSpec) -> EvenQueries | None:
+    """None where the kernel with splits serves the step: the device or the group is not for this one, states are short,
+    the requests are so many that their keys need no parts, or the launch is not captured (descriptors are made on the
+    host, which takes longer than most steps)."""
+    if not step.captured or step.max_kv < MIN_EVEN_TOKENS or not has_warpgroup_kernels(tuning, spec, attention):
+        return None
+    (kv_heads, d), group = spec.tensors[0].shape, attention.heads // spec.tensors[0].shape[0]
+    tile = tuning.even_tile(d)
+    if tile is None or group > 64:
+        return None
+    if not 0 < step.requests * kv_heads <= tile.heads:
+        return None
+    programs, launch = tuning.even_programs(step.requests * kv_heads), tuple(tuning.launch.items())
+    scale = attention.scale * LOG2_E
+    return EvenQueries(step, tile, scale, spec.window or 0, programs, tuning.overlap, launch)
+
+
+def attend_evenly(
+    even: EvenQueries, keys: PoolLines, values: PoolLines, page: int, kv_heads: int, query: torch.Tensor,
+    out: torch.Tensor, arrived: torch.Tensor,
+) -> None:  # fmt: skip
+    """Attention of query [requests, heads, d] into ``out``.
+
+    Args:
+        page: tokens a page.
+        arrived: int32 [requests * kv_heads], 0: counters.
+    """
+    (requests, heads, d), step, tile = query.shape, even.step, even.tile
+    group = heads // kv_heads
+    high = power_of_two(group)
+    merged = max(2, min(16, 8192 // (high * d)))  # as many as registers hold
+    parts = torch.empty(even.programs, 2, group, d, dtype=torch.float32, device=out.device)
+    stats = torch.empty(even.programs, 2, group, 2, dtype=torch.float32, device=out.device)
+    _kernel()[(even.programs,)](
+        query, keys.desc, values.desc, out, parts, stats, arrived, step.block_table, step.kv_lens,
+        step.block_table.stride(0), requests, keys.page, values.page, keys.count, values.count, query.stride(0),
+        query.stride(1), even.scale, HEADS=heads, KV_HEADS=kv_heads, PAGE=page, WINDOW=even.window, D=d, N=tile.n,
+        STAGES=tile.stages, LEAST=tile.least, MERGED=merged, HIGH=high, OVERLAP=even.overlap,
+        num_warps=4, maxnreg=tile.registers, **dict(even.launch),
+    )  # fmt: skip
+
+
+def _kernel() -> Any:
+    from evener_kernels_triton.jit.even_attention import even_kernel
+
+    return even_kernel

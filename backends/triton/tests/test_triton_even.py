@@ -1,0 +1,134 @@
+"""The kernel for one query a request over long states on the host, and which steps it gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gluon_host import Box, Pointer, on_host
+from test_triton_prefill import group, step_of, tuning
+
+from evener_kernels_triton.even import even_queries
+from evener_kernels_triton.jit import even_attention as kernel
+from evener_kernels_triton.state import PagedState
+from evener_kernels_triton.tuning import power_of_two
+
+LINE = 8
+
+
+@pytest.fixture(autouse=True)
+def tiny_tensors(one_thread: None) -> None:
+    """Every test here runs on one thread."""
+
+
+def attention_on_host(
+    lengths: list[int], page: int, window: int, programs: int, n: int = 8, stages: int = 2, least: int = 1,
+    heads: int = 6, d: int = 4 * LINE,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What the kernel computes, and what is right. Places that nobody wrote hold no numbers, and so does what follows a
+    request's pages."""
+    torch.manual_seed(len(lengths) + page + window)
+    kv_heads = 2
+    need = [-(-length // page) for length in lengths]
+    pages = torch.randperm(sum(need)) + 1
+    table = torch.zeros(len(lengths), max(need) + n // page + 1, dtype=torch.int32)
+    for row, found in enumerate(pages.split(need)):
+        table[row, : len(found)] = found
+    pool = torch.full((sum(need) + 1, 2, kv_heads, page, d), torch.nan, dtype=torch.float16)
+    query = torch.randn(len(lengths), heads, d, dtype=torch.float16)
+    wanted = torch.zeros(len(lengths), heads, d)
+    for row, length in enumerate(lengths):
+        if not length:
+            continue
+        at = torch.arange(length)
+        kv = torch.randn(2, kv_heads, length, d, dtype=torch.float16)
+        first = max(0, length - window) if window else 0
+        pool[table[row, at // page].long(), :, :, at % page] = kv.permute(2, 0, 1, 3)
+        for column in range(first // page):  # pages before were given back
+            pool[table[row, column]] = torch.nan
+        k, v = kv[:, :, first:].float().repeat_interleave(heads // kv_heads, 1)
+        weights = (torch.einsum("hd,hkd->hk", query[row].float(), k) * 0.3).softmax(-1)
+        wanted[row] = torch.einsum("hk,hkd->hd", weights, v)
+    members = heads // kv_heads
+    out = torch.full_like(query, torch.nan)
+    parts = torch.full((programs, 2, members, d), torch.nan)
+    stats = torch.full((programs, 2, members, 2), torch.nan)
+    arrived = torch.zeros(len(lengths) * kv_heads, dtype=torch.int32)
+    lines = pool.view(-1, d)
+    box = [min(page, n), LINE]
+    per_page, per_part = 2 * kv_heads * page, kv_heads * page
+    count = len(lines) - per_part
+    on_host(kernel, "even_kernel", LINE)(
+        programs, Pointer(query.view(-1)), Box(lines[:count], box), Box(lines[per_part:], box), Pointer(out.view(-1)),
+        Pointer(parts.view(-1)), Pointer(stats.view(-1)), Pointer(arrived), Pointer(table.view(-1)),
+        Pointer(torch.tensor(lengths).int()), table.stride(0), len(lengths), per_page, per_page, count, count,
+        query.stride(0), query.stride(1), 0.3 * 1.4426950408889634, HEADS=heads, KV_HEADS=kv_heads, PAGE=page,
+        WINDOW=window, D=d, N=n, STAGES=stages, LEAST=least, MERGED=2, HIGH=power_of_two(members), OVERLAP=True,
+    )  # fmt: skip
+    assert not arrived.any(), "the next launch counts from 0"
+    real = torch.tensor(lengths) > 0
+    return out[real].float(), wanted[real]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "page", "window", "programs", "n", "stages", "least"),
+    [
+        ([61], 4, 0, 5, 8, 2, 1), ([1], 4, 0, 3, 8, 2, 1), ([17, 0, 3, 90, 8], 4, 0, 7, 8, 3, 1),
+        ([33, 40, 0], 16, 0, 4, 8, 2, 1), ([70, 9, 21], 4, 20, 4, 8, 2, 1), ([64, 16], 8, 16, 9, 16, 2, 3),
+        ([50, 50], 2, 0, 2, 16, 2, 1), ([200], 1, 0, 1, 8, 2, 1), ([30] * 3, 4, 0, 30, 8, 2, 100),
+    ],
+)  # fmt: skip
+def test_equal_parts_of_all_states(
+    lengths: list[int], page: int, window: int, programs: int, n: int, stages: int, least: int
+) -> None:
+    got, wanted = attention_on_host(lengths, page, window, programs, n, stages, least)
+    torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
+
+
+def test_more_requests_than_one_search_takes() -> None:
+    got, wanted = attention_on_host([3] + [0] * 126 + [9, 0, 5, 17], 4, 0, 6)
+    torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
+
+
+def captured(requests: int, longest: int) -> Any:
+    return replace(step_of([1] * requests), captured=True, max_kv=longest)
+
+
+def test_which_steps_it_gets() -> None:
+    assert even_queries(tuning(), captured(1, 16384), *group()) is not None
+    assert even_queries(tuning("overlap"), captured(8, 16384), *group()) is not None
+    assert even_queries(tuning(), captured(1, 4096), *group()) is None, "short states"
+    assert even_queries(tuning(), captured(256, 16384), *group()) is None, "requests enough without parts"
+    assert even_queries(tuning(), replace(captured(1, 16384), captured=False), *group()) is None
+    assert even_queries(tuning(), captured(1, 16384), *group(kind="window")).window == 512
+
+
+@pytest.mark.parametrize(
+    ("heads", "programs"), [(8, 128), (64, 128), (4, 132), (40, 132), (96, 132), (128, 128), (7, 126)]
+)
+def test_parts_end_with_heads_where_that_leaves_few_units_idle(heads: int, programs: int) -> None:
+    assert tuning().even_programs(heads) == programs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"d": 96}, {"kind": "chunk"}, {"dtype": "float32"}, {"softcap": 30.0}, {"sinks": True}, {"slopes": (0.5,) * 4}],
+    ids=str,
+)
+def test_what_it_does_not_compute_stays_with_the_kernel_with_splits(changes: dict[str, Any]) -> None:
+    assert even_queries(tuning(), captured(1, 16384), *group(**changes)) is None
+
+
+def test_pages_that_cannot_be_copied_stay_with_the_kernel_with_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider, (spec, attention) = PagedState(tuning()), group()
+    size = provider.bytes_per_block(spec, 32)
+    meta = provider.prepare(captured(1, 16384), spec, attention, 32)
+    seen: list[str] = []
+    monkeypatch.setattr("evener_kernels_triton.state.attend_evenly", lambda *args: seen.append("evenly"))
+    monkeypatch.setattr(type(meta.decode.launches[0]), "__call__", lambda *args: seen.append("splits"))
+    for storage in (torch.zeros(3, size, dtype=torch.uint8), torch.zeros(3, size + 16, dtype=torch.uint8)[:, :size]):
+        views = provider.bind(storage, spec, 32)
+        provider.attend(views, meta, torch.zeros(1, 4, 128, dtype=torch.bfloat16))
+    assert seen == ["evenly", "splits"]
