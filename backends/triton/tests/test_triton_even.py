@@ -97,12 +97,13 @@ def captured(requests: int, longest: int) -> Any:
 
 
 def test_which_steps_it_gets() -> None:
-    assert even_queries(tuning(), captured(1, 16384), *group()) is not None
-    assert even_queries(tuning("overlap"), captured(8, 16384), *group()) is not None
-    assert even_queries(tuning(), captured(1, 4096), *group()) is None, "short states"
-    assert even_queries(tuning(), captured(256, 16384), *group()) is None, "requests enough without parts"
-    assert even_queries(tuning(), replace(captured(1, 16384), captured=False), *group()) is None
-    assert even_queries(tuning(), captured(1, 16384), *group(kind="window")).window == 512
+    assert even_queries(tuning(), captured(1, 65536), *group()) is not None
+    assert even_queries(tuning("overlap"), captured(8, 65536), *group()) is not None
+    assert even_queries(tuning(), captured(1, 16384), *group()) is None, "short states"
+    assert even_queries(replace(tuning(), even_from=16384), captured(1, 16384), *group()) is not None
+    assert even_queries(tuning(), captured(256, 65536), *group()) is None, "requests enough without parts"
+    assert even_queries(tuning(), replace(captured(1, 65536), captured=False), *group()) is None
+    assert even_queries(tuning(), captured(1, 65536), *group(kind="window")).window == 512
 
 
 @pytest.mark.parametrize(
@@ -118,13 +119,13 @@ def test_parts_end_with_heads_where_that_leaves_few_units_idle(heads: int, progr
     ids=str,
 )
 def test_what_it_does_not_compute_stays_with_the_kernel_with_splits(changes: dict[str, Any]) -> None:
-    assert even_queries(tuning(), captured(1, 16384), *group(**changes)) is None
+    assert even_queries(tuning(), captured(1, 65536), *group(**changes)) is None
 
 
 def test_pages_that_cannot_be_copied_stay_with_the_kernel_with_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     provider, (spec, attention) = PagedState(tuning()), group()
     size = provider.bytes_per_block(spec, 32)
-    meta = provider.prepare(captured(1, 16384), spec, attention, 32)
+    meta = provider.prepare(captured(1, 65536), spec, attention, 32)
     seen: list[str] = []
     monkeypatch.setattr("evener_kernels_triton.state.attend_evenly", lambda *args: seen.append("evenly"))
     monkeypatch.setattr(type(meta.decode.launches[0]), "__call__", lambda *args: seen.append("splits"))

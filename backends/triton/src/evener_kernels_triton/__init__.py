@@ -18,6 +18,12 @@ descriptor = Descriptor(
             choices=("auto", "off"),
             help="Start a kernel while the previous one finishes, if the device can (programmatic dependent launch).",
         ),
+        "even_attention": Option(
+            type=int,
+            default=65536,
+            help="On Hopper cards: the least infer.max_seq_len with which captured decode steps divide attention into "
+            "even parts. It makes long contexts faster, from about 6,000 tokens on, and short ones slower.",
+        ),
     },
     ops=(
         "embedding",

@@ -9,7 +9,7 @@ import torch
 
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep
 from evener_kernels_triton.prefill import LOG2_E, PoolLines, has_warpgroup_kernels
-from evener_kernels_triton.tuning import MIN_EVEN_TOKENS, EvenTile, Tuning, power_of_two
+from evener_kernels_triton.tuning import EvenTile, Tuning, power_of_two
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def even_queries(tuning: Tuning, step: StateStep, spec: StateSpec, attention: At
     """None where the kernel with splits serves the step: the device or the group is not for this one, states are short,
     the requests are so many that their keys need no parts, or the launch is not captured (descriptors are made on the
     host, which takes longer than most steps)."""
-    if not step.captured or step.max_kv < MIN_EVEN_TOKENS or not has_warpgroup_kernels(tuning, spec, attention):
+    if not step.captured or step.max_kv < tuning.even_from or not has_warpgroup_kernels(tuning, spec, attention):
         return None
     (kv_heads, d), group = spec.tensors[0].shape, attention.heads // spec.tensors[0].shape[0]
     tile = tuning.even_tile(d)

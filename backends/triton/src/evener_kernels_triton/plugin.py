@@ -20,7 +20,7 @@ from evener_kernels_triton.logits import LOGITS
 from evener_kernels_triton.primitives import PRIMITIVES
 from evener_kernels_triton.sampling import SAMPLING
 from evener_kernels_triton.state import PagedState
-from evener_kernels_triton.tuning import Tuning
+from evener_kernels_triton.tuning import MIN_EVEN_TOKENS, Tuning
 
 
 @hookimpl
@@ -40,4 +40,6 @@ def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequen
 
 
 def _tuning(device: Device, options: Mapping[str, Any]) -> Tuning:
-    return Tuning.of(device.capabilities, overlap=options.get("overlap", "auto") != "off")
+    return Tuning.of(
+        device.capabilities, options.get("overlap", "auto") != "off", options.get("even_attention", MIN_EVEN_TOKENS)
+    )

@@ -35,10 +35,10 @@ MAX_SUMMED_TOKENS = 16
 MAX_COLUMNS = 256
 #: Most tokens in a tile.
 MAX_TILE_TOKENS = 128
-#: Tokens that a request may have at least where attention is in even parts. A capture serves short states too: a step
-#: of Qwen3-8B, one request on an H200, took 4.97 ms instead of 5.62 with 16,384 tokens, and 4.45 instead of 4.02 with
-#: 128.
-MIN_EVEN_TOKENS = 16384
+#: ``triton.even_attention``: tokens that a request may have at least where attention is in even parts. A capture serves
+#: short states too: a step of Qwen3-8B, one request on an H200, took 4.97 ms instead of 5.62 with 16,384 tokens, and
+#: 4.45 instead of 4.02 with 128.
+MIN_EVEN_TOKENS = 65536
 #: Most splits of a request with long state; half as many otherwise.
 MAX_SPLITS = 32
 #: Most splits of a request with latent state.
@@ -112,7 +112,7 @@ class LongTile:
 class EvenTile:
     """Sizes for attention of one query a request in even parts: ``n`` keys a step, ``stages`` steps under way. A key
     head of a request counts as ``least`` steps at least. It is for captured steps of up to ``heads`` key heads of all
-    requests together, if a request may have ``MIN_EVEN_TOKENS``. ``registers`` of a thread, on average: what is left
+    requests together, if a request may have ``even_from`` tokens. ``registers`` of a thread, on average: what is left
     is for the next kernel, which asks for its weights meanwhile."""
 
     n: int
@@ -176,6 +176,7 @@ class Tuning:
         ptx: the device takes PTX of compute capability 8.0.
         float8, integers: its matrix unit multiplies float8_e4m3fn, int8.
         scaled_rows, scaled_blocks: so does torch's library, with scales of rows, of blocks.
+        even_from: tokens that a request may have at least where attention is in even parts.
         changes: measured sizes that are better than those of the rules below, by field; for the products of a composite
             by "part.field".
         arrivals: counters of programs that share a sum.
@@ -194,9 +195,10 @@ class Tuning:
     integers: bool = False
     scaled_rows: bool = False
     scaled_blocks: bool = False
+    even_from: int = MIN_EVEN_TOKENS
 
     @classmethod
-    def of(cls, device: DeviceCapabilities, overlap: bool = True) -> Tuning:
+    def of(cls, device: DeviceCapabilities, overlap: bool = True, even_from: int = MIN_EVEN_TOKENS) -> Tuning:
         """Make it from the features of a device."""
         return cls(
             number_of("units", device.features, _UNITS),
@@ -208,6 +210,7 @@ class Tuning:
             integers="int8" in device.features,
             scaled_rows="scaled-rows" in device.features,
             scaled_blocks="scaled-blocks" in device.features,
+            even_from=even_from,
         )
 
     def with_changes(self, variant: Variant) -> Tuning:
