@@ -38,6 +38,14 @@ class Ahead {
     context = &f, more = [](void* c, Span* to) { return (*(F*)c)(to); };
     fetch();
   }
+  // So many bytes are used, and the caller prefetches as many, from here on; at the end, ``otherwise``.
+  MEMBER const char* take(long bytes, const char* otherwise) {
+    while (now.p >= now.end)
+      if (!more || !more(context, &now)) return otherwise;
+    const char* from = now.p;
+    now.p += bytes;
+    return from;
+  }
   // So many bytes are used.
   MEMBER void step(long bytes) {
     owed += bytes;

@@ -33,13 +33,15 @@ void tile(const T* const w[4], const T* const x[MR], long K, v4* out, Ahead* ahe
   long k = 0;
   if (ROW_BY_ROW) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 4; i++) {
+      const char* later = ahead->take(K * (long)sizeof(T), (const char*)w[i]);
       for (k = 0; k + S <= K; k += S) {
         v16 one = Lanes<T>::raw(w[i] + k);
-        ahead->step(64);
+        __builtin_prefetch(later + k * sizeof(T), 0, 2);
 #pragma GCC unroll 4
         for (int j = 0; j < MR; j++) Lanes<T>::dot(a[i][j], one, Lanes<T>::raw(x[j] + k));
       }
+    }
   }
   for (; k + S <= K; k += S) {
     v16 w0 = Lanes<T>::raw(w[0] + k), w1 = Lanes<T>::raw(w[1] + k), w2 = Lanes<T>::raw(w[2] + k), w3 = Lanes<T>::raw(w[3] + k);

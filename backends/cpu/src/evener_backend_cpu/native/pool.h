@@ -18,10 +18,7 @@ static inline int next(int round) { return (int)((unsigned)round + 1); }
 class Futex {
   alignas(64) std::atomic<int> value{0};
   std::atomic<int> asleep{0};
-#ifndef SPIN
-#define SPIN 3000
-#endif
-  static const int SPINS = SPIN;
+  static const int SPINS = 3000;
 
   static void pause() {
 #if defined(__x86_64__)
