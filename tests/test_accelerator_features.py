@@ -271,9 +271,9 @@ def test_a_failure_of_the_host_in_a_captured_step_ends_the_engine(
         def refused(*arguments: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
                 raise ValueError("a wrong tensor")
-            return require(*arguments)
+            return bind(*arguments)
 
-        require = experts.require
-        monkeypatch.setattr(experts, "require", refused)
+        bind = experts._Stacks.bind
+        monkeypatch.setattr(experts._Stacks, "bind", refused)
         with pytest.raises(PluginError, match=r"kernel cpu/\S+ .* raised ValueError: a wrong tensor"):
             play(controller, requests(12))

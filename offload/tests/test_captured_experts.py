@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from expert_families import FAMILIES, FEW_BLOCKS, HEADS, Configured, on_the_cpu, worker_of
 from harsh_traffic import LIMITS, assert_same, shrink, traffic
 
@@ -89,9 +89,9 @@ def test_padding_rows_cost_the_host_nothing(configured: Configured, monkeypatch:
     call = place._captured._call
 
     def watched(begins: bool, compute: Any, *more: Any) -> None:
-        def counted(x: torch.Tensor, *inputs: Any) -> Any:
-            rows.append(len(x))
-            return compute(x, *inputs)
+        def counted(count: int) -> None:
+            rows.append(count)
+            compute(count)
 
         call(begins, counted, *more)
 
@@ -110,14 +110,8 @@ def test_rows_of_a_replay_belong_to_it_though_the_next_one_is_submitted_before_i
     captured, seen = placed(controller)._captured, list[int | None]()
     captured.replayed(3)
     captured.replayed(1)
-    buffers = captured._buffers_for([torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 2)])
-
-    def compute(x: torch.Tensor, *_: Any) -> torch.Tensor:
-        seen.append(len(x))
-        return x
-
     for begins in (True, False, True, False, True):
-        captured._call(begins, compute, 0, buffers, None)  # type: ignore[arg-type]
+        captured._call(begins, seen.append, 0, np.zeros((4, 2), np.int32))
     assert seen == [3, 3, 1, 1, 4], "a step without a number has no padding"
 
 
@@ -132,15 +126,15 @@ def test_a_kernel_of_the_host_that_fails_in_a_replay_is_named(
         real(self)
         replaying.clear()
 
-    require = experts.require
+    bind = experts._Stacks.bind
 
     def refused(*arguments: Any) -> Any:
         if replaying.is_set():
             raise ValueError("a wrong tensor")
-        return require(*arguments)
+        return bind(*arguments)
 
     monkeypatch.setattr(RecordedReplay, "__call__", replay)
-    monkeypatch.setattr(experts, "require", refused)
+    monkeypatch.setattr(experts._Stacks, "bind", refused)
     with pytest.raises(PluginError, match=r"kernel cpu/\S+ .* raised ValueError: a wrong tensor"):
         play(controller, traffic()["messages"][:2])
     with pytest.raises(PluginError, match="a wrong tensor"):

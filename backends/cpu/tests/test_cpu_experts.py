@@ -247,10 +247,18 @@ def test_routed_experts_match_their_expansion_and_are_invariant_to_batch_and_thr
                 assert torch.equal(run(x, ids, weights, own), got)
             if tokens > 2:
                 assert torch.equal(run(x[:2], ids[:2], weights[:2], own), got[:2])
+            out = torch.full_like(x, torch.nan)
+            for rows in (tokens - 1, tokens):
+                assert run(x, ids, weights, own, out=out, rows=rows) is out
+                assert torch.equal(out[:rows], got[:rows]) and bool(out[rows:].isnan().all())
     finally:
         device.limit_threads(before)
     with pytest.raises(ValueError, match="experts' ids"):
         run(x, ids + experts, weights, own)
+    with pytest.raises(ValueError, match="531 rows of 530"):
+        run(x, ids, weights, own, out=out, rows=531)
+    with pytest.raises(ValueError, match="the result"):
+        run(x, ids, weights, own, out=out[1:])
 
 
 def _stack(device: CpuDevice, storage: str, dtype: str) -> tuple[Any, torch.Tensor]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from evener.contracts.device import Device
@@ -108,7 +109,7 @@ class CapturedExperts:
         """
         device, inputs = self._device, [x, ids, weights]
         to, result = self._buffers_for(inputs), torch.empty_like(x)
-        call = partial(self._call, path == self._first, compute, expert_bytes, to, experts)
+        call = partial(self._call, path == self._first, _bound(compute, to, experts), expert_bytes, to.ids.numpy())
         self._calls.append(call)
         beside = self._beside()
         before, after = (None, None) if beside is None else (device.new_event(), device.new_event())
@@ -132,7 +133,9 @@ class CapturedExperts:
 
         return wait
 
-    def _call(self, begins: bool, compute: OpFunction, expert_bytes: int, to: _Buffers, experts: MoEWeights) -> None:
+    def _call(
+        self, begins: bool, compute: Callable[[int], None], expert_bytes: int, ids: np.ndarray[Any, Any]
+    ) -> None:  # fmt: skip
         """What the device calls."""
         if begins:
             self._rows = self._submitted.popleft() if self._submitted else None
@@ -141,15 +144,14 @@ class CapturedExperts:
         collects = gc.isenabled()
         gc.disable()  # a collection here could free what calls the device, which a function that it calls must not do
         try:
-            began, x, ids = time.perf_counter_ns(), to.x[: self._rows], to.ids[: self._rows]
+            began, rows = time.perf_counter_ns(), len(ids) if self._rows is None else self._rows
             # The thread that waits for the step spins on a core. If the host computed on all of them, the thread that
             # shares its core would hold up the others in every product.
             self._host.limit_threads(self._threads - (self._threads >= SPARING))
-            with torch.inference_mode():  # belongs to a thread
-                to.found[: self._rows].copy_(compute(x, ids, to.weights[: self._rows], experts))
+            compute(rows)
             self._host.limit_threads(self._threads)
             self._work.nanoseconds += time.perf_counter_ns() - began
-            self._work.read_bytes += expert_bytes * len(set(ids.reshape(-1).tolist()))
+            self._work.read_bytes += expert_bytes * len(set(ids[:rows].ravel().tolist()))
         except Exception as error:  # raised by ``check``: nothing could catch it here
             self._failure = error
         finally:
@@ -181,3 +183,15 @@ class CapturedExperts:
         raw = next(iter(self._device.pinned_buffers(1, nbytes)), None)
         raw = torch.empty(nbytes, dtype=torch.uint8) if raw is None else raw
         return raw.zero_().view(like.dtype).view(like.shape)
+
+
+def _bound(compute: OpFunction, to: _Buffers, experts: MoEWeights) -> Callable[[int], None]:
+    """What computes so many of the first rows of ``to``."""
+    if getattr(compute, "takes_out", False):
+        return lambda count: compute(to.x, to.ids, to.weights, experts, out=to.found, rows=count)
+
+    def rows(count: int) -> None:
+        with torch.inference_mode():  # belongs to a thread
+            to.found[:count].copy_(compute(to.x[:count], to.ids[:count], to.weights[:count], experts))
+
+    return rows

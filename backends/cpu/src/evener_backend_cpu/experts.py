@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -181,25 +182,50 @@ class NativeRoutedExperts(NativeKernel):
 
     def build(self, call: OpCall) -> OpFunction:
         static = cast(ExpertsStatic, call.static)
-        device, function = self.device, self.native.function("routed", static["dtype"])
-        site, hidden, top = _Stacks(static, call.layouts), static["hidden"], static["top"]
-        dtype = getattr(torch, static["dtype"])
+        return _Routed(self.device, self.native.function("routed", static["dtype"]), static, call.layouts)
 
-        def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights) -> torch.Tensor:
-            tokens = x.shape[0]
-            x, ids, weights, y = x.contiguous(), ids.contiguous(), weights.contiguous(), x.new_empty(tokens, hidden)
-            function(
-                site.bind(experts),
-                tokens,
-                require("the input", x, dtype, (tokens, hidden)),
-                require("the experts' ids", ids, torch.int32, (tokens, top)),
-                require("the weights", weights, torch.float32, (tokens, top)),
-                y.data_ptr(),
-                device.threads,
-            )
-            return y
 
-        return run
+class _Routed:
+    """``routed_experts``; with ``out``, into given memory."""
+
+    #: See ``OpFunction``.
+    takes_out = True
+
+    def __init__(self, device: Any, function: Any, static: ExpertsStatic, layouts: Mapping[str, str]) -> None:
+        self._device, self._function, self._site = device, function, _Stacks(static, layouts)
+        self._hidden, self._top, self._dtype = static["hidden"], static["top"], getattr(torch, static["dtype"])
+        #: Tensors of the last call with ``out``, and their addresses: they are the same objects at every step.
+        self._last: tuple[Any, ...] = (None, None, None, None)
+        self._addresses = 0, 0, 0, 0
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights,
+        out: torch.Tensor | None = None, rows: int | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        count = x.shape[0] if rows is None else rows
+        if out is None:
+            x, ids, weights, out = x.contiguous(), ids.contiguous(), weights.contiguous(), torch.empty_like(x)
+            addresses = self._checked(x, ids, weights, out)
+        else:
+            if not all(map(is_, self._last, (x, ids, weights, out))):
+                self._last, self._addresses = (x, ids, weights, out), self._checked(x, ids, weights, out)
+            addresses = self._addresses
+            if not 0 <= count <= len(x):
+                raise ValueError(f"{count} rows of {len(x)} were asked for")
+        self._function(self._site.bind(experts), count, *addresses, self._device.threads)
+        return out
+
+    def _checked(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+    ) -> tuple[int, int, int, int]:  # fmt: skip
+        self._last = (None, None, None, None)
+        rows, pairs = (x.shape[0], self._hidden), (x.shape[0], self._top)
+        return (
+            require("the input", x, self._dtype, rows),
+            require("the experts' ids", ids, torch.int32, pairs),
+            require("the weights", weights, torch.float32, pairs),
+            require("the result", y, self._dtype, rows),
+        )
 
 
 class NativeMoeBlock(NativeKernel):

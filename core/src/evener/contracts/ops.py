@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from evener.contracts.quant import Packing
 
-#: A resolved op: takes the schema's inputs in order, and returns its outputs.
+#: A resolved op: takes the schema's inputs in order, and returns its outputs. One with a true attribute
+#: ``takes_out`` also takes ``out``, a tensor for its only output, and ``rows``: it computes so many of the first rows.
 OpFunction = Callable[..., Any]
 
 #: Static parameters of an op: sizes, dtypes, formats and flags that are fixed when the model is built.

@@ -9,6 +9,7 @@
 
 #include <cstdlib>
 
+#include "ahead.h"
 #include "simd.h"
 
 // GCC's own intrinsics for reading a tile do not say that they read memory, so what was written before may come too late.
@@ -213,7 +214,8 @@ static bool many_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, l
 
 // Up to 16 rows of x, in pairs: weights are read as they lie in memory, those of the next block are fetched during this one.
 template <class O, class Index>
-static bool few_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, long n1, long K, const bf16* bias, O* y, long ldy, Index in, Index out) {
+static bool few_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, long n1, long K, const bf16* bias, O* y, long ldy, Index in, Index out,
+                     Ahead& ahead) {
   static thread_local TileRoom room;
   const long whole = K / TILE_COLUMNS, steps = (K + TILE_COLUMNS - 1) / TILE_COLUMNS;
   const bool direct = M == 1 && whole == steps;
@@ -229,14 +231,14 @@ static bool few_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, lo
       for (long k = 0; k < steps * TILE_COLUMNS; k++) pairs[(k / 2 * M + m) * 2 + k % 2] = k < K ? row[k] : bf16{0};
     }
   alignas(64) float sums[256], turned[16];
+  ahead.at_least(32 * K);
   Tiles shapes(M);
   for (long n = n0; n < n1; n += 16) {
     const bf16* rows = w + n * K;
-    long count = n1 - n < 16 ? n1 - n : 16, next = n1 - n - 16 < 16 ? n1 - n - 16 : 16;
-    const char *ahead = (const char*)(rows + 16 * K), *end = ahead + (next > 0 ? next * K * 2 : 0);
+    long count = n1 - n < 16 ? n1 - n : 16;
     TILE_ZERO(0);
     for (long s = 0; s < steps; s++) {
-      for (int i = 0; i < 16 && ahead < end; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      ahead.step(s < whole ? count * 64 : count * (K * 2 - s * 64));
       if (count == 16 && s < whole) TILE_LOAD(4, rows + s * TILE_COLUMNS, K * 2);
       else {
         __mmask32 mask = s < whole ? ~0u : (1u << (K - s * TILE_COLUMNS)) - 1;

@@ -132,6 +132,49 @@ struct SortedPairs {
 
 INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
+// Pieces of ``total``, each a multiple of ``unit`` and about as large as the others, and so many that threads end at about the same time.
+INLINE long even_piece(long total, long width, long threads, long unit) {
+  if (threads == 1) return width;
+  long wanted = total / (threads * 16), parts = wanted > unit ? ceil_div(width, wanted) : ceil_div(width, unit);
+  return ceil_div(ceil_div(width, parts), unit) * unit;
+}
+
+// Pieces that a thread takes from a queue. What it reads next is prefetched, so it takes a piece shortly before it needs it.
+// ``span_of(piece, k, to)``: whether there is a k-th span of a piece, which is put into ``to``.
+template <class F> struct Pieces {
+  WorkQueue& queue;
+  long total;
+  F span_of;
+  long taken[4], count, at, part;  // at, part: what is prefetched next
+  bool begun;
+  Pieces(WorkQueue& queue, long total, F span_of) : queue(queue), total(total), span_of(span_of), count(0), at(0), part(0), begun(false) {}
+
+  bool take() {
+    long end;
+    if (count == 4 || !queue.take(total, 1, taken + count, &end)) return false;
+    count++;
+    return true;
+  }
+  bool operator()(Span* to) {
+    for (; at < count || take(); at++, part = 0)
+      if (span_of(taken[at], part++, to)) return true;
+    return false;
+  }
+  // The piece to be computed now.
+  bool next(long* piece) {
+    if (begun) {
+      count--;
+      for (long i = 0; i < count; i++) taken[i] = taken[i + 1];
+      if (at) at--;
+      else part = 0;
+    }
+    begun = count || take();
+    if (begun) *piece = taken[0];
+    return begun;
+  }
+};
+template <class F> static Pieces<F> pieces(WorkQueue& queue, long total, F span_of) { return Pieces<F>(queue, total, span_of); }
+
 // y = act(gate) * up of interleaved pairs: g sigmoid(alpha g) (u + 1), g clamped above and u on both sides.
 template <class T> INLINE void clamped_row(const float* pairs, T* y, long n, float alpha, float limit) {
   for (long i = 0; i < n; i += 16) {
@@ -197,17 +240,29 @@ template <class T> struct ExpertRun {
     bool packed;
   };
 
+  // The k-th span that ``run_gate_up`` reads.
+  bool gate_up_span(const Matrix& w, long width, long i0, long i1, long k, Span* to) {
+    bool pairs = e.activation == CLAMPED_SWIGLU;
+    long i = i0 + (pairs ? k : k / 2) * (WIDE / 2), n = i1 - i < WIDE / 2 ? i1 - i : WIDE / 2;
+    if (i >= i1) return false;
+    long at = pairs ? 2 * i : k % 2 * width + i;
+    *to = span_of(w, at, at + (pairs ? 2 * n : n), e.hidden, sizeof(T));
+    return true;
+  }
+
   // Columns i0 <= i < i1 of h for M rows of y (the normed input).
   void run_gate_up(const Matrix& w, const T* bias, const Inner& to, long row, const T* y, const Quantized& in, Rows rows, long M, long i0, long i1,
-            float* tile) {
+            float* tile, Ahead& ahead) {
     bool pairs = e.activation == CLAMPED_SWIGLU;
     for (long i = i0; i < i1; i += WIDE / 2) {
       long n = i1 - i < WIDE / 2 ? i1 - i : WIDE / 2;
       for (long m = 0; m < M; m += TILE) {
         long some = M - m < TILE ? M - m : TILE;
         long at = pairs ? 2 * i : i, wide = pairs ? 2 * n : n;
-        multiply<T, float>(w, y, in, some, at, at + wide, e.hidden, bias, tile, WIDE, rows.from(m));
-        if (!pairs) multiply<T, float>(w, y, in, some, to.width + i, to.width + i + n, e.hidden, bias, tile + WIDE / 2, WIDE, rows.from(m));
+        multiply<T, float>(w, y, in, some, at, at + wide, e.hidden, bias, tile, WIDE, rows.from(m), {}, m ? nullptr : &ahead);
+        if (!pairs)
+          multiply<T, float>(w, y, in, some, to.width + i, to.width + i + n, e.hidden, bias, tile + WIDE / 2, WIDE, rows.from(m), {},
+                             m ? nullptr : &ahead);
         for (long r = 0; r < some; r++) {
           const float* from = tile + r * WIDE;
           long k = row + m + r;
@@ -223,29 +278,38 @@ template <class T> struct ExpertRun {
 
   void run_all_gate_up(const SortedPairs& by, const int32_t* tokens_of, const Inner& h, const Inner& shared, const T* y, const Quantized& in, long first,
                 long M, float* tile, long threads) {
-    long piece = piece_of(by.count * h.width + shared.width, threads, WIDE / 2);
-    if (piece < WIDE / 2) piece = WIDE / 2;
-    long each = ceil_div(h.width, piece), all = by.count * each + ceil_div(shared.width, piece), at, end;
-    while (gate_up_queue.take(all, 1, &at, &end)) {
-      bool routed = at < by.count * each;
-      const Inner& to = routed ? h : shared;
-      long i0 = (routed ? at % each : at - by.count * each) * piece, i1 = i0 + piece < to.width ? i0 + piece : to.width;
-      if (!routed) {
-        run_gate_up(e.shared_gate_up, nullptr, to, 0, y, in, Rows{nullptr, first}, M, i0, i1, tile);
+    long piece = even_piece(by.count * h.width + shared.width, h.width ? h.width : shared.width, threads, WIDE / 2);
+    long each = ceil_div(h.width, piece), all = by.count * each + ceil_div(shared.width, piece), at;
+    auto routed = [&](long at) { return at < by.count * each; };
+    auto to_of = [&](long at) -> const Inner& { return routed(at) ? h : shared; };
+    auto first_of = [&](long at) { return (routed(at) ? at % each : at - by.count * each) * piece; };
+    auto last_of = [&](long at) { return first_of(at) + piece < to_of(at).width ? first_of(at) + piece : to_of(at).width; };
+    auto own = pieces(gate_up_queue, all, [&](long at, long k, Span* to) {
+      const Matrix& w = routed(at) ? e.gate_up[by.active[at / each]] : e.shared_gate_up;
+      return gate_up_span(w, to_of(at).width, first_of(at), last_of(at), k, to);
+    });
+    Ahead ahead;
+    ahead.follow(own);
+    while (own.next(&at)) {
+      const Inner& to = to_of(at);
+      long i0 = first_of(at), i1 = last_of(at);
+      if (!routed(at)) {
+        run_gate_up(e.shared_gate_up, nullptr, to, 0, y, in, Rows{nullptr, first}, M, i0, i1, tile, ahead);
         continue;
       }
       long s = by.active[at / each], row = by.start[s];
       const T* bias = e.gate_up_bias ? (const T*)e.gate_up_bias + s * 2 * e.inner : nullptr;
-      run_gate_up(e.gate_up[s], bias, to, row, y, in, Rows{tokens_of + row, 0}, by.rows(s), i0, i1, tile);
+      run_gate_up(e.gate_up[s], bias, to, row, y, in, Rows{tokens_of + row, 0}, by.rows(s), i0, i1, tile, ahead);
     }
   }
 
   // sum[token, 0:n1 - n0] += weight * (h · w) for M rows of h, with their tokens and weights by index.
   template <class W>
-  void run_down(const Matrix& w, const T* bias, const Inner& from, long row, long M, long n0, long n1, float* tile, float* sum, W weighted) {
+  void run_down(const Matrix& w, const T* bias, const Inner& from, long row, long M, long n0, long n1, float* tile, float* sum, Ahead& ahead,
+                W weighted) {
     for (long m = 0; m < M; m += TILE) {
       long some = M - m < TILE ? M - m : TILE;
-      multiply<T, float>(w, from.h, from.ints, some, n0, n1, from.width, bias, tile, WIDE, Rows{nullptr, row + m});
+      multiply<T, float>(w, from.h, from.ints, some, n0, n1, from.width, bias, tile, WIDE, Rows{nullptr, row + m}, {}, m ? nullptr : &ahead);
       for (long r = 0; r < some; r++) {
         float weight, *to = sum + weighted(row + m + r, &weight) * WIDE, *one = tile + r * WIDE;
         for (long c = 0; c < n1 - n0; c += 16) store(to + c, load(to + c) + load(one + c) * weight);
@@ -255,22 +319,32 @@ template <class T> struct ExpertRun {
 
   // One thread computes a piece of the columns for all experts in order: no two threads add to the same number.
   void run_all_down(const SortedPairs& by, const int32_t* tokens_of, const Inner& h, const Inner& shared, const float* weights, const float* gates,
-                long first, long M, float* tile, float* sum, long threads) {
-    long H = e.hidden, p0, p1, piece = piece_of(H, threads, 16);
-    while (down_queue.take(H, piece, &p0, &p1))
-      for (long n0 = p0; n0 < p1; n0 += WIDE) {
+                long first, long M, float* tile, float* sum, long threads, bool wait_first) {
+    long H = e.hidden, piece = even_piece(H, H, threads, 16), each = by.count + (shared.width > 0), at;
+    auto last_of = [&](long at) { return (at + 1) * piece < H ? (at + 1) * piece : H; };
+    auto own = pieces(down_queue, ceil_div(H, piece), [&](long at, long k, Span* to) {
+      long n0 = at * piece + (each ? k / each * WIDE : H), n1 = n0 + WIDE < last_of(at) ? n0 + WIDE : last_of(at), i = each ? k % each : 0;
+      if (n0 >= n1) return false;
+      *to = i < by.count ? span_of(e.down[by.active[i]], n0, n1, h.width, sizeof(T)) : span_of(e.shared_down, n0, n1, shared.width, sizeof(T));
+      return true;
+    });
+    Ahead ahead;
+    ahead.follow(own);
+    if (wait_first) barrier.wait(threads);
+    while (own.next(&at))
+      for (long n0 = at * piece, p1 = last_of(at); n0 < p1; n0 += WIDE) {
         long n1 = n0 + WIDE < p1 ? n0 + WIDE : p1;
         memset((void*)sum, 0, M * WIDE * 4);
         for (long i = 0; i < by.count; i++) {
           long s = by.active[i];
           const T* bias = e.down_bias ? (const T*)e.down_bias + s * H : nullptr;
-          run_down(e.down[s], bias, h, by.start[s], by.rows(s), n0, n1, tile, sum, [&](long r, float* weight) {
+          run_down(e.down[s], bias, h, by.start[s], by.rows(s), n0, n1, tile, sum, ahead, [&](long r, float* weight) {
             *weight = weights[by.pair[r]];
             return tokens_of[r] - first;
           });
         }
         if (shared.width)
-          run_down(e.shared_down, nullptr, shared, 0, M, n0, n1, tile, sum, [&](long r, float* weight) {
+          run_down(e.shared_down, nullptr, shared, 0, M, n0, n1, tile, sum, ahead, [&](long r, float* weight) {
             *weight = gates ? gates[first + r] : 1.f;
             return r;
           });
@@ -309,14 +383,15 @@ template <class T> struct ExpertRun {
         gates[t] = 1.f / (exp1(-gates[t]) + 1.f);
       }
       if (!s.few) barrier.wait(threads);
+      const bool whole = tokens <= s.panel;  // then no queue is used again, and pieces of the next may be taken before the barrier
       for (long p = 0; p < tokens; p += s.panel) {
         long M = tokens - p < s.panel ? tokens - p : s.panel;
         SortedPairs by(mine + s.sorted, slots + p * e.top, M * e.top, e.slots);
         for (long i = 0; i < by.start[e.slots]; i++) tokens_of[i] = (int32_t)(p + by.pair[i] / e.top);
         run_all_gate_up(by, tokens_of, h, shared, y, in, p, M, tile, threads);
-        barrier.wait(threads);
-        if (tid == 0) gate_up_queue.reset();
-        run_all_down(by, tokens_of, h, shared, weights + p * e.top, e.gated() ? gates : nullptr, p, M, tile, sum, threads);
+        if (!whole) barrier.wait(threads);
+        if (!whole && tid == 0) gate_up_queue.reset();
+        run_all_down(by, tokens_of, h, shared, weights + p * e.top, e.gated() ? gates : nullptr, p, M, tile, sum, threads, whole);
         barrier.wait(threads);
         if (tid == 0) down_queue.reset();
       }
@@ -339,14 +414,15 @@ template <class T> static void routed(ExpertRun<T>& run, char* base, const Exper
     int32_t* tokens_of = (int32_t*)(mine + s.tokens_of);
     Quantized in{};
     if (e.packed) in = quantized(y, run.tokens, e.hidden, base + s.ints, mine + s.own_ints, run.barrier, tid, threads);
+    const bool whole = run.tokens <= s.panel;
     for (long p = 0; p < run.tokens; p += s.panel) {
       long M = run.tokens - p < s.panel ? run.tokens - p : s.panel;
       SortedPairs by(mine + s.sorted, slots + p * e.top, M * e.top, e.slots);
       for (long i = 0; i < by.start[e.slots]; i++) tokens_of[i] = (int32_t)(p + by.pair[i] / e.top);
       run.run_all_gate_up(by, tokens_of, h, none, y, in, p, M, tile, threads);
-      run.barrier.wait(threads);
-      if (tid == 0) run.gate_up_queue.reset();
-      run.run_all_down(by, tokens_of, h, none, weights + p * e.top, nullptr, p, M, tile, sum, threads);
+      if (!whole) run.barrier.wait(threads);
+      if (!whole && tid == 0) run.gate_up_queue.reset();
+      run.run_all_down(by, tokens_of, h, none, weights + p * e.top, nullptr, p, M, tile, sum, threads, whole);
       run.barrier.wait(threads);
       if (tid == 0) run.down_queue.reset();
     }

@@ -1,6 +1,7 @@
 // y = x wᵀ over a plain row-major weight [rows, columns]. Nothing is packed, so one matrix in memory serves every token count, and a
 // tied embedding is stored once. A tile is 4 weight rows by up to 4 tokens; each sum runs along the columns.
 #pragma once
+#include "ahead.h"
 #include "amx.h"
 #include "simd.h"
 #ifdef EVENER_LANES256
@@ -25,7 +26,7 @@ __attribute__((noinline))
 #else
 INLINE
 #endif
-void tile(const T* const w[4], const T* const x[MR], long K, v4* out) {
+void tile(const T* const w[4], const T* const x[MR], long K, v4* out, Ahead* ahead = nullptr) {
   constexpr int S = Lanes<T>::step;
   v16 a[4][MR];
   for (int i = 0; i < 4; i++)
@@ -33,12 +34,15 @@ void tile(const T* const w[4], const T* const x[MR], long K, v4* out) {
   long k = 0;
   if (ROW_BY_ROW) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 4; i++) {
+      const char* later = ahead->take(K * (long)sizeof(T), (const char*)w[i]);
       for (k = 0; k + S <= K; k += S) {
         v16 one = Lanes<T>::raw(w[i] + k);
+        __builtin_prefetch(later + k * sizeof(T), 0, 2);
 #pragma GCC unroll 4
         for (int j = 0; j < MR; j++) Lanes<T>::dot(a[i][j], one, Lanes<T>::raw(x[j] + k));
       }
+    }
   }
   for (; k + S <= K; k += S) {
     v16 w0 = Lanes<T>::raw(w[0] + k), w1 = Lanes<T>::raw(w[1] + k), w2 = Lanes<T>::raw(w[2] + k), w3 = Lanes<T>::raw(w[3] + k);
@@ -68,12 +72,13 @@ template <class T, class O> INLINE void put_sums(v4 sum, const T* bias, O* y, in
 }
 
 template <class T, class O, int MR, bool ROW_BY_ROW = false>
-INLINE void put_tile(const T* const w[4], const T* x, long ldx, Rows in, long K, const T* bias, O* y, long ldy, Rows out, int count) {
+INLINE void put_tile(const T* const w[4], const T* x, long ldx, Rows in, long K, const T* bias, O* y, long ldy, Rows out, int count,
+                     Ahead* ahead = nullptr) {
   v4 sum[MR];
   const T* at[MR];
 #pragma GCC unroll 4
   for (int j = 0; j < MR; j++) at[j] = x + in[j] * ldx;
-  tile<T, MR, ROW_BY_ROW>(w, at, K, sum);
+  tile<T, MR, ROW_BY_ROW>(w, at, K, sum, ahead);
   for (int j = 0; j < MR; j++) put_sums(sum[j], bias, y + out[j] * ldy, count);
 }
 
@@ -87,15 +92,17 @@ struct Prefetcher {
   }
 };
 
-// y[out[m], n - n0] = x[in[m]] · w[n] for weight rows n0 <= n < n1; ``w`` and ``bias`` point to row 0, ``y`` to column n0.
+// y[out[m], n - n0] = x[in[m]] · w[n] for weight rows n0 <= n < n1; ``w`` and ``bias`` point to row 0, ``y`` to column n0. ``next``: has these
+// rows, and what is used after them.
 template <class T, class O>
 __attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, long n0, long n1, long K, const T* bias, O* y, long ldy,
-                                    Rows in = {}, Rows out = {}) {
+                                    Rows in = {}, Rows out = {}, Ahead* next = nullptr) {
+  Ahead own(Span{(const char*)(w + n0 * K), (const char*)(w + n1 * K)});
 #ifdef EVENER_AMX
   // A product that has no memory for its copies goes on below: its bits differ, as on a processor without tiles.
   if constexpr (sizeof(T) == 2)
     if (M > 0 && tiles_usable() && (M > 16 ? many_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out)
-                                           : few_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out)))
+                                           : few_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out, next ? *next : own)))
       return;
 #endif
   long panel = 393216 / (K * (long)sizeof(T)) & ~3L;
@@ -119,10 +126,10 @@ __attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, lo
       O* to = y + n - n0;
       long m = m0;
       if (M <= 4) {
-        if (M == 4) put_tile<T, O, 4, true>(rows, x, ldx, in, K, b, to, ldy, out, count);
-        if (M == 3) put_tile<T, O, 3, true>(rows, x, ldx, in, K, b, to, ldy, out, count);
-        if (M == 2) put_tile<T, O, 2, true>(rows, x, ldx, in, K, b, to, ldy, out, count);
-        if (M == 1) put_tile<T, O, 1, true>(rows, x, ldx, in, K, b, to, ldy, out, count);
+        if (M == 4) put_tile<T, O, 4, true>(rows, x, ldx, in, K, b, to, ldy, out, count, next ? next : &own);
+        if (M == 3) put_tile<T, O, 3, true>(rows, x, ldx, in, K, b, to, ldy, out, count, next ? next : &own);
+        if (M == 2) put_tile<T, O, 2, true>(rows, x, ldx, in, K, b, to, ldy, out, count, next ? next : &own);
+        if (M == 1) put_tile<T, O, 1, true>(rows, x, ldx, in, K, b, to, ldy, out, count, next ? next : &own);
         continue;
       }
 #ifdef EVENER_LANES256

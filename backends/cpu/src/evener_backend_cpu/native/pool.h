@@ -5,6 +5,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <vector>
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -29,8 +30,9 @@ class Futex {
 
  public:
   int get() const { return value.load(std::memory_order_seq_cst); }
+  void post(int to) { value.store(to, std::memory_order_seq_cst); }
   void set(int to) {
-    value.store(to, std::memory_order_seq_cst);
+    post(to);
     wake();
   }
   int add(int n) { return value.fetch_add(n, std::memory_order_seq_cst) + n; }
@@ -74,41 +76,42 @@ class Barrier {
   }
 };
 
-// Runs a function on the calling thread (number 0) and on workers. One caller at a time; others wait for their turn.
+// Runs a function on the calling thread (number 0) and on workers. One caller at a time; others wait for their turn. Each worker has a number
+// of its own to wait on: those that a call does not use sleep, and no call waits for them.
 class Pool {
   typedef void (*Work)(void*, long, long);
+  struct Worker {
+    Pool* pool;
+    long number;
+    Futex calls;
+  };
   pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-  Futex round, left;
-  long workers = 0, threads = 1;
+  Futex left;
+  std::vector<Worker*> workers;
+  long threads = 1;
   Work work = nullptr;
   void* context = nullptr;
 
-  struct Start {
-    Pool* pool;
-    long number;
-    int round;
-  };
   static void* main(void* arg) {
-    Start start = *(Start*)arg;
-    delete (Start*)arg;
-    Pool& p = *start.pool;
-    for (int now = start.round;; now = next(now)) {
-      p.round.wait_while_equal(now);
-      if (start.number < p.threads) p.work(p.context, start.number, p.threads);
+    Worker& me = *(Worker*)arg;
+    Pool& p = *me.pool;
+    for (int now = 0;; now = next(now)) {
+      me.calls.wait_while_equal(now);
+      p.work(p.context, me.number, p.threads);
       if (p.left.add(-1) == 0) p.left.wake();
     }
     return nullptr;
   }
   void grow(long wanted) {
-    while (workers < wanted - 1) {
+    while ((long)workers.size() < wanted - 1) {
       pthread_t thread;
-      Start* start = new Start{this, workers + 1, round.get()};
-      if (pthread_create(&thread, nullptr, main, start)) {
-        delete start;
+      Worker* made = new Worker{this, (long)workers.size() + 1, {}};
+      if (pthread_create(&thread, nullptr, main, made)) {
+        delete made;
         return;
       }
       pthread_detach(thread);
-      workers++;
+      workers.push_back(made);
     }
   }
   static Pool*& current() {
@@ -123,10 +126,11 @@ class Pool {
   void dispatch(long wanted, Work f, void* c) {
     pthread_mutex_lock(&lock);
     grow(wanted);
-    threads = workers + 1 < wanted ? workers + 1 : wanted;
+    threads = (long)workers.size() + 1 < wanted ? (long)workers.size() + 1 : wanted;
     work = f, context = c;
-    left.set((int)workers);
-    round.set(next(round.get()));
+    left.post((int)threads - 1);
+    for (long i = 0; i < threads - 1; i++) workers[i]->calls.post(next(workers[i]->calls.get()));
+    for (long i = 0; i < threads - 1; i++) workers[i]->calls.wake();  // after all of those that spin have begun
     f(c, 0, threads);
     for (int n; (n = left.get()) > 0;) left.wait_while_equal(n);
     pthread_mutex_unlock(&lock);

@@ -88,8 +88,9 @@ template <class F> INLINE void group_scales(const char* scales, int g, v16 d, v1
   if (has_zero(F::scales)) t = -s * bytes16<int8_t>(scales + 32);
 }
 
-// Results of one tile for R rows of x, [R, 16].
-template <class F, int R> static __attribute__((noinline)) void quant_tile(const char* tile, const Quantized& x, Rows in, long columns, v16 out[R]) {
+// Results of one tile for R rows of x, [R, 16]. ``ahead``: the tile is not in a cache yet.
+template <class F, int R> static __attribute__((noinline)) void quant_tile(const char* tile, const Quantized& x, Rows in, long columns, v16 out[R],
+                                                                      Ahead* ahead) {
   const int16_t* q[R];
   const float* xs[R];
   const int32_t* sums[R];
@@ -108,6 +109,7 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
       if (F::scales == KMIN) dm = halves(scales - F::head_bytes + 32);
     }
     Unit<F> unit{scales + F::scale_bytes};
+    if (ahead) ahead->step(F::quant_bytes + F::scale_bytes + F::head_bytes / 8);
 #pragma GCC unroll 2
     for (int g = 0; g < F::groups; g++) {
       v16 s, t = splat(0.f);
@@ -150,17 +152,20 @@ static __attribute__((noinline)) void put_rows(const v16* f, long rows, long ski
 }
 
 template <class F, class T, class O, int R>
-INLINE void put_quant(const char* tile, const Quantized& x, Rows in, long columns, long skip, long count, const T* bias, O* y, long ldy, Rows out) {
+INLINE void put_quant(const char* tile, const Quantized& x, Rows in, long columns, long skip, long count, const T* bias, O* y, long ldy, Rows out,
+                      Ahead* ahead) {
   v16 f[R];
-  quant_tile<F, R>(tile, x, in, columns, f);
+  quant_tile<F, R>(tile, x, in, columns, f, ahead);
   put_rows<T, O>(f, R, skip, count, bias, y, ldy, out);
 }
 
-// Rows n0 <= n < n1 of one part; ``bias`` and ``y`` point to n0.
+// Rows n0 <= n < n1 of one part; ``bias`` and ``y`` point to n0. ``next``: as for ``gemm``.
 template <class F, class T, class O>
 __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, long M, long n0, long n1, long columns, const T* bias, O* y,
-                                         long ldy, Rows in, Rows out) {
+                                         long ldy, Rows in, Rows out, Ahead* next = nullptr) {
   long panel = 393216 / (columns * 2) & ~7L, size = F::tile_bytes(columns);
+  Ahead own(Span{tiles + n0 / LANES * size, tiles + (n1 + LANES - 1) / LANES * size});
+  if (!next) next = &own;
   if (panel < 32) panel = 32;
   for (long m0 = 0; m0 < M; m0 += panel) {
     long m1 = m0 + panel < M ? m0 + panel : M;
@@ -170,7 +175,8 @@ __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, 
       const T* b = bias ? bias + (n - n0) : nullptr;
       O* to = y + (n - n0);
       auto rows = [&](auto R) {
-        put_quant<F, T, O, decltype(R)::value>(tile, x, in.from(m), columns, skip, count, b, to, ldy, out.from(m));
+        put_quant<F, T, O, decltype(R)::value>(tile, x, in.from(m), columns, skip, count, b, to, ldy, out.from(m),
+                                                m ? nullptr : next);
         m += decltype(R)::value;
       };
       while (m + PRODUCT_ROWS <= m1) rows(std::integral_constant<int, PRODUCT_ROWS>());
@@ -213,18 +219,38 @@ __attribute__((noinline)) void multiply_ordered(const Ordered& w, const T* x, lo
   }
 }
 
+// The memory of rows n0 <= n < n1 of a matrix of elements of ``size`` bytes; of those in its part that n0 is in. Nothing where it is not read in
+// this order.
+INLINE Span span_of(const Matrix& w, long n0, long n1, long K, long size) {
+  if (!w.blocks) return Span{(const char*)w.plain + n0 * K * size, (const char*)w.plain + n1 * K * size};
+  Span found{};
+  for (long i = 0; i < w.blocks->count; i++) {
+    const Segment& s = w.blocks->segments[i];
+    if (n0 < s.first || n0 >= s.first + s.rows) continue;
+    long from = n0 - s.first, to = (n1 < s.first + s.rows ? n1 - s.first : s.rows);
+    const char* p = (const char*)s.data;
+    if (s.kind == PLAIN_PART) found = Span{p + from * K * size, p + to * K * size};
+    else if (s.kind < STORED_E4M3)
+      with_block_format(s.kind, [&](auto form) {
+        long each = decltype(form)::tile_bytes(K);
+        found = Span{p + from / LANES * each, p + (to + LANES - 1) / LANES * each};
+      });
+  }
+  return found;
+}
+
 // As ``gemm``, over a matrix of either kind; ``q`` are the rows of x as integers, for parts in blocks.
 template <class T, class O>
 __attribute__((noinline)) void multiply(const Matrix& w, const T* x, const Quantized& q, long M, long n0, long n1, long K, const T* bias, O* y, long ldy,
-                     Rows in = {}, Rows out = {}) {
-  if (!w.blocks) return gemm<T, O>(x, K, M, (const T*)w.plain, n0, n1, K, bias, y, ldy, in, out);
+                     Rows in = {}, Rows out = {}, Ahead* next = nullptr) {
+  if (!w.blocks) return gemm<T, O>(x, K, M, (const T*)w.plain, n0, n1, K, bias, y, ldy, in, out, next);
   for (long i = 0; i < w.blocks->count; i++) {
     const Segment& s = w.blocks->segments[i];
     long from = n0 > s.first ? n0 : s.first, to = n1 < s.first + s.rows ? n1 : s.first + s.rows;
     if (from >= to) continue;
     O* at = y + (from - n0);
     if (s.kind == PLAIN_PART) {
-      gemm<T, O>(x, K, M, (const T*)s.data, from - s.first, to - s.first, K, bias ? bias + s.first : nullptr, at, ldy, in, out);
+      gemm<T, O>(x, K, M, (const T*)s.data, from - s.first, to - s.first, K, bias ? bias + s.first : nullptr, at, ldy, in, out, next);
       continue;
     }
     const T* b = bias ? bias + from : nullptr;
@@ -236,7 +262,7 @@ __attribute__((noinline)) void multiply(const Matrix& w, const T* x, const Quant
       stored_gemm<decltype(kind)::value, T, O>(*(const Stored*)s.data, x, M, from - s.first, to - s.first, K, b, at, ldy, in, out);
     });
     if (!stored) with_block_format(s.kind, [&](auto form) {
-      gemm_part<decltype(form), T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy, in, out);
+      gemm_part<decltype(form), T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy, in, out, next);
     });
   }
 }
