@@ -29,6 +29,7 @@ from evener_kernels_triton.linear import (
     skinny,
 )
 from evener_kernels_triton.packed import PACKED, PackedMatrix
+from evener_kernels_triton.packed_token import enters_token, packed_token
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.rounded import act_round, norm_round, rounded_product, rounds
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
@@ -69,6 +70,18 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
         )  # fmt: skip
         return y, total
 
+    def packed(
+        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: PackedMatrix, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        x, more, total = rows_of(x), None, None
+        if residual is not None:
+            more, total = rows_of(residual), torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        y = packed_token(
+            tuning, dtype, x, w, bias=bias, residual=more, total=total, gain=norm, eps=eps, offset=offset,
+            activation=activation,
+        )  # fmt: skip
+        return y, x.float() if total is None else total
+
     def some(
         x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: Matrix, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -93,8 +106,10 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
     if rounds(tuning, call.bucket.high, weight):
         return rounding
     halves = 2 if activation else 1
-    if call.bucket.high > 1 or is_packed(weight):
+    if call.bucket.high > 1:
         return some
+    if is_packed(weight):
+        return packed if enters_token(tuning, weight.parts, dtype.itemsize, halves) else some
     fits = tuning.persistent_gemv(weight.rows // halves, s["hidden"], halves, is_stored(weight)) is not None
     return one if fits else some
 

@@ -12,6 +12,7 @@ from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.jit.packed import packed_kernel, unpack_kernel
 from evener_kernels_triton.kernel import PRECISION
 from evener_kernels_triton.packed import PackedMatrix, Segment, segments_of
+from evener_kernels_triton.packed_token import reads_token, token_segment
 from evener_kernels_triton.tuning import MAX_SUMMED_TOKENS, Product, Tuning, memoized
 
 #: Rows of a matrix that a program unpacks.
@@ -36,8 +37,12 @@ def packed_linear(
     if apart != 1:
         x, x_row = x.contiguous(), columns
     y = torch.empty(x.shape[0], rows, dtype=out, device=x.device)
+    element = x.dtype.itemsize
     for one in weight.segments:
         own = None if bias is None else bias[one.first : one.first + one.rows]
+        if x.shape[0] == 1 and factors is None and reads_token(tuning, one.form, one.rows, columns, element):
+            token_segment(tuning, x if one.order is None else x.index_select(1, one.order), one, y, bias=own)
+            continue
         source, row = (x, x_row) if one.order is None else (x.index_select(1, one.order), columns)
         _segment(tuning, source, row, one, y, rows, own, factors)
     return y
@@ -100,6 +105,8 @@ def packed_bytes(tuning: Tuning, tokens: int, parts: Sequence[WeightPart], eleme
     most = 0
     for rows, form in segments_of(parts):
         columns = parts[0].columns
+        if tokens == 1 and reads_token(tuning, form, rows, columns, element):
+            continue
         p = tuning.packed(tokens, rows, columns, form.columns, element)
         across, down, _, splits = _grid(p, tokens, rows, form.spans(columns))
         most = max(most, across * down * splits * p.n * p.m * 4 if splits > 1 else 0)

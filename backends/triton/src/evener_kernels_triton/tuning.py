@@ -33,6 +33,8 @@ MAX_OWN_TOKENS_STORED = 256
 MAX_SUMMED_TOKENS = 16
 #: Most columns of stored elements in a tile.
 MAX_COLUMNS = 256
+#: Most columns of a row of packed weights that one token's product has in one tile.
+MAX_TOKEN_COLUMNS = 16384
 #: Most tokens in a tile.
 MAX_TILE_TOKENS = 128
 #: ``triton.even_attention``: tokens that a request may have at least where attention is in even parts. A capture serves
@@ -394,6 +396,27 @@ class Tuning:
         while splits < 8 and 2 * splits * tiles <= programs * self.units and 4 * splits <= spans:
             splits *= 2
         return self._apply_changes(Product(m, n, wide, warps, stages, splits))
+
+    @memoized
+    def packed_token(self, rows: int, columns: int, halves: int) -> Product | None:
+        """One token and packed weights of four bits: as ``persistent_gemv``; None if a row does not fit into one
+        tile."""
+        k = max(128, power_of_two(columns))
+        if k > MAX_TOKEN_COLUMNS:
+            return None
+        # A warp has pieces of 32 columns for each thread.
+        warps = max(1, min(8, k // 1024))
+        return self._apply_changes(Product(max(2, 16 // warps), 4 // halves, k, warps, 1))
+
+    @memoized
+    def packed_single_token(self, hidden: int, inner: int, top: int) -> SingleToken | None:
+        """As ``single_token``, over packed weights of four bits; ``down.k`` columns for each expert."""
+        k, each = max(128, power_of_two(hidden)), max(128, power_of_two(inner))
+        wide = each * power_of_two(top)
+        if max(k, wide) > MAX_TOKEN_COLUMNS:
+            return None
+        up = Product(max(1, -(-2 * self.units // top)), 4, k, 4, 1)
+        return SingleToken(up, Product(2, 4, each, max(1, min(8, wide // 1024)), 1))
 
     @memoized
     def packed_grouped(self, pairs: int, matrices: int, rows: int, wide: int, element: int, searched: int) -> Product:

@@ -1,0 +1,341 @@
+"""Products of one token with weights of four bits: integers, in words of 64 bits.
+
+A thread takes a piece at a time: 16 bytes, which are eight neighbouring columns of each of the four tiles of 128
+columns (``jit.packed`` says how numbers lie in words). x becomes whole numbers of 16 bits times a power of two for each
+piece: a bfloat16 with the exponent of the largest of the piece or one of the six below keeps its value, and what is
+lost of smaller ones is less than the last bit of the largest. Products of bytes (``dp4a``) take one instruction for
+four numbers; float32 takes four conversions and four products. Sums are exact until they are scaled.
+"""
+
+import triton
+import triton.language as tl
+
+from evener_kernels_triton.jit.launch import fast_launch
+from evener_kernels_triton.jit.packed import _as_float
+from evener_kernels_triton.jit.rows import activate
+
+#: Columns of a piece, and words of 64 bits of 128 columns.
+PIECE, WORDS_OF_UNIT = tl.constexpr(32), tl.constexpr(8)
+#: A whole number plus this has the number in its lower 16 bits.
+_WHOLE = tl.constexpr(12582912.0)
+#: Of four words: their second bytes in one word, and their first bytes.
+_BYTES = tl.constexpr("""
+{
+.reg .b32 a, b;
+prmt.b32 a, $2, $3, 0x0051;
+prmt.b32 b, $4, $5, 0x0051;
+prmt.b32 $0, a, b, 0x5410;
+prmt.b32 a, $2, $3, 0x0040;
+prmt.b32 b, $4, $5, 0x0040;
+prmt.b32 $1, a, b, 0x5410;
+}
+""")
+
+
+def _dots(results):
+    """Code for a piece's sum of products, or one for each tile. After the results come two words of 64 bits; then x,
+    for each of them and each tile the upper bytes of four columns, and the lower bytes."""
+    lines = [f"mov.b32 {name}{i}, 0;" for i in range(results) for name in "hl"]
+    for half in range(2):
+        lines.append(f"mov.b64 {{p, q}}, ${results + half};")
+        for tile in range(4):
+            if tile % 2 == 0:
+                lines.append(f"prmt.b32 n, p, q, {'0x7531' if tile else '0x6420'};")
+            else:
+                lines.append("shr.u32 n, n, 4;")
+            to, at = tile if results > 1 else 0, results + 2 + 8 * half + 2 * tile
+            lines += [
+                "and.b32 t, n, 0x0F0F0F0F;", f"dp4a.u32.s32 h{to}, t, ${at}, h{to};",
+                f"dp4a.u32.u32 l{to}, t, ${at + 1}, l{to};",
+            ]  # fmt: skip
+    lines += [f"mad.lo.s32 ${i}, h{i}, 256, l{i};" for i in range(results)]
+    return "\n".join(["{", f".reg .b32 p, q, n, t, h<{results}>, l<{results}>;", *lines, "}"])
+
+
+_SUM, _SUMS = tl.constexpr(_dots(1)), tl.constexpr(_dots(4))
+_WORDS_IN = ",l,l" + ",r" * 16
+_SUM_TYPES, _SUMS_TYPES = tl.constexpr("=&r" + _WORDS_IN), tl.constexpr("=&r,=&r,=&r,=&r" + _WORDS_IN)
+
+
+@triton.jit
+def _columns(tile: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr):
+    """Columns [pieces, 8] of a tile. x has rows of EACH padded columns after each other, BK in all."""
+    i = tl.arange(0, BK // PIECE) % (EACH // PIECE)
+    return (i // 4 * 128 + i % 4 * 8 + 32 * tile)[:, None] + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def load_x(x, columns, tile: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr, TOP: tl.constexpr):
+    """A tile of x, TOP rows of ``columns``, as float32 [pieces, 8]."""
+    c = _columns(tile, BK, EACH)
+    row = (tl.arange(0, BK // PIECE) // (EACH // PIECE))[:, None]
+    return tl.load(x + row * columns + c, mask=(c < columns) & (row < TOP), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def factor(v0, v1, v2, v3, columns, eps):
+    """What a norm by root mean square multiplies x by."""
+    squares = tl.sum(v0 * v0 + v1 * v1 + v2 * v2 + v3 * v3, 1)
+    return tl.rsqrt(tl.sum(squares, 0) / columns + eps)
+
+
+@triton.jit
+def _largest(v):
+    """The largest size of a piece's numbers, as the bits of a float32; what is no number is larger than all."""
+    return tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def _tile_bytes(v, scale, PTX: tl.constexpr):
+    """A tile of x times ``scale`` [pieces]: (upper bytes, lower bytes) of the first four columns, the same of the
+    others, and the sum of all, each int32 [pieces]."""
+    n = (v * scale[:, None] + _WHOLE).to(tl.int32, bitcast=True)
+    even, odd = tl.split(tl.reshape(n, [n.shape[0], 2, 2, 2]))
+    n0, n2 = tl.split(even)
+    n1, n3 = tl.split(odd)
+    if PTX:
+        up, low = tl.inline_asm_elementwise(
+            _BYTES, "=&r,=&r,r,r,r,r", [n0, n1, n2, n3], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        up = (n0 >> 8) & 255 | ((n1 >> 8) & 255) << 8 | ((n2 >> 8) & 255) << 16 | ((n3 >> 8) & 255) << 24
+        low = n0 & 255 | (n1 & 255) << 8 | (n2 & 255) << 16 | (n3 & 255) << 24
+    up0, up1 = tl.split(up)
+    low0, low1 = tl.split(low)
+    total = tl.sum(((n0 << 16) >> 16) + ((n1 << 16) >> 16) + ((n2 << 16) >> 16) + ((n3 << 16) >> 16), 1)
+    return up0, low0, up1, low1, total
+
+
+@triton.jit
+def whole_numbers(v0, v1, v2, v3, PTX: tl.constexpr):
+    """Four tiles of float32 x [pieces, 8] as whole numbers: 16 words of bytes in the order of ``_dots``, the sum of
+    each tile, and what whole numbers are multiplied by, all [pieces]."""
+    most = tl.maximum(tl.maximum(_largest(v0), _largest(v1)), tl.maximum(_largest(v2), _largest(v3)))
+    # A number just below a power of two is rounded up to it, which 16 bits do not hold: it counts as the power.
+    most = tl.maximum((tl.minimum(most, 0x7F800000) + 512) >> 23, 15)
+    scale = ((268 - most) << 23).to(tl.float32, bitcast=True)
+    back = tl.where(most == 255, 0x7FC00000, (most - 14) << 23).to(tl.float32, bitcast=True)
+    a0, b0, c0, d0, t0 = _tile_bytes(v0, scale, PTX)
+    a1, b1, c1, d1, t1 = _tile_bytes(v1, scale, PTX)
+    a2, b2, c2, d2, t2 = _tile_bytes(v2, scale, PTX)
+    a3, b3, c3, d3, t3 = _tile_bytes(v3, scale, PTX)
+    return (
+        a0, b0, a1, b1, a2, b2, a3, b3, c0, d0, c1, d1, c2, d2, c3, d3, t0, t1, t2, t3, back
+    )  # fmt: skip
+
+
+@triton.jit
+def held_pieces(spans, UNITS: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr):
+    """Which pieces [1, pieces] of a row are there."""
+    i = tl.arange(0, BK // PIECE) % (EACH // PIECE)
+    return (i // (4 * UNITS) < spans)[None, :]
+
+
+@triton.jit
+def packed_tile(
+    low, scales, tops, n, inside, rows, spans, there, BK: tl.constexpr, EACH: tl.constexpr, STYLE: tl.constexpr,
+    GROUP: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``n`` of all columns: two words of 64 bits, then two words with the scales of a piece and what these are
+    multiplied by, each [BN, pieces]. ``there``: pieces to load. With one row of x the arrays begin at ``low`` and so
+    on; else at a place for each piece."""
+    each: tl.constexpr = WORDS_OF_UNIT * UNITS
+    if BK == EACH:
+        i = tl.arange(0, BK // 16)[None, :]
+        at = (i // each * rows + n[:, None]) * each + i % each
+        a = tl.load(low + at, mask=inside[:, None] & (i // each < spans), other=0, eviction_policy="evict_first")
+        a0, a1 = tl.split(tl.reshape(a, [a.shape[0], BK // PIECE, 2]))
+    else:
+        # The compiler does not see that both are neighbours.
+        i = (tl.arange(0, BK // PIECE) % (EACH // PIECE) * 2)[None, :]
+        at = low + ((i // each * rows + n[:, None]) * each + i % each)
+        a0 = tl.load(at, mask=inside[:, None] & there, other=0, eviction_policy="evict_first")
+        a1 = tl.load(at + 1, mask=inside[:, None] & there, other=0, eviction_policy="evict_first")
+    unit = (tl.arange(0, BK // PIECE) % (EACH // PIECE) // 4)[None, :]
+    row = unit // UNITS * rows + n[:, None]
+    mask = inside[:, None] & there
+    own = scales + row * WORDS
+    unit = unit % UNITS
+    if STYLE == "super" or (STYLE == "half" and GROUP == 32) or (STYLE == "zero" and GROUP == 64):
+        s0 = tl.load(own + 2 * unit, mask=mask, other=0)
+        s1 = tl.load(own + 2 * unit + 1, mask=mask, other=0)
+    elif GROUP == 64 or (STYLE == "zero" and GROUP == 128):
+        s0 = tl.load(own + unit, mask=mask, other=0)
+        s1 = s0
+    else:
+        s0 = tl.load(own, mask=mask, other=0)
+        if GROUP == 128:
+            s0 = s0 >> (16 * unit)
+        s1 = s0
+    top = s0
+    if STYLE == "super":
+        top = tl.load(tops + row, mask=mask, other=0)
+    return a0, a1, s0, s1, top
+
+
+@triton.jit
+def _dot(a, up, low, tile: tl.constexpr):
+    """The sum of products of the four numbers of a tile in each word of 64 bits, without PTX."""
+    y = tl.zeros(a.shape, tl.int32)
+    for i in tl.static_range(4):
+        number = ((a >> (16 * i + 4 * tile)) & 15).to(tl.int32)
+        y += number * ((((up >> (8 * i)) << 24) >> 24) * 256 + ((low >> (8 * i)) & 255))
+    return y
+
+
+@triton.jit
+def _tile_sums(
+    a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, PTX: tl.constexpr
+):  # fmt: skip
+    """Sums of products of a piece, for each tile."""
+    if PTX:
+        y0, y1, y2, y3 = tl.inline_asm_elementwise(
+            _SUMS, _SUMS_TYPES, [a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        y0 = _dot(a, w0, w1, 0) + _dot(b, w8, w9, 0)
+        y1 = _dot(a, w2, w3, 1) + _dot(b, w10, w11, 1)
+        y2 = _dot(a, w4, w5, 2) + _dot(b, w12, w13, 2)
+        y3 = _dot(a, w6, w7, 3) + _dot(b, w14, w15, 3)
+    return y0, y1, y2, y3
+
+
+@triton.jit
+def row_sums(
+    a, b, s0, s1, top, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, back,
+    STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Sums over the columns of ``packed_tile`` times ``whole_numbers``, as float32 [BN]. All of x are [1, pieces]."""
+    if GROUP >= 128:
+        if PTX:
+            y = tl.inline_asm_elementwise(
+                _SUM, _SUM_TYPES, [a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15],
+                dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            y0, y1, y2, y3 = _tile_sums(
+                a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, PTX
+            )
+            y = y0 + y1 + y2 + y3
+        y -= (((s0 >> 16) & 255) if STYLE == "zero" else ZERO) * (t0 + t1 + t2 + t3)
+        r = y.to(tl.float32) * _as_float(s0 & 0xFFFF, BF16)
+    else:
+        y0, y1, y2, y3 = _tile_sums(
+            a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, PTX
+        )
+        if STYLE == "super":
+            # Scales of scales are whole numbers of six bits, so these sums are exact too.
+            y = y0 * (s0 & 255) + y1 * ((s0 >> 16) & 255) + y2 * (s1 & 255) + y3 * ((s1 >> 16) & 255)
+            least = t0 * ((s0 >> 8) & 255) + t1 * ((s0 >> 24) & 255) + t2 * ((s1 >> 8) & 255) + t3 * ((s1 >> 24) & 255)
+            r = y.to(tl.float32) * _as_float(top & 0xFFFF, BF16)
+            r -= least.to(tl.float32) * _as_float((top >> 16) & 0xFFFF, BF16)
+        elif GROUP == 32:
+            r = (y0 - ZERO * t0).to(tl.float32) * _as_float(s0 & 0xFFFF, BF16)
+            r += (y1 - ZERO * t1).to(tl.float32) * _as_float((s0 >> 16) & 0xFFFF, BF16)
+            r += (y2 - ZERO * t2).to(tl.float32) * _as_float(s1 & 0xFFFF, BF16)
+            r += (y3 - ZERO * t3).to(tl.float32) * _as_float((s1 >> 16) & 0xFFFF, BF16)
+        elif STYLE == "half":
+            r = (y0 + y1 - ZERO * (t0 + t1)).to(tl.float32) * _as_float(s0 & 0xFFFF, BF16)
+            r += (y2 + y3 - ZERO * (t2 + t3)).to(tl.float32) * _as_float((s0 >> 16) & 0xFFFF, BF16)
+        else:
+            r = (y0 + y1 - ((s0 >> 16) & 255) * (t0 + t1)).to(tl.float32) * _as_float(s0 & 0xFFFF, BF16)
+            r += (y2 + y3 - ((s1 >> 16) & 255) * (t2 + t3)).to(tl.float32) * _as_float(s1 & 0xFFFF, BF16)
+    return tl.sum(r * back, 1)
+
+
+@triton.jit
+def spread(w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, back):
+    """What ``whole_numbers`` made, as ``row_sums`` takes it."""
+    return (
+        w0[None, :], w1[None, :], w2[None, :], w3[None, :], w4[None, :], w5[None, :], w6[None, :], w7[None, :],
+        w8[None, :], w9[None, :], w10[None, :], w11[None, :], w12[None, :], w13[None, :], w14[None, :], w15[None, :],
+        t0[None, :], t1[None, :], t2[None, :], t3[None, :], back[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def halves_of(r, BN: tl.constexpr):
+    """The sums of gate and up rows, which alternate in a tile."""
+    return tl.split(tl.reshape(r, [BN, 2]))
+
+
+@fast_launch
+@triton.jit
+def packed_token_kernel(
+    x, residual, total, gain, low, scales, tops, bias, y, rows, columns, spans, eps, offset,
+    ADD: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ONCE: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr,
+    UNITS: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """``persistent_gemv_kernel`` of packed weights; its names. ``low`` is int64; with ACT a tile has BN gate rows and
+    BN up rows. ONCE: each program has one tile of rows."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    HALVES: tl.constexpr = 1 if ACT == "" else 2
+    r = tl.arange(0, BN * HALVES)
+    own = r // HALVES
+    other = r % HALVES * rows
+    start = tl.program_id(0) * BN
+    step = tl.num_programs(0) * BN
+    there = held_pieces(spans, UNITS, BK, BK)
+    a, b, s, z, m = packed_tile(
+        low, scales, tops, start + own + other, start + own < rows, rows * HALVES, spans, there, BK, BK, STYLE, GROUP,
+        UNITS, WORDS,
+    )  # fmt: skip
+    if NORM:
+        g0 = load_x(gain, columns, 0, BK, BK, 1) + offset
+        g1 = load_x(gain, columns, 1, BK, BK, 1) + offset
+        g2 = load_x(gain, columns, 2, BK, BK, 1) + offset
+        g3 = load_x(gain, columns, 3, BK, BK, 1) + offset
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    v0 = load_x(x, columns, 0, BK, BK, 1)
+    v1 = load_x(x, columns, 1, BK, BK, 1)
+    v2 = load_x(x, columns, 2, BK, BK, 1)
+    v3 = load_x(x, columns, 3, BK, BK, 1)
+    if ADD:
+        v0 += load_x(residual, columns, 0, BK, BK, 1)
+        v1 += load_x(residual, columns, 1, BK, BK, 1)
+        v2 += load_x(residual, columns, 2, BK, BK, 1)
+        v3 += load_x(residual, columns, 3, BK, BK, 1)
+        if tl.program_id(0) == 0:
+            c = _columns(0, BK, BK)
+            tl.store(total + c, v0, mask=c < columns)
+            tl.store(total + c + 32, v1, mask=c + 32 < columns)
+            tl.store(total + c + 64, v2, mask=c + 64 < columns)
+            tl.store(total + c + 96, v3, mask=c + 96 < columns)
+    back = 1.0
+    if NORM:
+        # Sums are multiplied by it, so the numbers of x do not wait for it.
+        back = factor(v0, v1, v2, v3, columns, eps)
+        v0 *= g0
+        v1 *= g1
+        v2 *= g2
+        v3 *= g3
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k = whole_numbers(
+        v0, v1, v2, v3, PTX
+    )
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k = spread(
+        w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k
+    )
+    for first in range(start, start + 1 if ONCE else rows, step):
+        a_next, b_next, s_next, z_next, m_next = a, b, s, z, m
+        if not ONCE:
+            coming = first + step + own
+            a_next, b_next, s_next, z_next, m_next = packed_tile(
+                low, scales, tops, coming + other, coming < rows, rows * HALVES, spans, there, BK, BK, STYLE, GROUP,
+                UNITS, WORDS,
+            )  # fmt: skip
+        sums = back * row_sums(
+            a, b, s, z, m, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k,
+            STYLE, GROUP, ZERO, BF16, PTX,
+        )  # fmt: skip
+        if BIAS:
+            sums += tl.load(bias + first + own + other, mask=first + own < rows, other=0.0).to(tl.float32)
+        if ACT != "":
+            gate, up = halves_of(sums, BN)
+            sums = activate(gate, ACT) * up
+        n = first + tl.arange(0, BN)
+        tl.store(y + n, sums.to(y.dtype.element_ty), mask=n < rows)
+        a, b, s, z, m = a_next, b_next, s_next, z_next, m_next

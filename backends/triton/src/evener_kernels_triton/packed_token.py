@@ -1,0 +1,150 @@
+"""Products of one token with packed weights of four bits, with a norm before and an activation after in the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from evener.contracts.declared import LinearWeight
+from evener.contracts.quant import WeightPart
+from evener.contracts.weights import MoEWeights
+from evener_kernels_triton.blocks import PackedForm
+from evener_kernels_triton.jit.launch import PreparedLaunch
+from evener_kernels_triton.jit.packed_token import packed_token_kernel
+from evener_kernels_triton.jit.packed_token_experts import packed_token_down_kernel, packed_token_up_kernel
+from evener_kernels_triton.packed import PackedMatrix, Segment, segments_of
+from evener_kernels_triton.tuning import SingleToken, Tuning, memoized, power_of_two
+
+#: How scales are stored that the kernel reads, with the groups.
+_READ = {"half": (32, 64, 128, 256), "zero": (64, 128, 256), "super": (32,)}
+
+
+def reads_token(tuning: Tuning, form: PackedForm, rows: int, columns: int, element: int, halves: int = 1) -> bool:
+    """Whether one token's product with ``halves`` times ``rows`` rows is this; x has ``element`` bytes.
+
+    Numbers of float32 have more bits than the 16 that x gets.
+    """
+    return reads_form(form) and element <= 2 and tuning.packed_token(rows, columns, halves) is not None
+
+
+def reads_form(form: PackedForm) -> bool:
+    """Whether the kernels know how the numbers and scales are stored."""
+    return form.kind == "q4" and form.group in _READ.get(form.style, ())
+
+
+def enters_token(tuning: Tuning, parts: Sequence[WeightPart], element: int, halves: int) -> bool:
+    """Whether the same holds for each segment of a weight of these parts, with a norm; of halves, for the only one."""
+    segments = list(segments_of(parts))
+    if any(part.format.order == "act" or part.format.activation is not None for part in parts):
+        return False
+    if halves > 1 and len(segments) > 1:
+        return False
+    columns = parts[0].columns
+    return all(reads_token(tuning, form, rows // halves, columns, element, halves) for rows, form in segments)
+
+
+def packed_token(
+    tuning: Tuning, out: torch.dtype, x: torch.Tensor, weight: PackedMatrix, *, bias: torch.Tensor | None = None,
+    activation: str = "", residual: torch.Tensor | None = None, total: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """One token [1, columns] to [1, rows], a launch for each segment, if ``reads_token`` holds for all of them; the
+    other arguments as in ``linear.persistent_gemv``."""
+    y = torch.empty(1, weight.shape[0] // (2 if activation else 1), dtype=out, device=x.device)
+    for one in weight.segments:
+        own = None if bias is None else bias[one.first : one.first + one.rows]
+        token_segment(
+            tuning, x, one, y, bias=own, activation=activation, residual=residual, total=total, gain=gain, eps=eps,
+            offset=offset,
+        )  # fmt: skip
+    return y
+
+
+def token_segment(
+    tuning: Tuning, x: torch.Tensor, weight: Segment, y: torch.Tensor, *, bias: torch.Tensor | None = None,
+    activation: str = "", residual: torch.Tensor | None = None, total: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
+) -> None:  # fmt: skip
+    """The same of one segment, into its columns of y."""
+    launch, grid = _launch(
+        tuning, weight.rows, weight.columns, weight.form, activation, residual is not None, gain is not None,
+        bias is not None, eps, offset,
+    )  # fmt: skip
+    launch(
+        grid, x, residual if residual is not None else x, total if total is not None else y,
+        gain if gain is not None else x, weight.low.view(torch.int64), weight.scales, weight.tops,
+        bias if bias is not None else x, y[:, weight.first :] if weight.first else y,
+    )  # fmt: skip
+
+
+def token_constants(tuning: Tuning, form: PackedForm) -> dict[str, str | int | bool]:
+    """Arguments of the kernels."""
+    return {
+        "STYLE": form.style, "GROUP": form.group, "ZERO": form.zero, "BF16": form.bf16, "UNITS": form.units,
+        "WORDS": form.words, "PTX": tuning.ptx,
+    }  # fmt: skip
+
+
+def reads_experts(tuning: Tuning, weights: Sequence[LinearWeight], element: int, sizes: SingleToken | None) -> bool:
+    """Whether one token's experts over these stacks are ``token_experts``; x has ``element`` bytes."""
+    forms = [list(segments_of(weight.parts)) for weight in weights]
+    if sizes is None or element > 2 or any(len(form) > 1 for form in forms):
+        return False
+    if any(part.format.activation is not None for weight in weights for part in weight.parts):
+        return False
+    return all(reads_form(form) for ((_, form),) in forms)
+
+
+def token_experts(
+    tuning: Tuning, sizes: SingleToken, logits: torch.Tensor, total: torch.Tensor, w: MoEWeights, inside: torch.Tensor,
+    y: torch.Tensor, *, choice: Mapping[str, Any], scale: float, activation: str, alpha: float, limit: float,
+    eps: float, offset: float, extra: torch.Tensor | None, gate: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """One token: from the router's float32 ``logits`` and the stream ``total`` to ``y`` [1, hidden]. ``inside`` [top,
+    inner] is written between; ``choice``: how experts are chosen, as arguments of the kernels; ``extra`` and ``gate``
+    as in ``mix_kernel``."""
+    (one,), (two,) = w.gate_up.data.segments, w.down.data.segments
+    (top, inner), hidden, up, down = inside.shape, y.shape[1], sizes.up, sizes.down
+    common = {"CORRECT": w.correction is not None, "OVERLAP": tuning.overlap, **choice, **tuning.launch}
+    correction, most = w.correction if w.correction is not None else logits, w.slots.shape[1]
+    # Keep these two in order: the second reads what the first has waited for.
+    packed_token_up_kernel[(top, min(up.m, -(-inner // up.n)))](
+        logits, correction, w.slots, total, w.norm, one.low.view(torch.int64), one.scales, one.tops,
+        w.gate_up_bias if w.gate_up_bias is not None else total, inside, most, inner, hidden, one.form.spans(hidden),
+        *_strides(one), scale, eps, offset, alpha, limit, BIAS=w.gate_up_bias is not None, ACT=activation, BN=up.n,
+        BK=up.k, num_warps=up.warps, **token_constants(tuning, one.form), **common,
+    )  # fmt: skip
+    packed_token_down_kernel[(min(down.m * tuning.units, -(-hidden // down.n)),)](
+        logits, correction, w.slots, inside, two.low.view(torch.int64), two.scales, two.tops,
+        w.down_bias if w.down_bias is not None else total, extra if extra is not None else total,
+        gate if gate is not None else total, y, most, hidden, inner, two.form.spans(inner), *_strides(two), scale,
+        BIAS=w.down_bias is not None, ADD=extra is not None, GATE=gate is not None, TP=power_of_two(top), BN=down.n,
+        BK=down.k, num_warps=down.warps, **token_constants(tuning, two.form), **common,
+    )  # fmt: skip
+
+
+def _strides(segment: Segment) -> tuple[int, int, int]:
+    """Elements from a matrix of a stack to the next: words of 64 bits, words of scales, and tops."""
+    low, _, scales, tops = segment.matrix_strides
+    return low // 4, scales, tops
+
+
+@memoized
+def _launch(
+    tuning: Tuning, wide: int, columns: int, form: PackedForm, activation: str, add: bool, norm: bool, bias: bool,
+    eps: float, offset: float,
+) -> tuple[PreparedLaunch, tuple[int, int, int]]:  # fmt: skip
+    """(launch for a segment of ``wide`` rows, its grid)."""
+    halves = 2 if activation else 1
+    rows = wide // halves
+    p = tuning.packed_token(rows, columns, halves)
+    assert p is not None, "the caller asked"
+    tiles, most = -(-rows // p.n), p.m * tuning.units
+    launch = PreparedLaunch(
+        packed_token_kernel, ONCE=tiles <= most, rows=rows, columns=columns, spans=form.spans(columns), eps=eps, offset=offset, ADD=add,
+        NORM=norm, BIAS=bias, ACT=activation, BN=p.n, BK=p.k, OVERLAP=tuning.overlap, num_warps=p.warps,
+        **token_constants(tuning, form), **tuning.launch,
+    )  # fmt: skip
+    return launch, (min(tiles, most), 1, 1)
