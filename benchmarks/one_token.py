@@ -52,7 +52,7 @@ Layer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 class Apart(Tuning):
     """Packed weights as with many tokens: no norm and no activation in the product."""
 
-    def packed_token(self, rows: int, columns: int, halves: int) -> Product | None:  # type: ignore[override]
+    def packed_token(self, rows: int, columns: int, halves: int, group: int) -> Product | None:  # type: ignore[override]
         """No sizes."""
         return None
 
@@ -194,7 +194,7 @@ def weights(form: str, name: str, seed: int) -> tuple[LinearWeight, Any]:
 def expert_changes() -> Iterator[tuple[int, int, int, int, int, int]]:
     """Of one token's experts: programs for each expert, rows and warps of gate and up; rows, warps and programs for each
     unit of down."""
-    for n, warps, programs in itertools.product((2, 4, 8), (2, 4, 8), (33, 50, 66)):
+    for n, warps, programs in itertools.product((2, 4, 8), (4, 8), (33, 66)):
         yield programs, n, warps, 4, 8, 2
     for n, warps, resident in itertools.product((1, 2, 4, 8), (8, 16), (1, 2)):
         yield 33, 4, 4, n, warps, resident
@@ -303,5 +303,5 @@ if __name__ == "__main__":
     main(asked, given.file)
     if given.sweep:
         swept = [form for form in asked if form in PACKED_FORMS]
-        sweep(swept)
         sweep_experts(swept)
+        sweep(swept)

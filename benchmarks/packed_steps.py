@@ -88,6 +88,11 @@ def use(best: Mapping[str, Mapping[str, int]], form: str) -> None:
     Tuning.packed = found  # type: ignore[method-assign]
 
 
+def part_launches() -> None:
+    """From here on norms and activations of one token are in launches of their own, to compare with."""
+    Tuning.packed_token = Tuning.packed_single_token = lambda *_: None  # type: ignore[assignment,method-assign]
+
+
 def main(model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping[str, int]], cases: Any) -> None:
     """Print a row for each case."""
     say(f"reads {read_speed():.2f} TB/s, {torch.cuda.get_device_name()}")
@@ -97,7 +102,7 @@ def main(model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping
             if form != "plain":
                 quantize(form, CONFIGS[model]["num_hidden_layers"])
                 use(best, form)
-            llm = start(path, True, ["infer.max_seq_len=2048"])
+            llm = start(path, True, ["infer.max_seq_len=2048", f"infer.max_reqs={max(batch for batch, _ in cases)}"])
             layouts = sorted({str(layout) for layout in llm.info.manifest.get("packings", {}).values()})
             say(f"{model} {form}: memory {llm.info.memory}, layouts {layouts}")
             for batch, prompt in cases:
@@ -115,8 +120,11 @@ if __name__ == "__main__":
     parser.add_argument("model")
     parser.add_argument("forms", nargs="+")
     parser.add_argument("--best", type=Path)
+    parser.add_argument("--apart", action="store_true", help="one token's norms and activations in other launches")
     parser.add_argument("--cases", default=",".join(f"{batch}x{prompt}" for batch, prompt in CASES))
     given = parser.parse_args()
     known = json.loads(given.best.read_text()) if given.best and given.best.exists() else {}
     pairs = [tuple(int(n) for n in case.split("x")) for case in given.cases.split(",")]
+    if given.apart:
+        part_launches()
     main(given.model, given.forms, Path(tempfile.mkdtemp(prefix="packed-")), known, pairs)

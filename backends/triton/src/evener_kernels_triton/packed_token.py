@@ -26,7 +26,7 @@ def reads_token(tuning: Tuning, form: PackedForm, rows: int, columns: int, eleme
 
     Numbers of float32 have more bits than the 16 that x gets.
     """
-    return reads_form(form) and element <= 2 and tuning.packed_token(rows, columns, halves) is not None
+    return reads_form(form) and element <= 2 and tuning.packed_token(rows, columns, halves, form.group) is not None
 
 
 def reads_form(form: PackedForm) -> bool:
@@ -139,7 +139,7 @@ def _launch(
     """(launch for a segment of ``wide`` rows, its grid)."""
     halves = 2 if activation else 1
     rows = wide // halves
-    p = tuning.packed_token(rows, columns, halves)
+    p = tuning.packed_token(rows, columns, halves, form.group)
     assert p is not None, "the caller asked"
     tiles, most = -(-rows // p.n), p.m * tuning.units
     launch = PreparedLaunch(

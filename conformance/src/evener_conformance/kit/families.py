@@ -278,7 +278,13 @@ def _quantized() -> tuple[Family, ...]:
         ("float8 rounding ", 256, "e4m3 by block, x by 128"), ("int8 rounding ", 128, "int8 by row, x by token"),
     )  # fmt: skip
     whole = Family("wholly quantized expert", attention, experts, hidden=128, vocab=80, storage="q8_0", routers=True)
-    return whole, *(
+    # Rows of down are whole groups.
+    experts_128 = replace(experts, inner=128, shared_inner=128)
+    integers = (
+        Family("int4 " + name, attention, mlp, hidden=256, vocab=80, storage="uint4 by 128")
+        for name, mlp in (("quantized", MLPConfig(inner=256)), ("quantized expert", experts_128))
+    )
+    return whole, *integers, *(
         Family(before + name, attention, mlp, hidden=hidden, vocab=80, storage=storage)
         for before, hidden, storage in stored
         for name, mlp in kinds
