@@ -168,7 +168,7 @@ def product(form: str, name: str, change: dict[str, int], count: int) -> list[Ca
     """Calls of one product with these sizes, each of another weight."""
     capabilities = DeviceCapabilities(dtypes=frozenset({"bfloat16"}))
     static = {"eps": 1e-6, "offset": 0.0, "dtype": "bfloat16", "hidden": 4096}
-    call, (rows, columns) = OpCall("mlp_block", static, Bucket(1, 1), capabilities), SHAPES[name]
+    call, columns = OpCall("mlp_block", static, Bucket(1, 1), capabilities), SHAPES[name][1]
     sizes = tuning().with_changes(change)
     x = torch.randn(1, columns, device=CUDA).to(torch.bfloat16)
     residual, gain = torch.randn(1, columns, device=CUDA), torch.rand(columns, device=CUDA).to(torch.bfloat16)
@@ -192,8 +192,8 @@ def weights(form: str, name: str, seed: int) -> tuple[LinearWeight, Any]:
 
 
 def expert_changes() -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Of one token's experts: programs for each expert, rows and warps of gate and up; rows, warps and programs for each
-    unit of down."""
+    """Of one token's experts: programs for each expert, rows and warps of gate and up; then of down rows, warps and
+    programs for each unit."""
     for n, warps, programs in itertools.product((2, 4, 8), (4, 8), (33, 66)):
         yield programs, n, warps, 4, 8, 2
     for n, warps, resident in itertools.product((1, 2, 4, 8), (8, 16), (1, 2)):

@@ -330,7 +330,7 @@ def product_bytes(tuning: Tuning, call: OpCall, weight: LinearWeight) -> int:
 def product_variants(tuning: Tuning, call: OpCall, weight: LinearWeight, halves: int = 1) -> Sequence[Variant]:
     """Variants of the product with ``weight``; ``halves`` as in ``products``."""
     if is_packed(weight):
-        return packed_products(tuning, call, weight.parts)
+        return packed_products(tuning, call, weight.parts, halves)
     if rounds(tuning, call.bucket.high, weight):
         return rounded_products(tuning, call, weight.rows, weight.columns)
     if is_stored(weight):

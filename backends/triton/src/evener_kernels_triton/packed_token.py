@@ -143,8 +143,8 @@ def _launch(
     assert p is not None, "the caller asked"
     tiles, most = -(-rows // p.n), p.m * tuning.units
     launch = PreparedLaunch(
-        packed_token_kernel, ONCE=tiles <= most, rows=rows, columns=columns, spans=form.spans(columns), eps=eps, offset=offset, ADD=add,
-        NORM=norm, BIAS=bias, ACT=activation, BN=p.n, BK=p.k, OVERLAP=tuning.overlap, num_warps=p.warps,
-        **token_constants(tuning, form), **tuning.launch,
+        packed_token_kernel, rows=rows, columns=columns, spans=form.spans(columns), eps=eps, offset=offset, ADD=add,
+        NORM=norm, BIAS=bias, ACT=activation, ONCE=tiles <= most, BN=p.n, BK=p.k, OVERLAP=tuning.overlap,
+        num_warps=p.warps, **token_constants(tuning, form), **tuning.launch,
     )  # fmt: skip
     return launch, (min(tiles, most), 1, 1)

@@ -402,8 +402,8 @@ class Tuning:
         """One token and packed weights of four bits, ``group`` columns of which share a scale: as ``persistent_gemv``;
         None if a row does not fit into one tile.
 
-        Measured on an H200, of 40 sizes for each product of Qwen3-8B's layers. A warp has a piece of 32 columns for each
-        thread, or two; with few programs for each unit, those of the next launch begin beside them.
+        Measured on an H200, of 40 sizes for each product of Qwen3-8B's layers. A thread has one piece of 32 columns, or
+        two; with few programs for each unit, those of the next launch begin beside them.
         """
         k = max(128, power_of_two(columns))
         if k > MAX_TOKEN_COLUMNS:

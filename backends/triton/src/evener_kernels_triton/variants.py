@@ -13,6 +13,7 @@ import torch
 from evener.contracts.ops import OpCall, Variant
 from evener.contracts.quant import WeightPart
 from evener_kernels_triton.packed import segments_of
+from evener_kernels_triton.packed_token import reads_token
 from evener_kernels_triton.stored import WORD
 from evener_kernels_triton.tuning import MAX_SUMMED_TOKENS, Grouped, Product, Tuning
 
@@ -86,10 +87,15 @@ def rounded_products(tuning: Tuning, call: OpCall, rows: int, columns: int) -> S
     return [*tried, {"splits": own.splits // 2}] if own.splits > 1 else tried
 
 
-def packed_products(tuning: Tuning, call: OpCall, parts: Sequence[WeightPart]) -> Sequence[Variant]:
+def packed_products(
+    tuning: Tuning, call: OpCall, parts: Sequence[WeightPart], halves: int = 1
+) -> Sequence[Variant]:  # fmt: skip
     """As ``products``, for packed weights of these parts; the same changes for each segment."""
     tokens, columns = call.bucket.high, parts[0].columns
     rows, form = max(segments_of(parts), key=lambda of: of[0])
+    if tokens == 1 and reads_token(tuning, form, rows // halves, columns, _size(call), halves):
+        one = tuning.packed_token(rows // halves, columns, halves, form.group)
+        return [] if one is None else persistent_gemv_variants(one)
     if not tuning.uses_own_product(tokens, rows, stored=True):
         return []
     own = tuning.packed(tokens, rows, columns, form.columns, _size(call))

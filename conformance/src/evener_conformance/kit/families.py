@@ -284,11 +284,12 @@ def _quantized() -> tuple[Family, ...]:
         Family("int4 " + name, attention, mlp, hidden=256, vocab=80, storage="uint4 by 128")
         for name, mlp in (("quantized", MLPConfig(inner=256)), ("quantized expert", experts_128))
     )
-    return whole, *integers, *(
+    others = (
         Family(before + name, attention, mlp, hidden=hidden, vocab=80, storage=storage)
         for before, hidden, storage in stored
         for name, mlp in kinds
     )
+    return whole, *integers, *others
 
 
 def single_option_families(op: str, taken: Sequence[Family], asked: Sequence[Family]) -> Iterator[Family]:

@@ -214,16 +214,12 @@ def row_sums(
                 dtype=tl.int32, is_pure=True, pack=1,
             )  # fmt: skip
         else:
-            y0, y1, y2, y3 = _tile_sums(
-                a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, PTX
-            )
+            y0, y1, y2, y3 = _tile_sums(a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, PTX)
             y = y0 + y1 + y2 + y3
         y -= (((s0 >> 16) & 255) if STYLE == "zero" else ZERO) * (t0 + t1 + t2 + t3)
         r = y.to(tl.float32) * _as_float(s0 & 0xFFFF, BF16)
     else:
-        y0, y1, y2, y3 = _tile_sums(
-            a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, PTX
-        )
+        y0, y1, y2, y3 = _tile_sums(a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, PTX)
         if STYLE == "super":
             # Scales of scales are whole numbers of six bits, so these sums are exact too.
             y = y0 * (s0 & 255) + y1 * ((s0 >> 16) & 255) + y2 * (s1 & 255) + y3 * ((s1 >> 16) & 255)
