@@ -29,7 +29,7 @@ from stored_products import FORMS as STORED_FORMS
 from evener.contracts.declared import LinearWeight
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import QuantFormat, WeightPart
+from evener.contracts.quant import Packing, QuantFormat, WeightPart
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.composites import enter_rows
 from evener_kernels_triton.experts import Choice
@@ -52,15 +52,16 @@ Layer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 class Apart(Tuning):
     """Packed weights as with many tokens: no norm and no activation in the product."""
 
-    def packed_token(self, rows: int, columns: int, halves: int, group: int) -> Product | None:  # type: ignore[override]
+    def packed_token(self, rows: int, columns: int, halves: int, group: int) -> Product | None:
         """No sizes."""
         return None
 
 
 def weight(form: str, rows: int, columns: int, seed: int) -> tuple[LinearWeight, Any]:
     """A weight's declaration, and what its packing made."""
+    packing: Packing = PACKED
     if form in PACKED_FORMS:
-        part, packing = part_of(form, rows, columns, seed), PACKED
+        part = part_of(form, rows, columns, seed)
     else:
         draw = torch.Generator(CUDA).manual_seed(seed)
         numbers = torch.randn(rows, columns, generator=draw, device=CUDA) * 0.02
@@ -188,7 +189,8 @@ def weights(form: str, name: str, seed: int) -> tuple[LinearWeight, Any]:
     """A weight that is made once."""
     if (form, name, seed) not in _WEIGHTS:
         _WEIGHTS[form, name, seed] = weight(form, *SHAPES[name], seed)
-    return _WEIGHTS[form, name, seed]
+    made: tuple[LinearWeight, Any] = _WEIGHTS[form, name, seed]
+    return made
 
 
 def expert_changes() -> Iterator[tuple[int, int, int, int, int, int]]:
