@@ -17,7 +17,6 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,19 +31,15 @@ from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import Packing, QuantFormat, WeightPart
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.composites import enter_rows
-from evener_kernels_triton.experts import Choice
 from evener_kernels_triton.linear import project_rows
 from evener_kernels_triton.packed import PACKED
-from evener_kernels_triton.packed_token import token_experts
 from evener_kernels_triton.stored import STORED
-from evener_kernels_triton.tuning import Product, SingleToken, Tuning
+from evener_kernels_triton.tuning import Product, Tuning
 
 #: [rows, columns] of the products of Qwen3-8B's layers, in their order; the first and the third begin with a norm.
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 FORMS = ("plain", "fp8", "fp8-block", "int4", "int4-zeros", "q4_k")
 LAYERS = 6
-#: Of a layer of Qwen3-30B-A3B.
-EXPERTS = 128
 #: A layer: from x and the residual stream to the same.
 Layer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -182,88 +177,14 @@ def product(form: str, name: str, change: dict[str, int], count: int) -> list[Ca
     return [partial(project, x, data, None) for _, data in made]
 
 
-_WEIGHTS: dict[tuple[str, str, int], Any] = {}
+_WEIGHTS: dict[tuple[str, str, int], tuple[LinearWeight, Any]] = {}
 
 
 def weights(form: str, name: str, seed: int) -> tuple[LinearWeight, Any]:
     """A weight that is made once."""
     if (form, name, seed) not in _WEIGHTS:
         _WEIGHTS[form, name, seed] = weight(form, *SHAPES[name], seed)
-    made: tuple[LinearWeight, Any] = _WEIGHTS[form, name, seed]
-    return made
-
-
-def expert_changes() -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Of one token's experts: programs for each expert, rows and warps of gate and up; then of down rows, warps and
-    programs for each unit."""
-    for n, warps, programs in itertools.product((2, 4, 8), (4, 8), (33, 66)):
-        yield programs, n, warps, 4, 8, 2
-    for n, warps, resident in itertools.product((1, 2, 4, 8), (8, 16), (1, 2)):
-        yield 33, 4, 4, n, warps, resident
-
-
-def experts(form: str, sizes: SingleToken, count: int) -> list[Callable[[], Any]]:
-    """Calls of one token's experts of a layer of Qwen3-30B-A3B without the router's product."""
-    if (form, "stacks", 0) not in _WEIGHTS:
-        stacks = [
-            PACKED.pack_stack(([part_of(form, *shape, 0)] for _ in range(EXPERTS)), EXPERTS, "bfloat16", CUDA)
-            for shape in ((1536, 2048), (2048, 768))
-        ]  # fmt: skip
-        _WEIGHTS[form, "stacks", 0] = None, stacks
-    up, down = _WEIGHTS[form, "stacks", 0][1]
-    slots = torch.arange(EXPERTS, dtype=torch.int32, device=CUDA)[:, None].contiguous()
-    gain = torch.rand(2048, device=CUDA).to(torch.bfloat16)
-    w: Any = SimpleNamespace(
-        gate_up=up, down=down, gate_up_bias=None, down_bias=None, correction=None, slots=slots, norm=gain
-    )
-    static: Any = {"groups": 1, "experts": EXPERTS, "scoring": "softmax", "top": 8, "top_groups": 1, "group_best": 0,
-                   "renormalize": True, "scale": 1.0}  # fmt: skip
-    choice = Choice.of(static)
-
-    def call(logits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        inside = torch.empty(8, 768, dtype=torch.bfloat16, device=CUDA)
-        y = torch.empty(1, 2048, dtype=torch.bfloat16, device=CUDA)
-        token_experts(
-            tuning(), sizes, logits, total, w, inside, y, choice=choice.sizes, scale=1.0, activation="silu", alpha=1.0,
-            limit=0.0, eps=1e-6, offset=0.0, extra=None, gate=None,
-        )  # fmt: skip
-        return y
-
-    total = torch.randn(1, 2048, device=CUDA)
-    return [partial(call, torch.randn(1, EXPERTS, device=CUDA), total) for _ in range(count)]
-
-
-def sized(change: tuple[int, int, int, int, int, int]) -> SingleToken:
-    """These sizes."""
-    programs, n, warps, rows, other, resident = change
-    return SingleToken(Product(programs, n, 2048, warps, 1), Product(resident, rows, 1024, other, 1))
-
-
-def compile_experts(job: tuple[str, tuple[int, int, int, int, int, int]]) -> str:
-    """As ``compile_one``."""
-    torch.set_num_threads(1)
-    try:
-        experts(job[0], sized(job[1]), 1)[0]()
-        torch.cuda.synchronize()
-    except Exception as error:  # it is one of many
-        return f"{job}: {type(error).__name__}: {str(error)[:200]}"
-    return ""
-
-
-def sweep_experts(forms: Sequence[str]) -> None:
-    """The fastest sizes of one token's experts."""
-    jobs = [(form, change) for form in forms for change in expert_changes()]
-    with multiprocessing.get_context("spawn").Pool(14) as pool:
-        print(*filter(None, pool.map(compile_experts, jobs, 1)), sep="\n", flush=True)
-    for form in forms:
-        times = []
-        for change in expert_changes():
-            try:
-                times.append((microseconds(experts(form, sized(change), 40), 20), change))
-            except Exception as error:  # it is one of many
-                print(form, change, str(error)[:200])
-        times.sort(key=lambda of: of[0])
-        print(form, "experts", *(f"{us:.2f} {one}" for us, one in times), sep="\n  ", flush=True)
+    return _WEIGHTS[form, name, seed]
 
 
 def compile_one(job: tuple[str, str, dict[str, int]]) -> str:
@@ -305,5 +226,4 @@ if __name__ == "__main__":
     main(asked, given.file)
     if given.sweep:
         swept = [form for form in asked if form in PACKED_FORMS]
-        sweep_experts(swept)
         sweep(swept)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,12 +33,12 @@ from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import Family, families
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.blocks import FORMS, PackedForm
-from evener_kernels_triton.experts import Choice, grouped, scores, sort
+from evener_kernels_triton.experts import grouped, scores, sort
 from evener_kernels_triton.linear import dequantized, dequantized_linear, few_tokens_linear, gemv, skinny
 from evener_kernels_triton.packed import PackedMatrix, Segment
 from evener_kernels_triton.packed_experts import ExpertAssignment, packed_grouped
 from evener_kernels_triton.packed_linear import packed_linear
-from evener_kernels_triton.packed_token import packed_token, token_experts
+from evener_kernels_triton.packed_token import packed_token
 from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 from evener_kernels_triton.primitives import act_rows
 from evener_kernels_triton.rounded import rounded_linear
@@ -276,25 +275,10 @@ def _packed(tuning: Tuning, kind: torch.dtype) -> None:
 
 
 def _one_token(tuning: Tuning, kind: torch.dtype, form: PackedForm) -> None:
-    """One token with a norm and an activation, and its experts."""
+    """One token with a norm and an activation."""
     x, gain = torch.empty(1, 2048, dtype=kind, device=META), torch.empty(2048, dtype=kind, device=META)
     total = torch.empty(1, 2048, device=META)
     packed_token(tuning, kind, x, _matrix(form, 3072, 2048), activation="silu", residual=total, total=total, gain=gain)
-    sizes = tuning.packed_single_token(2048, 768, 8)
-    assert sizes is not None, "the rows fit into a tile"
-    slots = torch.empty(128, 1, dtype=torch.int32, device=META)
-    gate_up, down = (SimpleNamespace(data=_matrix(form, 128, *size)) for size in ((1536, 2048), (2048, 768)))
-    w: Any = SimpleNamespace(
-        gate_up=gate_up, down=down, gate_up_bias=None, down_bias=None, correction=None, slots=slots, norm=gain
-    )
-    static: Any = {"groups": 1, "experts": 128, "scoring": "softmax", "top": 8, "top_groups": 1, "group_best": 0,
-                   "renormalize": True, "scale": 1.0}  # fmt: skip
-    choice = Choice.of(static)
-    token_experts(
-        tuning, sizes, torch.empty(1, 128, device=META), total, w, torch.empty(8, 768, dtype=kind, device=META), x,
-        choice=choice.sizes, scale=choice.scale, activation="silu", alpha=1.0, limit=0.0, eps=1e-6, offset=0.0,
-        extra=None, gate=None,
-    )  # fmt: skip
 
 
 def _rounded_values(tuning: Tuning, kind: torch.dtype, form: PackedForm) -> None:

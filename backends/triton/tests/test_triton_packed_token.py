@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +14,9 @@ from evener_conformance.kit import families as family_list
 from evener_conformance.kit.cases.blocks import format_of, random_grouped, random_part, reference_dequantize
 from evener_conformance.kit.composites import check_composite
 from evener_conformance.reference.device import HostDevice
-from evener_kernels_triton.experts import Choice
 from evener_kernels_triton.linear import few_tokens_linear
 from evener_kernels_triton.packed import PACKED, PackedMatrix
-from evener_kernels_triton.packed_token import enters_token, packed_token, token_experts
+from evener_kernels_triton.packed_token import enters_token, packed_token
 from evener_kernels_triton.tuning import Tuning
 
 HOST = torch.device("cpu")
@@ -121,69 +118,16 @@ def test_other_weights_have_launches_of_their_own() -> None:
     assert not enters_token(LARGE, [WeightPart("w", 16, 1 << 15, format_of("uint4 by 128"))], 2, 1), "too long"
 
 
-@pytest.mark.parametrize(
-    ("up", "down", "inner"), [("uint4 by 128", "uint4 by 128, zeros", 128), ("q4_k", "q4_0", 96)],
-    ids=["groups", "blocks"],
-)  # fmt: skip
-@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
-def test_experts_of_one_token(up: str, down: str, inner: int, activation: str) -> None:
-    """One of the three chosen is on another rank."""
-    count, top, hidden, draw = 4, 3, 256, torch.Generator().manual_seed(5)
-    biased = activation == "clamped_swiglu"
-
-    def stack(storage: str, rows: int, columns: int) -> tuple[Any, torch.Tensor]:
-        parts = [[part(storage, rows, columns, seed)] for seed in range(count)]
-        values = torch.stack([reference_dequantize(own[0]) for own in parts])
-        return PACKED.pack_stack(iter(parts), count, "bfloat16", HOST), values
-
-    (gate_up, up_values), (down_weight, down_values) = stack(up, 2 * inner, hidden), stack(down, hidden, inner)
-    w: Any = SimpleNamespace(
-        gate_up=gate_up, down=down_weight, correction=None, norm=torch.rand(hidden, generator=draw).bfloat16(),
-        slots=torch.tensor([[1], [2], [-1], [3]], dtype=torch.int32),
-        gate_up_bias=torch.randn(count, 2 * inner, generator=draw).bfloat16() if biased else None,
-        down_bias=torch.randn(count, hidden, generator=draw).bfloat16() if biased else None,
-    )  # fmt: skip
-    static: Any = {"groups": 1, "experts": count, "scoring": "softmax", "top": top, "top_groups": 1, "group_best": 0,
-                   "renormalize": True, "scale": 1.5}  # fmt: skip
-    logits, total = torch.tensor([[0.3, 1.0, 0.9, -2.0]]), torch.randn(1, hidden, generator=draw)
-    extra, gate = torch.randn(1, hidden, generator=draw).bfloat16(), torch.randn(1, 1, generator=draw)
-    normed = total * (total.square().mean() + 0.1).rsqrt() * w.norm.float()
-    shares, want = torch.softmax(logits[0, :3], 0) * 1.5, extra.float() * torch.sigmoid(gate)
-    for expert, slot in ((0, 1), (1, 2)):
-        wide = normed @ up_values[slot].T
-        if biased:
-            wide += w.gate_up_bias[slot].float()
-            first, second = wide[:, ::2].clamp(max=7), wide[:, 1::2].clamp(-7, 7) + 1
-            y = first * torch.sigmoid(1.702 * first) * second @ down_values[slot].T + w.down_bias[slot].float()
-        else:
-            first, second = wide.chunk(2, 1)
-            y = torch.nn.functional.silu(first) * second @ down_values[slot].T
-        want = want + shares[expert] * y
-    for tuning in (SMALL, LARGE):
-        sizes = tuning.packed_single_token(hidden, inner, top)
-        assert sizes is not None
-        got, inside = torch.full((1, hidden), torch.nan), torch.full((top, inner), torch.nan, dtype=torch.bfloat16)
-        choice = Choice.of(static)
-        with every_access_checked() as programs:
-            token_experts(
-                tuning, sizes, logits, total, w, inside, got, choice=choice.sizes, scale=choice.scale,
-                activation=activation, alpha=1.702, limit=7.0, eps=0.1, offset=0.0, extra=extra, gate=gate,
-            )  # fmt: skip
-        assert off(got, want) < 4e-3, "what is between is bfloat16"
-        assert set(programs) == {"packed_token_up_kernel", "packed_token_down_kernel"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["attention_block", "mlp_block", "moe_block"])
+@pytest.mark.parametrize("op", ["attention_block", "mlp_block"])
 def test_a_block_with_integers_of_four_bits_agrees_with_its_expansion(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (kernel,) = (k for k in host_kernels(composite=True) if k.op == op)
     linears = [k for k in host_kernels(composite=False) if k.op in ("linear", "grouped_linear")]
-    kinds = ("int4 quantized expert",) if op == "moe_block" else ("int4 quantized",)
+    kinds = ("int4 quantized",)
     monkeypatch.setattr(family_list, "STEPS", ((3, 1), (1,), (1,)))
     every = list(schemas().values())
     with every_access_checked() as programs:
         results = check_composite(kernel, every, HostDevice(0), host_states(), linears, ("bfloat16",), kinds=kinds)
     assert not [str(r) for r in results if r.outcome == "failed"]
     assert "passed" in {r.outcome for r in results}
-    own = {"packed_token_up_kernel", "packed_token_down_kernel"} if op == "moe_block" else {"packed_token_kernel"}
-    assert own <= set(programs)
+    assert "packed_token_kernel" in programs

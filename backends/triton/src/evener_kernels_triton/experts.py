@@ -38,7 +38,6 @@ from evener_kernels_triton.linear import (
 )
 from evener_kernels_triton.packed import PACKED, PackedMatrix, segments_of
 from evener_kernels_triton.packed_experts import ExpertAssignment, packed_grouped
-from evener_kernels_triton.packed_token import reads_experts, token_experts
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.rounded import RoundedRows, norm_round, rounding_bytes, rounds
 from evener_kernels_triton.rounded_experts import rounded_grouped
@@ -388,14 +387,9 @@ class TritonMoeBlock(ProductKernel):
         dtype = getattr(torch, s["dtype"])
         single_token = tuning.single_token(s["hidden"], s["inner"], s["top"])
         first = tuning.persistent_gemv(s["experts"], s["hidden"], 1)
-        stacks = [s["gate_up"], s["down"]]
-        packed = None
-        if all(is_packed(weight) for weight in stacks):
-            packed = tuning.packed_single_token(s["hidden"], s["inner"], s["top"])
-            packed = packed if reads_experts(tuning, stacks, dtype.itemsize, packed) else None
-        whole = packed is not None or not any(_needs_own_launch(weight) for weight in stacks)
+        whole = not any(_needs_own_launch(s[name]) for name in ("gate_up", "down"))
         if call.bucket.high == 1 and single_token is not None and first is not None and whole:
-            run = _single_token_block(tuning, call, packed or single_token)
+            run = _single_token_block(tuning, call, single_token)
         else:
             run = _multi_token_block(tuning, call)
 
@@ -525,7 +519,7 @@ def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Blo
     dtype = getattr(torch, s["dtype"])
     choice, top, inner, hidden = Choice.of(s), s["top"], s["inner"], s["hidden"]
     norm: dict[str, Any] = {"eps": s["eps"], "offset": s["offset"]}
-    up, down, packed = sizes.up, sizes.down, is_packed(s["gate_up"])
+    up, down = sizes.up, sizes.down
     apart = any(_needs_own_launch(w) for w in _shared_weights(s))
     projects = {id(w): project_rows(tuning, call, torch.float32 if w is s["shared_gate"] else dtype, w)
                 for w in _shared_weights(s)}  # fmt: skip
@@ -568,12 +562,6 @@ def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Blo
         extra, gate = shared(total, w)
         inside = torch.empty(top, inner, dtype=dtype, device=x.device)
         y = torch.empty(1, hidden, dtype=dtype, device=x.device)
-        if packed:
-            token_experts(
-                tuning, sizes, logits, total, w, inside, y, choice=choice.sizes, scale=choice.scale, extra=extra,
-                gate=gate, activation=s["activation"], alpha=float(s["alpha"]), limit=float(s["limit"]), **norm,
-            )  # fmt: skip
-            return y, total
         common = {"CORRECT": w.correction is not None, "OVERLAP": tuning.overlap, **choice.sizes, **tuning.launch}
         correction, most = w.correction if w.correction is not None else logits, w.slots.shape[1]
         up_elements, up_scales, up_blocks, up_form = words(w.gate_up.data)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from evener.contracts.declared import LinearWeight
 from evener.contracts.quant import WeightPart
-from evener.contracts.weights import MoEWeights
 from evener_kernels_triton.blocks import PackedForm
 from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.jit.packed_token import packed_token_kernel
-from evener_kernels_triton.jit.packed_token_experts import packed_token_down_kernel, packed_token_up_kernel
 from evener_kernels_triton.packed import PackedMatrix, Segment, segments_of
-from evener_kernels_triton.tuning import SingleToken, Tuning, memoized, power_of_two
+from evener_kernels_triton.tuning import Tuning, memoized
 
 #: How scales are stored that the kernel reads, with the groups.
 _READ = {"half": (32, 64, 128, 256), "zero": (64, 128, 256), "super": (32,)}
@@ -87,50 +83,6 @@ def token_constants(tuning: Tuning, form: PackedForm) -> dict[str, str | int | b
     }  # fmt: skip
 
 
-def reads_experts(tuning: Tuning, weights: Sequence[LinearWeight], element: int, sizes: SingleToken | None) -> bool:
-    """Whether one token's experts over these stacks are ``token_experts``; x has ``element`` bytes."""
-    forms = [list(segments_of(weight.parts)) for weight in weights]
-    if sizes is None or element > 2 or any(len(form) > 1 for form in forms):
-        return False
-    if any(part.format.activation is not None for weight in weights for part in weight.parts):
-        return False
-    return all(reads_form(form) for ((_, form),) in forms)
-
-
-def token_experts(
-    tuning: Tuning, sizes: SingleToken, logits: torch.Tensor, total: torch.Tensor, w: MoEWeights, inside: torch.Tensor,
-    y: torch.Tensor, *, choice: Mapping[str, Any], scale: float, activation: str, alpha: float, limit: float,
-    eps: float, offset: float, extra: torch.Tensor | None, gate: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """One token: from the router's float32 ``logits`` and the stream ``total`` to ``y`` [1, hidden]. ``inside`` [top,
-    inner] is written between; ``choice``: how experts are chosen, as arguments of the kernels; ``extra`` and ``gate``
-    as in ``mix_kernel``."""
-    (one,), (two,) = w.gate_up.data.segments, w.down.data.segments
-    (top, inner), hidden, up, down = inside.shape, y.shape[1], sizes.up, sizes.down
-    common = {"CORRECT": w.correction is not None, "OVERLAP": tuning.overlap, **choice, **tuning.launch}
-    correction, most = w.correction if w.correction is not None else logits, w.slots.shape[1]
-    # Keep these two in order: the second reads what the first has waited for.
-    packed_token_up_kernel[(top, min(up.m, -(-inner // up.n)))](
-        logits, correction, w.slots, total, w.norm, one.low.view(torch.int64), one.scales, one.tops,
-        w.gate_up_bias if w.gate_up_bias is not None else total, inside, most, inner, hidden, one.form.spans(hidden),
-        *_strides(one), scale, eps, offset, alpha, limit, BIAS=w.gate_up_bias is not None, ACT=activation, BN=up.n,
-        BK=up.k, num_warps=up.warps, **token_constants(tuning, one.form), **common,
-    )  # fmt: skip
-    packed_token_down_kernel[(min(down.m * tuning.units, -(-hidden // down.n)),)](
-        logits, correction, w.slots, inside, two.low.view(torch.int64), two.scales, two.tops,
-        w.down_bias if w.down_bias is not None else total, extra if extra is not None else total,
-        gate if gate is not None else total, y, most, hidden, inner, two.form.spans(inner), *_strides(two), scale,
-        BIAS=w.down_bias is not None, ADD=extra is not None, GATE=gate is not None, TP=power_of_two(top), BN=down.n,
-        BK=down.k, num_warps=down.warps, **token_constants(tuning, two.form), **common,
-    )  # fmt: skip
-
-
-def _strides(segment: Segment) -> tuple[int, int, int]:
-    """Elements from a matrix of a stack to the next: words of 64 bits, words of scales, and tops."""
-    low, _, scales, tops = segment.matrix_strides
-    return low // 4, scales, tops
-
-
 @memoized
 def _launch(
     tuning: Tuning, wide: int, columns: int, form: PackedForm, activation: str, add: bool, norm: bool, bias: bool,
@@ -144,7 +96,7 @@ def _launch(
     tiles, most = -(-rows // p.n), p.m * tuning.units
     launch = PreparedLaunch(
         packed_token_kernel, rows=rows, columns=columns, spans=form.spans(columns), eps=eps, offset=offset, ADD=add,
-        NORM=norm, BIAS=bias, ACT=activation, ONCE=tiles <= most, BN=p.n, BK=p.k, OVERLAP=tuning.overlap,
+        NORM=norm, BIAS=bias, ACT=activation, BN=p.n, BK=p.k, OVERLAP=tuning.overlap,
         num_warps=p.warps, **token_constants(tuning, form), **tuning.launch,
     )  # fmt: skip
     return launch, (min(tiles, most), 1, 1)

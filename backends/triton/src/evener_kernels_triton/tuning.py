@@ -414,16 +414,6 @@ class Tuning:
         return self._apply_changes(Product(4 if halves == 2 else 2, max(1, n), k, warps, 1))
 
     @memoized
-    def packed_single_token(self, hidden: int, inner: int, top: int) -> SingleToken | None:
-        """As ``single_token``, over packed weights of four bits; ``down.k`` columns for each expert."""
-        k, each = max(128, power_of_two(hidden)), max(128, power_of_two(inner))
-        wide = each * power_of_two(top)
-        if max(k, wide) > MAX_TOKEN_COLUMNS:
-            return None
-        up = Product(max(1, -(-2 * self.units // top)), 4, k, 4, 1)
-        return SingleToken(up, Product(2, 4, each, max(1, min(8, wide // 1024)), 1))
-
-    @memoized
     def packed_grouped(self, pairs: int, matrices: int, rows: int, wide: int, element: int, searched: int) -> Product:
         """Packed matrices of a stack, as ``grouped``; ``searched``: tokens that programs search, which a tile holds; 0:
         pairs are listed."""

@@ -58,25 +58,17 @@ _SUM_TYPES, _SUMS_TYPES = tl.constexpr("=&r" + _WORDS_IN), tl.constexpr("=&r,=&r
 
 
 @triton.jit
-def _columns(tile: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr):
-    """Columns [pieces, 8] of a tile. x has rows of EACH padded columns after each other, BK in all."""
-    i = tl.arange(0, BK // PIECE) % (EACH // PIECE)
+def _columns(tile: tl.constexpr, BK: tl.constexpr):
+    """Columns [pieces, 8] of a tile."""
+    i = tl.arange(0, BK // PIECE)
     return (i // 4 * 128 + i % 4 * 8 + 32 * tile)[:, None] + tl.arange(0, 8)[None, :]
 
 
 @triton.jit
-def load_x(x, columns, tile: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr, TOP: tl.constexpr):
-    """A tile of x, TOP rows of ``columns``, as float32 [pieces, 8]."""
-    c = _columns(tile, BK, EACH)
-    row = (tl.arange(0, BK // PIECE) // (EACH // PIECE))[:, None]
-    return tl.load(x + row * columns + c, mask=(c < columns) & (row < TOP), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def factor(v0, v1, v2, v3, columns, eps):
-    """What a norm by root mean square multiplies x by."""
-    squares = tl.sum(v0 * v0 + v1 * v1 + v2 * v2 + v3 * v3, 1)
-    return tl.rsqrt(tl.sum(squares, 0) / columns + eps)
+def _load_x(x, columns, tile: tl.constexpr, BK: tl.constexpr):
+    """A tile of x, as float32 [pieces, 8]."""
+    c = _columns(tile, BK)
+    return tl.load(x + c, mask=c < columns, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -107,7 +99,7 @@ def _tile_bytes(v, scale, PTX: tl.constexpr):
 
 
 @triton.jit
-def whole_numbers(v0, v1, v2, v3, PTX: tl.constexpr):
+def _whole_numbers(v0, v1, v2, v3, PTX: tl.constexpr):
     """Four tiles of float32 x [pieces, 8] as whole numbers: 16 words of bytes in the order of ``_dots``, the sum of
     each tile, and what whole numbers are multiplied by, all [pieces]."""
     most = tl.maximum(tl.maximum(_largest(v0), _largest(v1)), tl.maximum(_largest(v2), _largest(v3)))
@@ -125,35 +117,20 @@ def whole_numbers(v0, v1, v2, v3, PTX: tl.constexpr):
 
 
 @triton.jit
-def held_pieces(spans, UNITS: tl.constexpr, BK: tl.constexpr, EACH: tl.constexpr):
-    """Which pieces [1, pieces] of a row are there."""
-    i = tl.arange(0, BK // PIECE) % (EACH // PIECE)
-    return (i // (4 * UNITS) < spans)[None, :]
-
-
-@triton.jit
-def packed_tile(
-    low, scales, tops, n, inside, rows, spans, there, BK: tl.constexpr, EACH: tl.constexpr, STYLE: tl.constexpr,
-    GROUP: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr,
+def _packed_tile(
+    low, scales, tops, n, inside, rows, spans, BK: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr,
+    UNITS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Rows ``n`` of all columns: two words of 64 bits, then two words with the scales of a piece and what these are
-    multiplied by, each [BN, pieces]. ``there``: pieces to load. With one row of x the arrays begin at ``low`` and so
-    on; else at a place for each piece."""
+    multiplied by, each [BN, pieces]."""
+    i = tl.arange(0, BK // 16)[None, :]
     each: tl.constexpr = WORDS_OF_UNIT * UNITS
-    if BK == EACH:
-        i = tl.arange(0, BK // 16)[None, :]
-        at = (i // each * rows + n[:, None]) * each + i % each
-        a = tl.load(low + at, mask=inside[:, None] & (i // each < spans), other=0, eviction_policy="evict_first")
-        a0, a1 = tl.split(tl.reshape(a, [a.shape[0], BK // PIECE, 2]))
-    else:
-        # The compiler does not see that both are neighbours.
-        i = (tl.arange(0, BK // PIECE) % (EACH // PIECE) * 2)[None, :]
-        at = low + ((i // each * rows + n[:, None]) * each + i % each)
-        a0 = tl.load(at, mask=inside[:, None] & there, other=0, eviction_policy="evict_first")
-        a1 = tl.load(at + 1, mask=inside[:, None] & there, other=0, eviction_policy="evict_first")
-    unit = (tl.arange(0, BK // PIECE) % (EACH // PIECE) // 4)[None, :]
+    at = (i // each * rows + n[:, None]) * each + i % each
+    a = tl.load(low + at, mask=inside[:, None] & (i // each < spans), other=0, eviction_policy="evict_first")
+    a0, a1 = tl.split(tl.reshape(a, [a.shape[0], BK // PIECE, 2]))
+    unit = (tl.arange(0, BK // PIECE) // 4)[None, :]
     row = unit // UNITS * rows + n[:, None]
-    mask = inside[:, None] & there
+    mask = inside[:, None] & (unit // UNITS < spans)
     own = scales + row * WORDS
     unit = unit % UNITS
     if STYLE == "super" or (STYLE == "half" and GROUP == 32) or (STYLE == "zero" and GROUP == 64):
@@ -202,11 +179,11 @@ def _tile_sums(
 
 
 @triton.jit
-def row_sums(
+def _row_sums(
     a, b, s0, s1, top, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, back,
     STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the columns of ``packed_tile`` times ``whole_numbers``, as float32 [BN]. All of x are [1, pieces]."""
+    """Sums over the columns of ``_packed_tile`` times ``_whole_numbers``, as float32 [BN]. All of x are [1, pieces]."""
     if GROUP >= 128:
         if PTX:
             y = tl.inline_asm_elementwise(
@@ -241,8 +218,8 @@ def row_sums(
 
 
 @triton.jit
-def spread(w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, back):
-    """What ``whole_numbers`` made, as ``row_sums`` takes it."""
+def _spread(w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, back):
+    """What ``_whole_numbers`` made, as ``_row_sums`` takes it."""
     return (
         w0[None, :], w1[None, :], w2[None, :], w3[None, :], w4[None, :], w5[None, :], w6[None, :], w7[None, :],
         w8[None, :], w9[None, :], w10[None, :], w11[None, :], w12[None, :], w13[None, :], w14[None, :], w15[None, :],
@@ -250,88 +227,84 @@ def spread(w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15,
     )  # fmt: skip
 
 
-@triton.jit
-def halves_of(r, BN: tl.constexpr):
-    """The sums of gate and up rows, which alternate in a tile."""
-    return tl.split(tl.reshape(r, [BN, 2]))
-
-
 @fast_launch
 @triton.jit
 def packed_token_kernel(
     x, residual, total, gain, low, scales, tops, bias, y, rows, columns, spans, eps, offset,
-    ADD: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, ONCE: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr,
-    UNITS: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    ADD: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr, UNITS: tl.constexpr,
+    WORDS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``persistent_gemv_kernel`` of packed weights; its names. ``low`` is int64; with ACT a tile has BN gate rows and
-    BN up rows. ONCE: each program has one tile of rows."""
+    """``persistent_gemv_kernel`` of packed weights; its names. ``low`` is int64; with ACT the matrix has 2 * rows."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: tl.constexpr = 1 if ACT == "" else 2
-    r = tl.arange(0, BN * HALVES)
-    own = r // HALVES
-    other = r % HALVES * rows
-    start = tl.program_id(0) * BN
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     step = tl.num_programs(0) * BN
-    there = held_pieces(spans, UNITS, BK, BK)
-    a, b, s, z, m = packed_tile(
-        low, scales, tops, start + own + other, start + own < rows, rows * HALVES, spans, there, BK, BK, STYLE, GROUP,
-        UNITS, WORDS,
-    )  # fmt: skip
-    if NORM:
-        g0 = load_x(gain, columns, 0, BK, BK, 1) + offset
-        g1 = load_x(gain, columns, 1, BK, BK, 1) + offset
-        g2 = load_x(gain, columns, 2, BK, BK, 1) + offset
-        g3 = load_x(gain, columns, 3, BK, BK, 1) + offset
+    a, b, s, z, m = _packed_tile(low, scales, tops, n, n < rows, rows * HALVES, spans, BK, STYLE, GROUP, UNITS, WORDS)
+    c, d, p, q, o = a, b, s, z, m
+    if ACT != "":
+        c, d, p, q, o = _packed_tile(
+            low, scales, tops, n + rows, n < rows, rows * HALVES, spans, BK, STYLE, GROUP, UNITS, WORDS
+        )
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    v0 = load_x(x, columns, 0, BK, BK, 1)
-    v1 = load_x(x, columns, 1, BK, BK, 1)
-    v2 = load_x(x, columns, 2, BK, BK, 1)
-    v3 = load_x(x, columns, 3, BK, BK, 1)
+    v0 = _load_x(x, columns, 0, BK)
+    v1 = _load_x(x, columns, 1, BK)
+    v2 = _load_x(x, columns, 2, BK)
+    v3 = _load_x(x, columns, 3, BK)
     if ADD:
-        v0 += load_x(residual, columns, 0, BK, BK, 1)
-        v1 += load_x(residual, columns, 1, BK, BK, 1)
-        v2 += load_x(residual, columns, 2, BK, BK, 1)
-        v3 += load_x(residual, columns, 3, BK, BK, 1)
+        v0 += _load_x(residual, columns, 0, BK)
+        v1 += _load_x(residual, columns, 1, BK)
+        v2 += _load_x(residual, columns, 2, BK)
+        v3 += _load_x(residual, columns, 3, BK)
         if tl.program_id(0) == 0:
-            c = _columns(0, BK, BK)
-            tl.store(total + c, v0, mask=c < columns)
-            tl.store(total + c + 32, v1, mask=c + 32 < columns)
-            tl.store(total + c + 64, v2, mask=c + 64 < columns)
-            tl.store(total + c + 96, v3, mask=c + 96 < columns)
+            at = _columns(0, BK)
+            tl.store(total + at, v0, mask=at < columns)
+            tl.store(total + at + 32, v1, mask=at + 32 < columns)
+            tl.store(total + at + 64, v2, mask=at + 64 < columns)
+            tl.store(total + at + 96, v3, mask=at + 96 < columns)
     back = 1.0
     if NORM:
         # Sums are multiplied by it, so the numbers of x do not wait for it.
-        back = factor(v0, v1, v2, v3, columns, eps)
-        v0 *= g0
-        v1 *= g1
-        v2 *= g2
-        v3 *= g3
-    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k = whole_numbers(
+        squares = tl.sum(v0 * v0 + v1 * v1 + v2 * v2 + v3 * v3, 1)
+        back = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
+        v0 *= _load_x(gain, columns, 0, BK) + offset
+        v1 *= _load_x(gain, columns, 1, BK) + offset
+        v2 *= _load_x(gain, columns, 2, BK) + offset
+        v3 *= _load_x(gain, columns, 3, BK) + offset
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k = _whole_numbers(
         v0, v1, v2, v3, PTX
     )
-    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k = spread(
-        w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k = _spread(
+        w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k * back
     )
-    for first in range(start, start + 1 if ONCE else rows, step):
-        a_next, b_next, s_next, z_next, m_next = a, b, s, z, m
-        if not ONCE:
-            coming = first + step + own
-            a_next, b_next, s_next, z_next, m_next = packed_tile(
-                low, scales, tops, coming + other, coming < rows, rows * HALVES, spans, there, BK, BK, STYLE, GROUP,
-                UNITS, WORDS,
-            )  # fmt: skip
-        sums = back * row_sums(
+    for first in range(tl.program_id(0) * BN, rows, step):
+        coming = first + step + tl.arange(0, BN)
+        a_next, b_next, s_next, z_next, m_next = _packed_tile(
+            low, scales, tops, coming, coming < rows, rows * HALVES, spans, BK, STYLE, GROUP, UNITS, WORDS
+        )
+        c_next, d_next, p_next, q_next, o_next = a_next, b_next, s_next, z_next, m_next
+        if ACT != "":
+            c_next, d_next, p_next, q_next, o_next = _packed_tile(
+                low, scales, tops, coming + rows, coming < rows, rows * HALVES, spans, BK, STYLE, GROUP, UNITS, WORDS
+            )
+        n = first + tl.arange(0, BN)
+        inside = n < rows
+        r = _row_sums(
             a, b, s, z, m, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k,
             STYLE, GROUP, ZERO, BF16, PTX,
         )  # fmt: skip
         if BIAS:
-            sums += tl.load(bias + first + own + other, mask=first + own < rows, other=0.0).to(tl.float32)
+            r += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
         if ACT != "":
-            gate, up = halves_of(sums, BN)
-            sums = activate(gate, ACT) * up
-        n = first + tl.arange(0, BN)
-        tl.store(y + n, sums.to(y.dtype.element_ty), mask=n < rows)
+            up = _row_sums(
+                c, d, p, q, o, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k,
+                STYLE, GROUP, ZERO, BF16, PTX,
+            )  # fmt: skip
+            if BIAS:
+                up += tl.load(bias + rows + n, mask=inside, other=0.0).to(tl.float32)
+            r = activate(r, ACT) * up
+        tl.store(y + n, r.to(y.dtype.element_ty), mask=inside)
         a, b, s, z, m = a_next, b_next, s_next, z_next, m_next
+        c, d, p, q, o = c_next, d_next, p_next, q_next, o_next
