@@ -411,7 +411,8 @@ class Tuning:
         warps, n = max(1, min(8, k // 1024)), 8 // halves
         if k > 4096:
             n = 4 // halves if group >= 128 else 2 // halves
-        return self._apply_changes(Product(4 if halves == 2 else 2, max(1, n), k, warps, 1))
+        each = 2 if halves == 1 else 4 if group >= 128 else 6
+        return self._apply_changes(Product(each, max(1, n), k, warps, 1))
 
     @memoized
     def packed_grouped(self, pairs: int, matrices: int, rows: int, wide: int, element: int, searched: int) -> Product:
