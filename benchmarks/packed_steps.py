@@ -90,7 +90,7 @@ def use(best: Mapping[str, Mapping[str, int]], form: str) -> None:
 
 def part_launches() -> None:
     """From here on norms and activations of one token are in launches of their own, to compare with."""
-    Tuning.packed_token = lambda *_: None  # type: ignore[assignment,method-assign]
+    Tuning.packed_token = lambda *_: None  # type: ignore[method-assign]
 
 
 def main(model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping[str, int]], cases: Any) -> None:
