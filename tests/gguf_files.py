@@ -42,7 +42,10 @@ def write_gguf(
 
 
 def in_blocks(tensor: torch.Tensor, kind: str) -> np.ndarray[Any, Any]:
-    """A matrix, or a stack of them, in blocks: uint8 [..., bytes of a row]. The library writes no K formats."""
+    """A matrix, or a stack of them, in blocks: uint8 [..., bytes of a row]. The library writes no K formats. Bytes are
+    such blocks already."""
+    if tensor.dtype == torch.uint8:
+        return tensor.numpy()
     if kind.endswith("_K"):
         return to_blocks(kind.lower(), tensor).numpy()
     return gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[kind])

@@ -3,9 +3,6 @@ Minutes, not seconds."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from evener_convert.command import convert
+from llamacpp_answers import llamacpp
 from model_sources import SOURCES, models_root
 
 from evener.config import from_overrides
@@ -27,8 +25,7 @@ from evener_conformance.oracle import Comparison, compare_greedy, generate, teac
 
 pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(1500)]
 
-ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "LICENSE").read_text()
+TEXT = (Path(__file__).parent.parent / "LICENSE").read_text()
 CONVERTED = {"smollm2": "smollm2_dir", "qwen2.5": "qwen_dir", "gemma3": "gemma_dir"}
 
 
@@ -56,20 +53,6 @@ def workers(path: Path, **overrides: object) -> Iterator[tuple[InlineClient, Wor
 
 def resumed(client: InlineClient, tokens: Sequence[int], count: int) -> list[int]:
     return generate(client, [tokens], count, tag=f"r{len(tokens)}-")[0]
-
-
-def llamacpp(asked: object) -> list[float]:
-    """What llama.cpp answers to a question of ``scripts/llamacpp_logprobs.py``."""
-    built = Path.home() / ".cache/evener/llamacpp/bin/python"
-    python = Path(os.environ.get("EVENER_BENCH_PYTHON_LLAMACPP", built))
-    assert python.exists(), f"{python} is missing; run 'make llamacpp'"
-    done = subprocess.run(
-        [python, ROOT / "scripts/llamacpp_logprobs.py"], input=json.dumps(asked), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    answer: list[float] = json.loads(done.stdout)
-    return answer
 
 
 def test_the_tokenizer_in_the_file_is_llama_cpps_and_the_models_own(model: tuple[Path, Path]) -> None:

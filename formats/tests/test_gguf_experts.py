@@ -37,7 +37,7 @@ def drawn(experts: int = EXPERTS) -> dict[str, torch.Tensor]:
     return {"token_embd.weight": torch.randn(VOCAB, WIDTH), **router, **tensors}
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K", "Q6_K", "MXFP4"])
 @pytest.mark.parametrize(("family", "architecture", "router", "name", "words"), FAMILIES)
 def test_every_expert_is_a_tensor_with_its_part_of_the_stack(
     family: str, architecture: str, router: str, name: str, words: dict[str, str], kind: str, write_gguf: Write
@@ -46,7 +46,8 @@ def test_every_expert_is_a_tensor_with_its_part_of_the_stack(
     path = write_gguf(family, KEYS, own, lambda stored: "F32" if "gate_inp" in stored else kind)
     checkpoint, scheme = open_checkpoint(path), GgufScheme()
     assert checkpoint.architecture == architecture
-    assert len(checkpoint.headers) == 2 + 3 * EXPERTS
+    # One of MXFP4 is two tensors, the experts' and of the embedding.
+    assert len(checkpoint.headers) == (2 + 3 * EXPERTS if kind != "MXFP4" else 1 + 2 * (1 + 3 * EXPERTS))
     assert torch.equal(checkpoint.tensor(f"model.layers.0.{router}.weight"), own["blk.0.ffn_gate_inp.weight"])
     for part in SHAPES:
         stack = own[f"blk.0.ffn_{part}_exps.weight"]
@@ -54,7 +55,9 @@ def test_every_expert_is_a_tensor_with_its_part_of_the_stack(
             stored = f"model.layers.0.{name.format(expert, words.get(part, part))}.weight"
             found = scheme.part(stored, checkpoint.headers)
             assert found is not None and (found.rows, found.columns) == SHAPES[part]
-            filled = type(found)(stored, *SHAPES[part], found.format, {"weight": checkpoint.tensor(stored)})
+            roles = scheme.tensors(stored, checkpoint.headers)
+            tensors = {role: checkpoint.tensor(name) for role, name in roles.items()}
+            filled = type(found)(stored, *SHAPES[part], found.format, tensors)
             want = stack[expert] if kind == "F32" else dequantized(stack[expert], kind)
             assert torch.equal(scheme.dequantize(filled, "float32"), want)
 
@@ -149,7 +152,7 @@ def test_deepseek_v2_is_told_by_its_softmax(write_gguf: Write) -> None:
     assert (config["qk_nope_head_dim"], config["v_head_dim"], config["norm_topk_prob"]) == (32, 24, False)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "MXFP4"])
 def test_keys_and_values_in_two_parts_are_one_weight(kind: str, write_gguf: Write) -> None:
     own = parts()
     checkpoint = open_checkpoint(write_gguf("deepseek2", LATENT, own, kind))

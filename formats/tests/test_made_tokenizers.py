@@ -55,6 +55,43 @@ def test_the_text_of_a_gguf_tokenizer_is_not_written_to_be_read(
     assert made is not None and made.vocabulary.encode("abc<tool>", True)[0] == 1
 
 
+HARMONY = ["<|endoftext|>", "<|return|>", "<|end|>", "<|call|>", "<|message|>"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("HelloWorld camelCase", ["Hello", "World", "Ġcamel", "Case"]),
+        ("HTTPServer ABC I'LL", ["HTTPServer", "ĠABC", "ĠI'LL"]),
+        ("don't 1234567", ["don't", "Ġ", "123", "456", "7"]),
+        ("a//\n/b  c", ["a", "//Ċ/", "b", "Ġ", "Ġc"]),
+    ],
+)
+def test_words_of_gpt_oss_begin_where_letters_turn_from_small_to_capital(
+    text: str, words: list[str], write_gguf: Write
+) -> None:
+    files = open_files(write_gguf("llama", {}, {}, **{"tokenizer.ggml.pre": "gpt-4o"}))
+    made = read_tokenizer(files)
+    assert made is not None
+    splits = tokenizers.Tokenizer.from_str(files.text("tokenizer.json") or "").pre_tokenizer
+    assert [word for word, _ in splits.pre_tokenize_str(text)] == words
+
+
+@pytest.mark.parametrize(
+    ("missing", "ends"),
+    [("", ["<|return|>", "<|endoftext|>", "<|call|>"]), ("<|call|>", ["<|return|>", "<|endoftext|>", "<|end|>"])],
+)
+def test_the_end_of_a_message_ends_no_answer_of_gpt_oss(missing: str, ends: list[str], write_gguf: Write) -> None:
+    tokens = [token for token in HARMONY if token != missing]
+    files = open_files(write_gguf("llama", {}, {}, **{
+        "tokenizer.ggml.tokens": ["a", *tokens], "tokenizer.ggml.token_type": [NORMAL, *[CONTROL] * len(tokens)],
+        "tokenizer.ggml.eos_token_id": 1 + tokens.index("<|return|>"), "tokenizer.ggml.merges": ["a a"],
+        "tokenizer.ggml.eot_token_id": 1 + tokens.index("<|end|>"), "tokenizer.ggml.bos_token_id": 0,
+    }))  # fmt: skip
+    found = files.json("generation_config.json")["eos_token_id"]
+    assert sorted(tokens[number - 1] for number in found) == sorted(ends)
+
+
 def test_a_header_in_use_is_read_once(write_gguf: Write) -> None:
     path = write_gguf("llama", {}, {})
     first = read_header(path)

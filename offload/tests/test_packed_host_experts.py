@@ -13,6 +13,7 @@ from expert_families import FEW_BLOCKS
 from family_oracles import make_transformers
 from gguf_experts import write_experts
 from gguf_files import q4_k_m
+from gguf_gpt_oss import write_gpt_oss
 from harsh_traffic import LIMITS, assert_same, shrink, traffic
 from integer_files import awq_tensors, compressed_tensors
 from integer_files import quantized as four_bits
@@ -52,6 +53,7 @@ def q4_k_m_file(family: str, folder: Path) -> Path:
 
 def q4_k_m_experts(family: str, folder: Path) -> Path:
     """The rest has the same numbers on either device: rounded otherwise, it chooses other experts somewhere."""
+
     def kind(name: str) -> str:
         return q4_k_m(name) if "_exps" in name else "F32"
 
@@ -79,6 +81,11 @@ def mxfp4_folder(family: str, folder: Path) -> Path:
         tensors[f"{name}_scales"] = torch.randint(120, 124, size, generator=noise, dtype=torch.uint8)
     modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
     return quantized(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": modules})
+
+
+def mxfp4_file(family: str, folder: Path) -> Path:
+    """The same in a file."""
+    return write_gpt_oss(mxfp4_folder(family, folder), folder / "m.gguf")
 
 
 def awq_folder(family: str, folder: Path) -> Path:
@@ -116,7 +123,7 @@ def quantized(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, 
     [
         ("Qwen3Moe", q4_k_m_file, 4.5, 5.4), ("Mixtral", q4_k_m_file, 4.5, 5.4), ("DeepseekV3", fp8_folder, 8, 8.1),
         ("DeepseekV3", q4_k_m_experts, 4.5, 4.7),
-        ("GptOss", mxfp4_folder, 4.25, 4.5),
+        ("GptOss", mxfp4_folder, 4.25, 4.5), ("GptOss", mxfp4_file, 4.25, 4.5),
         ("Mixtral", awq_folder, 4.1, 4.9), ("DeepseekV3", w4afp8_folder, 4.5, 4.9),
     ],
 )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.checkpoint import Checkpoint, Headers
-from evener.contracts.quant import BLOCKS, WeightPart, block_format, plain
 from evener.errors import CheckpointError, did_you_mean
 from evener_formats.gguf.families import FAMILIES, Llama, family_of_file
-from evener_formats.gguf.header import GgufHeader, GgufTensor, read_header
+from evener_formats.gguf.header import MXFP4, GgufHeader, GgufTensor, read_header
+from evener_formats.gguf.made import Made, Mxfp4Matrix
+from evener_formats.gguf.stored import memory_map
 from evener_formats.tokenizers.gguf_tokenizer import tokenizer_files
 from evener_formats.tokenizers.tokenizer_json import MadeTokenizer
 
@@ -55,14 +55,27 @@ class GgufCheckpoint(Checkpoint, MadeTokenizer):
         self.family: Llama = family(self._header, _read_floats)
         self._stored: dict[str, str] = {}
         self._entries: dict[str, GgufTensor] = {}
+        self._made: dict[str, Made] = {}
+        #: What was made last: a loader asks for a stack of experts once for each of them.
+        self._last: tuple[Made, Mapping[str, torch.Tensor]] | None = None
         for name, entry in self._header.tensors.items():
             folder_name = self.family.name(name)
             if folder_name is not None:
                 for one, part in self._matrices(folder_name, name, entry):
                     self._stored[one], self._entries[one] = name, part
-        self._joined = {name: self._parts(name, names) for name, names in self.family.joined().items()}
+        for one, part in [item for item in self._entries.items() if item[1].dtype == MXFP4]:
+            del self._entries[one]
+            self._add(Mxfp4Matrix(one, part, self.family.permuted_heads(self._stored.pop(one))))
+        for made in self.family.made():
+            self._add(made)
         changed = (n for n, s in self._stored.items() if self._offset(n) or self.family.permuted_heads(s))
-        self.copied = frozenset((*changed, *self._joined))
+        self.copied = frozenset((*changed, *self._made))
+
+    def _add(self, made: Made) -> None:
+        for name in made.headers:
+            if name in self._entries or name in self._made:
+                raise CheckpointError(f"{self.path} has {name} as a whole and in parts; fetch the file again")
+            self._made[name] = made
 
     def where(self, name: str) -> str:
         return f"{self.path} ({name})"
@@ -87,40 +100,26 @@ class GgufCheckpoint(Checkpoint, MadeTokenizer):
     @cached_property
     def headers(self) -> Headers:
         found = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
-        for name, (keys, values) in self._joined.items():
-            heads, rank, width = keys.shape
-            found[name] = ("float32", (heads * (width + values.shape[1]), rank))
-        return found
+        return found | {name: made.headers[name] for name, made in self._made.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        if name in self._joined:
-            import torch
-
-            keys, values = (_dequantized(entry) for entry in self._joined[name])
-            return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+        if (made := self._made.get(name)) is not None:
+            if self._last is None or self._last[0] is not made:
+                self._last = None  # before the next: one stack of a large model has a gigabyte
+                self._last = made, made.tensors()
+            return self._last[1][name]
         if name not in self._stored:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self._stored)}")
+            raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self.headers)}")
         stored = self._stored[name]
-        tensor = _memory_map(self._entries[name])
+        tensor = memory_map(self._entries[name])
         heads = self.family.permuted_heads(stored)
         if heads:
             # Every row is stored as whole blocks, so rows can be permuted without dequantizing.
             tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape).contiguous()
         return tensor - self.family.norm_offset if self._offset(name) else tensor
 
-    def _parts(self, name: str, stored: tuple[str, str]) -> tuple[GgufTensor, GgufTensor]:
-        """The stacks of keys [heads, rank, width] and of values [heads, width, rank] of a joined weight."""
-        if name in self._entries:
-            raise CheckpointError(f"{self.path} has {name} as a whole and in parts; fetch the file again")
-        if missing := [each for each in stored if each not in self._header.tensors]:
-            raise CheckpointError(f"{self.path} lacks the tensor {missing[0]}; fetch the file again")
-        keys, values = (self._header.tensors[each] for each in stored)
-        if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != (values.shape[0], values.shape[2]):
-            raise CheckpointError(
-                f"{self.path}: {stored[0]} is {list(keys.shape)}, and {stored[1]} {list(values.shape)}: they are no "
-                "keys and values of the same heads; fetch the file again"
-            )
-        return keys, values
+    def close(self) -> None:
+        self._last = None
 
     def _matrices(self, folder_name: str, stored: str, entry: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
         """The tensor by its name in a folder; of a stack of experts each matrix."""
@@ -160,30 +159,6 @@ def _merge_split_files(path: Path, first: GgufHeader, parts: Any) -> GgufHeader:
             raise CheckpointError(f"the tensor {min(twice)!r} is in {part} and an earlier file; fetch the files again")
         tensors |= more
     return GgufHeader(first.metadata, tensors)
-
-
-def _memory_map(entry: GgufTensor) -> torch.Tensor:
-    import numpy as np
-    import torch
-
-    blocks = entry.dtype in BLOCKS
-    # Mode "c" (copy on write), because torch warns about arrays that are not writable.
-    data = np.memmap(entry.file, dtype=np.uint8, mode="c", offset=entry.begin, shape=(entry.end - entry.begin,))
-    flat = torch.from_numpy(data)
-    if not blocks:
-        return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
-    elements, nbytes = BLOCKS[entry.dtype]
-    return flat.view(-1, entry.shape[-1] // elements * nbytes)
-
-
-def _dequantized(entry: GgufTensor) -> torch.Tensor:
-    """A tensor in float32."""
-    from evener_formats.gguf.scheme import GgufScheme
-
-    rows = math.prod(entry.shape[:-1])
-    kind = block_format(entry.dtype) if entry.dtype in BLOCKS else plain(entry.dtype)
-    part = WeightPart("", rows, entry.shape[-1], kind, {"weight": _memory_map(entry)})
-    return GgufScheme().dequantize(part, "float32").view(entry.shape)
 
 
 def _read_floats(entry: GgufTensor) -> list[float]:

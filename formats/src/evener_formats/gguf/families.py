@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evener.contracts.quant import BLOCKS
 from evener.errors import ArchitectureError, CheckpointError
-from evener_formats.gguf.header import GgufHeader, GgufTensor
+from evener_formats.gguf.header import MXFP4, GgufHeader, GgufTensor
+from evener_formats.gguf.made import ExpertStack, KeysAndValues, Made
 
 #: Llama 3's frequency bounds and pre-training context. The file holds only the resulting divisors,
 #: ``rope_freqs.weight``.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+#: Names, in a layer, of gpt-oss's tensors of all experts that a folder has in another form.
+_STACKS = r"ffn_(?:(?:gate|up)_exps\.(?:weight|bias)|down_exps\.weight)"
 
 
 class Llama:
@@ -35,12 +39,14 @@ class Llama:
         names: the same for a layer's tensors. A name with ``{}``, in place of an expert's number, is that of a matrix
             in a stack of all experts.
         experts: the key of their number in ``config.json``; empty for a family without experts.
+        inner: the file's key of what ``config.json`` calls ``intermediate_size``.
     """
 
     architecture, model_type = "LlamaForCausalLM", "llama"
     permuted = True
     norm_offset = 0.0
     experts = ""
+    inner = "feed_forward_length"
     activation: Mapping[str, str] = {"hidden_act": "silu"}
     top: Mapping[str, str] = {
         "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -72,13 +78,13 @@ class Llama:
         config = {
             "architectures": [self.architecture], "model_type": self.model_type,
             "vocab_size": self._vocabulary(), "hidden_size": self.count("embedding_length"),
-            "intermediate_size": self.count("feed_forward_length"), "num_hidden_layers": self.count("block_count"),
+            "intermediate_size": self.count(self.inner), "num_hidden_layers": self.count("block_count"),
             "num_attention_heads": heads, "num_key_value_heads": self.count("attention.head_count_kv", heads),
             "head_dim": self._head_dim(heads), "max_position_embeddings": self.count("context_length"),
             "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon"), **self.activation,
             "tie_word_embeddings": "output.weight" not in self.tensors, "dtype": self._dtype(), **self.rope(),
         }  # fmt: skip
-        if any(tensor.dtype in BLOCKS for tensor in self.tensors.values()):
+        if any(tensor.dtype in (*BLOCKS, MXFP4) for tensor in self.tensors.values()):
             config["quantization_config"] = {"quant_method": "gguf"}
         if self.experts:
             config |= {self.experts: self.expert_count(), "num_experts_per_tok": self.count("expert_used_count")}
@@ -122,10 +128,29 @@ class Llama:
             return f"model.layers.{layer[1]}.{self.names[layer[2]]}{dot}{kind}"
         return f"{self.top[stem]}{dot}{kind}" if stem in self.top else stored
 
-    def joined(self) -> Mapping[str, tuple[str, str]]:
-        """(optional) Weights of a model folder that the file has as two stacks of matrices of each head: keys
-        transposed, and values. From their names to the names of these. Default: none."""
-        return {}
+    def made(self) -> Sequence[Made]:
+        """(optional) Tensors of a model folder that the file has in another form. Default: none.
+
+        Raises:
+            CheckpointError: tensors of the file are missing or do not fit together.
+        """
+        return ()
+
+    def found(self, *names: str) -> list[GgufTensor]:
+        """The tensors of the file with these names.
+
+        Raises:
+            CheckpointError: one is missing.
+        """
+        if missing := [name for name in names if name not in self.tensors]:
+            file = next(iter(self.tensors.values())).file
+            raise CheckpointError(f"{file} lacks the tensor {missing[0]}; fetch the file again")
+        return [self.tensors[name] for name in names]
+
+    def layers_with(self, pattern: str) -> list[str]:
+        """Numbers of the layers with a tensor whose name in its layer matches a regular expression."""
+        found = (re.fullmatch(rf"blk\.(\d+)\.(?:{pattern})", name) for name in self.tensors)
+        return list(dict.fromkeys(layer[1] for layer in found if layer is not None))
 
     def permuted_heads(self, stored: str) -> int:
         """The number of heads within which this tensor's rows are permuted; 0 if they are not."""
@@ -319,12 +344,14 @@ class Deepseek2(Llama):
             return f"model.layers.{bias[1]}.mlp.gate.e_score_correction_bias"
         return super().name(stored)
 
-    def joined(self) -> Mapping[str, tuple[str, str]]:
-        layers = [key[1] for name in self.tensors if (key := re.fullmatch(r"blk\.(\d+)\.attn_k_b\.weight", name))]
-        return {
-            f"model.layers.{n}.self_attn.kv_b_proj.weight": (f"blk.{n}.attn_k_b.weight", f"blk.{n}.attn_v_b.weight")
-            for n in layers
-        }
+    def made(self) -> Sequence[Made]:
+        return [
+            KeysAndValues(
+                f"model.layers.{n}.self_attn.kv_b_proj.weight",
+                *self.found(f"blk.{n}.attn_k_b.weight", f"blk.{n}.attn_v_b.weight"),
+            )
+            for n in self.layers_with(r"attn_k_b\.weight")
+        ]
 
     def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
         rotated = self.count("rope.dimension_count")
@@ -364,10 +391,61 @@ class Deepseek2(Llama):
         return self.count("rope.dimension_count")
 
 
+class GptOss(Llama):
+    """gpt-oss. Rows of gate and up alternate in a folder, and are two stacks in a file."""
+
+    architecture, model_type = "GptOssForCausalLM", "gpt_oss"
+    permuted = False
+    experts = "num_local_experts"
+    inner = "expert_feed_forward_length"
+    names: Mapping[str, str] = {
+        "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+        "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
+    }  # fmt: skip
+
+    def name(self, stored: str) -> str | None:
+        if re.fullmatch(rf"blk\.\d+\.{_STACKS}", stored):
+            return None
+        if other := re.fullmatch(r"blk\.(\d+)\.(attn_sinks\.weight|ffn_down_exps\.bias)", stored):
+            part = "self_attn.sinks" if "sinks" in other[2] else "mlp.experts.down_proj_bias"
+            return f"model.layers.{other[1]}.{part}"
+        return super().name(stored)
+
+    def made(self) -> Sequence[Made]:
+        found: list[Made] = []
+        for n in self.layers_with(_STACKS):
+            for name, kind, parts in (
+                ("gate_up_proj", "weight", ("gate", "up")), ("gate_up_proj_bias", "bias", ("gate", "up")),
+                ("down_proj", "weight", ("down",)),
+            ):  # fmt: skip
+                entries = self.found(*(f"blk.{n}.ffn_{part}_exps.{kind}" for part in parts))
+                found.append(ExpertStack(f"model.layers.{n}.mlp.experts.{name}", entries))
+        return found
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        # Every other layer has a window, beginning with the first: the file does not say it, nor the clamp of the
+        # activation, and llama.cpp has the numbers of the published models, too.
+        return {
+            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "sliding_window": self.count("attention.sliding_window"),
+        }  # fmt: skip
+
+    def rope(self) -> dict[str, Any]:
+        found = super().rope()
+        if found.get("rope_scaling", {}).get("rope_type") == "yarn":
+            # The published config does not round the bounds between scaled and unscaled dimensions. llama.cpp does.
+            found["rope_scaling"] |= {
+                "truncate": False, "beta_fast": self.number("rope.scaling.yarn_beta_fast", 32.0),
+                "beta_slow": self.number("rope.scaling.yarn_beta_slow", 1.0),
+            }  # fmt: skip
+        return found
+
+
 #: The supported families, by ``general.architecture``.
 FAMILIES: Mapping[str, type[Llama]] = {
     "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3, "qwen3moe": Qwen3Moe, "gemma3": Gemma3,
-    "deepseek2": Deepseek2,
+    "deepseek2": Deepseek2, "gpt-oss": GptOss,
 }  # fmt: skip
 
 

@@ -21,10 +21,13 @@ from typing import Any
 from evener.contracts.quant import BLOCKS
 from evener.errors import CheckpointError
 
+#: Blocks of 32 four-bit floats that begin with the exponent of their scale. It is none of ``BLOCKS``: such a tensor is
+#: read as the two that the scheme "mxfp4" knows.
+MXFP4 = "mxfp4"
 #: GGUF's tensor types: our name of the dtype or block format, elements per block, bytes per block.
 TYPES: Mapping[int, tuple[str, int, int]] = {
     0: ("float32", 1, 4), 1: ("float16", 1, 2), 30: ("bfloat16", 1, 2), 28: ("float64", 1, 8), 24: ("int8", 1, 1),
-    25: ("int16", 1, 2), 26: ("int32", 1, 4), 27: ("int64", 1, 8),
+    25: ("int16", 1, 2), 26: ("int32", 1, 4), 27: ("int64", 1, 8), 39: (MXFP4, 32, 17),
     **{number: (name, *BLOCKS[name]) for number, name in
        {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k",
         14: "q6_k"}.items()},

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.contracts.checkpoint import Headers
-from evener.contracts.quant import BLOCKS, QuantScheme, WeightPart, block_format, plain
+from evener.contracts.quant import BLOCKS, MXFP4, QuantScheme, WeightPart, block_format, plain
 from evener.errors import CheckpointError
+from evener_formats.mxfp4 import Mxfp4Scheme
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +21,16 @@ _SCALES: Mapping[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
+#: Reads MXFP4, which a checkpoint gives as two tensors.
+_FOUR_BITS = Mxfp4Scheme()
 #: Numbers that are made at a time.
 _SLICE = 1 << 20
 
 
 class GgufScheme(QuantScheme):
     """A weight is one tensor, in one of GGUF's block formats or in a float dtype. In a file that knows no blocks,
-    blocks are bytes: ``<name>.q4_k``, uint8 [rows, bytes of a row]."""
+    blocks are bytes: ``<name>.q4_k``, uint8 [rows, bytes of a row]. A weight in MXFP4 is stored as in ``Mxfp4Scheme``:
+    ``<name>_blocks`` and ``<name>_scales``."""
 
     name = "gguf"
 
@@ -35,6 +39,8 @@ class GgufScheme(QuantScheme):
         return isinstance(settings, Mapping) and settings.get("quant_method") == self.name
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
+        if "scale" in _FOUR_BITS.tensors(name, headers):
+            return _FOUR_BITS.part(name, headers)
         stored = _stored_name(name, headers)
         if stored not in headers:
             return None
@@ -47,11 +53,14 @@ class GgufScheme(QuantScheme):
         return WeightPart(name, rows, columns, block_format(dtype) if dtype in BLOCKS else plain(dtype))
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
-        return {"weight": _stored_name(name, headers)}
+        found = _FOUR_BITS.tensors(name, headers)
+        return found if "scale" in found else {"weight": _stored_name(name, headers)}
 
     def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
         import torch
 
+        if part.format == MXFP4:
+            return _FOUR_BITS.dequantize(part, dtype)
         stored = part.tensors["weight"]
         if part.format.plain:
             return stored.to(getattr(torch, dtype))
@@ -68,6 +77,8 @@ class GgufScheme(QuantScheme):
         return out
 
     def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
+        if part.format == MXFP4:
+            return _FOUR_BITS.cut(part, axis, start, stop)
         extent = part.rows if axis == "out" else part.columns
         if not 0 <= start < stop <= extent:
             raise CheckpointError(f"cannot cut {start}..{stop} out of the {extent} {axis}-features of {part.name}")
@@ -86,6 +97,9 @@ class GgufScheme(QuantScheme):
     def numbers(self, part: WeightPart) -> Iterator[torch.Tensor]:
         import torch
 
+        if part.format == MXFP4:
+            yield from _FOUR_BITS.numbers(part)
+            return
         stored = part.tensors["weight"]
         if part.format.plain:
             yield stored
@@ -105,6 +119,9 @@ class GgufScheme(QuantScheme):
         for dtype in ("float32", "float16", "bfloat16"):
             numbers = torch.randn(6, 10, generator=random).to(getattr(torch, dtype))
             yield config, {name: (dtype, (6, 10))}, {name: numbers}
+        for _, headers, tensors in _FOUR_BITS.examples(name, seed):
+            if len(tensors) == 2:
+                yield config, headers, tensors
 
 
 def _by_library(storage: str) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -21,6 +21,9 @@ CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+#: Of the rules of gpt-4o and gpt-oss (o200k): a word begins where letters turn from small to capital.
+_BEFORE, _SHORTENED = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BY_THREE = rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _BY_ONE = rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 
@@ -33,6 +36,10 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), (_BY_THREE,)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), (_BY_THREE,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_BY_ONE,)),
+    "gpt-4o": (
+        rf"{_BEFORE}{_UPPER}*{_LOWER}+{_SHORTENED}|{_BEFORE}{_UPPER}+{_LOWER}*{_SHORTENED}|\p{{N}}{{1,3}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     "deepseek-v3": (
         r"\p{N}{1,3}",
         "[一-龥぀-ゟ゠-ヿ]+",
@@ -51,6 +58,8 @@ ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
     "<｜end▁of▁sentence｜>",
 })  # fmt: skip
+#: Of the format of gpt-oss: they end an answer, and ``<|end|>`` one message of it.
+_MESSAGES = frozenset({"<|return|>", "<|call|>"})
 #: From GGUF's names of special tokens to those in ``tokenizer_config.json``.
 SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 #: From GGUF's names of sampling defaults to those in ``generation_config.json``.
@@ -146,8 +155,11 @@ class _GgufTokenizer:
 
     def generation(self) -> dict[str, Any]:
         """``generation_config.json``: BOS, the tokens that end an answer, and the file's sampling defaults."""
+        controls = {self.pieces.texts[n]: n for n in self.pieces.of_type(CONTROL)}
         ends = [number for name in ("eos", "eot", "eom") if (number := self.id(name)) is not None]
-        ends += [n for n in self.pieces.of_type(CONTROL) if self.pieces.texts[n] in ENDS]
+        ends += [number for text, number in controls.items() if text in ENDS]
+        if controls.keys() >= _MESSAGES:
+            ends = [n for n in ends if n != controls.get("<|end|>")] + [controls[text] for text in sorted(_MESSAGES)]
         generation: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
         if (bos := self.id("bos")) is not None:
             generation["bos_token_id"] = bos
