@@ -60,6 +60,13 @@ def q4_k_m_experts(family: str, folder: Path) -> Path:
     return write_experts(made(family, folder), folder / "m.gguf", kind)
 
 
+def mxfp4_experts(family: str, folder: Path) -> Path:
+    def kind(name: str) -> str:
+        return "MXFP4" if "_exps" in name else "F32"
+
+    return write_experts(made(family, folder), folder / "m.gguf", kind)
+
+
 def fp8_folder(family: str, folder: Path) -> Path:
     """Experts in FP8 with a scale for each block of 128 × 128, as DeepSeek V3 is published."""
     tensors = load_file(made(family, folder) / "model.safetensors")
@@ -123,6 +130,7 @@ def quantized(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, 
     [
         ("Qwen3Moe", q4_k_m_file, 4.5, 5.4), ("Mixtral", q4_k_m_file, 4.5, 5.4), ("DeepseekV3", fp8_folder, 8, 8.1),
         ("DeepseekV3", q4_k_m_experts, 4.5, 4.7),
+        pytest.param("Qwen3Moe", mxfp4_experts, 4.25, 4.5, marks=pytest.mark.slow),
         ("GptOss", mxfp4_folder, 4.25, 4.5), ("GptOss", mxfp4_file, 4.25, 4.5),
         ("Mixtral", awq_folder, 4.1, 4.9), ("DeepseekV3", w4afp8_folder, 4.5, 4.9),
     ],

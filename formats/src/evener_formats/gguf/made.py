@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK = 32
-_EXPERTS_IN = "fetch a file with experts in MXFP4, as the model was published"
 
 
 class Made(ABC):
@@ -108,7 +107,7 @@ class ExpertStack(Made):
         if len(dtypes) > 1:
             raise CheckpointError(
                 f"{entries[0].file}: the parts of {name} are stored as {' and '.join(sorted(dtypes))}, which cannot be "
-                f"one weight; {_EXPERTS_IN}"
+                "one weight; fetch a file with experts in MXFP4, as the model was published"
             )
         self._name, self._entries, self._dtype = name, entries, dtype
         whole = shape[0], len(entries) * shape[1], *shape[2:]
