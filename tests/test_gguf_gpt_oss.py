@@ -187,6 +187,8 @@ def test_ranks_cut_experts_without_dequantizing_them(folder: Path, tmp_path: Pat
         ("$", {"blk.0.ffn_down_exps.weight": torch.zeros(64, 34, dtype=torch.uint8)},
          r"down_proj are \[64, 64\], not stacks"),
         ("$", {"blk.0.ffn_up_exps.bias": torch.zeros(5, 32)}, r"gate_up_proj_bias are \[5, 32\] and \[5, 64\]"),
+        ("$", {f"blk.0.ffn_{part}_exps.bias": torch.zeros(5, 34, dtype=torch.uint8) for part in ("gate", "up")},
+         "gate_up_proj_bias is stored as mxfp4, as no bias is; fetch another file"),
         ("$", {"blk.0.ffn_up_exps.weight": torch.zeros(5, 64, 64)},
          "gate_up_proj are stored as float32 and mxfp4, which cannot be one weight; fetch a file with experts in "),
     ],

@@ -92,7 +92,7 @@ class ExpertStack(Made):
         entries: stacks [experts, rows, columns], or [experts, rows] of biases.
 
     Raises:
-        CheckpointError: they differ in shape or format, or are no stacks.
+        CheckpointError: they differ in shape or format, or are no stacks, or are biases in blocks.
     """
 
     def __init__(self, name: str, entries: Sequence[GgufTensor]) -> None:
@@ -109,6 +109,8 @@ class ExpertStack(Made):
                 f"{entries[0].file}: the parts of {name} are stored as {' and '.join(sorted(dtypes))}, which cannot be "
                 "one weight; fetch a file with experts in MXFP4, as the model was published"
             )
+        if rank == 2 and dtype in (*BLOCKS, MXFP4):
+            raise CheckpointError(f"{entries[0].file}: {name} is stored as {dtype}, as no bias is; fetch another file")
         self._name, self._entries, self._dtype = name, entries, dtype
         whole = shape[0], len(entries) * shape[1], *shape[2:]
         self._transposed = rank == 3 and dtype not in BLOCKS
