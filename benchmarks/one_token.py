@@ -133,7 +133,7 @@ def main(forms: Sequence[str], out: Path | None) -> None:
             residual = torch.randn(1, 4096, device=CUDA, generator=draw)
             results[name] = chained(stack[:1], x, residual)
             us = microseconds([partial(chained, stack, x, residual)], 50) / LAYERS
-            row = {"layer": "qwen3-8b", "form": form, "launches": name, "us": round(us, 2)}
+            row = {"model": "qwen3-8b", "part": "layer", "form": form, "launches": name, "us": round(us, 2)}
             row |= {"floor_us": round(held / speed / 1e6, 2), "read_tb_s": round(speed, 2), "device": card}
             print(json.dumps(row), flush=True)
             if out is not None:
