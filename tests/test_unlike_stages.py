@@ -24,7 +24,7 @@ from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import Abort, NewRequest
 from evener.engine.worker.assembly import assemble
 from evener.errors import ConfigError
-from evener.plugins.catalog import Catalog
+from evener.plugins.catalog import Catalog, LazyImport
 from evener_backend_cpu.device import CpuDevice
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play, small_config
@@ -349,10 +349,12 @@ def test_without_the_package_that_places_stages_they_are_refused_and_other_runs_
 def test_without_a_package_that_measures_layers_their_division_must_be_given(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lazy_imports = Catalog.lazy_imports
-    monkeypatch.setattr(
-        Catalog, "lazy_imports", lambda self, kind: {} if kind == "layer splitter" else lazy_imports(self, kind)
-    )
+    found = Catalog.lazy_imports
+
+    def without_split(self: Catalog, kind: str) -> dict[str, LazyImport]:
+        return {name: each for name, each in found(self, kind).items() if (kind, name) != ("part of stages", "split")}
+
+    monkeypatch.setattr(Catalog, "lazy_imports", without_split)
     asked = {"stages": "cpu,simulated", "executor": "inline", "infer.pp_layer_partition": ()}
     with pytest.raises(ConfigError, match=r"pip install evener-inspection, or set infer.pp_layer_partition=equal"):
         build_controller(configured(**asked))

@@ -1,29 +1,25 @@
-"""Steps of a server stay near their target time, and an explicit budget means what it says. Clocks are simulated."""
+"""An installed package may limit the steps of a server: it hears how long each took. Clocks are simulated."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.contracts.state import StateSpec, StateTensor
-from evener.engine.batching import MeasuredStepLimit, StepLimit, TimedExecutor
-from evener.engine.batching.step_limit import LEAST_TOKENS
+from evener.engine.batching import StepLimit, TimedExecutor
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.media import StepMedia
-from evener.engine.wire.messages import Finished, NewRequest, Sampling, Tokens
+from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.wire.plan import Plan, StepResult
-
-TARGET = 0.25
-#: Seconds of a step without tokens.
-FIXED = 0.05
+from evener.plugins.catalog import Catalog
 
 
 class SimulatedDevice(Executor):
@@ -53,8 +49,20 @@ class SimulatedDevice(Executor):
         return result
 
 
-def per_token(seconds: float) -> Callable[[Plan], float]:
-    return lambda plan: FIXED + seconds * sum(plan.counts)
+class Listening(StepLimit):
+    """Allows a fixed number of tokens and keeps what it is asked and told."""
+
+    def __init__(self, tokens: int = 64) -> None:
+        self.tokens = tokens
+        self.asked: list[tuple[int, list[str], list[str]]] = []
+        self.told: list[tuple[int, float]] = []
+
+    def allowed(self, most: int, running: Sequence[Any], waiting: Sequence[Any]) -> int:
+        self.asked.append((most, [each.id for each in running], [each.id for each in waiting]))
+        return min(most, self.tokens)
+
+    def record(self, plan: Plan, seconds: float) -> None:
+        self.told.append((sum(plan.counts), seconds))
 
 
 def asks(name: str, prompt: int, answer: int) -> NewRequest:
@@ -62,128 +70,75 @@ def asks(name: str, prompt: int, answer: int) -> NewRequest:
     return NewRequest(id=name, prompt=list(range(prompt)), max_tokens=answer, sampling=sampling)
 
 
-def controller_over(
-    device: SimulatedDevice, limit: StepLimit, depth: int = 2, budget: int = 2048, max_requests: int = 64
-) -> Controller:
+def controller_over(device: SimulatedDevice, limit: StepLimit, depth: int) -> Controller:
     spec = StateSpec("full", (StateTensor("key", (1, 8), "float32"),))
-    state = StateManager([spec], {kind.name: kind for kind in BUILTIN_KINDS}, 16, 20_000, prefix_cache=False)
-    scheduler = Scheduler(state, max_requests, budget, limit=limit)
-    return Controller(scheduler, TimedExecutor(device, limit, device.clock), depth)
-
-
-def streams(device: SimulatedDevice, limit: StepLimit, depth: int = 2, count: int = 64) -> list[float]:
-    """Run streams that start one after another, as the first ends its prompt. Returns the seconds between the tokens of
-    each, sorted."""
-    controller = controller_over(device, limit, depth)
-    controller.handle([asks(f"r{i}", 700, 40) for i in range(count)])
-    last: dict[str, float] = {}
-    gaps = []
-    while not controller.idle:
-        for event in controller.step():
-            if isinstance(event, Tokens):
-                if event.id in last:
-                    gaps.append(device.now - last[event.id])
-                last[event.id] = device.now
-    assert len(gaps) == 39 * count
-    return sorted(gaps)
+    state = StateManager([spec], {kind.name: kind for kind in BUILTIN_KINDS}, 16, 2_000, prefix_cache=False)
+    return Controller(Scheduler(state, 2, 2048, limit=limit), TimedExecutor(device, limit, device.clock), depth)
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_running_answers_get_their_tokens_within_the_target_while_prompts_are_computed(
-    background: bool, depth: int
-) -> None:
-    slow = SimulatedDevice(per_token(0.001), background)
-    before = streams(slow, StepLimit(), depth)
-    assert before[int(0.97 * len(before))] > 2.0, "2,048 tokens take two seconds"
-    limited = SimulatedDevice(per_token(0.001), background)
-    gaps = streams(limited, MeasuredStepLimit(TARGET, 64), depth)
-    # One token of a synchronous device may be read a step late.
-    assert gaps[int(0.99 * len(gaps))] <= 1.05 * TARGET * (1 if background or depth == 1 else 2)
-    assert max(limited.seconds(plan) for plan in limited.steps) <= 1.05 * TARGET
-    # The fixed time of a step is paid more often; nothing else is lost.
-    assert limited.now - FIXED * len(limited.steps) == pytest.approx(slow.now - FIXED * len(slow.steps))
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("start", [1e-5, 1e-4, 1e-3])
-def test_the_limit_follows_the_speed_of_the_device(start: float, depth: int) -> None:
-    speed = {"now": start}
-    device = SimulatedDevice(lambda plan: FIXED + speed["now"] * sum(plan.counts), background=True)
-    limit = MeasuredStepLimit(TARGET, 4)
-    controller = controller_over(device, limit, depth, budget=8192)
-    for factor in (1, 4, 0.25):
-        speed["now"] = start * factor
-        controller.handle([asks(f"r{factor}", 60_000 if start * factor > 1e-4 else 200_000, 1)])
-        while not controller.idle:
-            controller.step()
-        best = min(8192.0, max(LEAST_TOKENS, (TARGET - FIXED) / speed["now"]))
-        assert 0.85 * best - 64 <= limit.allowed(8192) <= best + 1
-
-
-def test_a_step_that_was_slow_for_another_reason_costs_a_few_small_steps() -> None:
-    slow_plan = 40
-    device = SimulatedDevice(lambda plan: 3.0 if plan.id == slow_plan else FIXED + 1e-4 * sum(plan.counts), True)
-    controller = controller_over(device, MeasuredStepLimit(TARGET, 4))
-    controller.handle([asks("long", 150_000, 1)])
+def test_the_limit_is_asked_before_each_step_and_told_how_long_it_took(background: bool, depth: int) -> None:
+    device = SimulatedDevice(lambda plan: 0.05 + 0.001 * sum(plan.counts), background)
+    limit = Listening()
+    controller = controller_over(device, limit, depth)
+    controller.handle([asks("a", 100, 3), asks("b", 200, 3), asks("c", 10, 3)])
     while not controller.idle:
         controller.step()
-    counts = [sum(plan.counts) for plan in device.steps]
-    assert counts[slow_plan + 2] == LEAST_TOKENS
-    assert counts[slow_plan + 15] == counts[slow_plan] >= 1900
-
-
-def test_every_running_request_gets_its_token_however_slow_a_step_is() -> None:
-    device = SimulatedDevice(per_token(1.0), background=True)
-    controller = controller_over(device, MeasuredStepLimit(TARGET, 200), max_requests=200)
-    controller.handle([asks(f"r{i}", 1, 4) for i in range(200)])
-    events: list[Any] = []
-    while not controller.idle:
-        events += controller.step()
-    assert [len(plan.counts) for plan in device.steps] == [200] * 4
-    assert sum(isinstance(event, Finished) for event in events) == 200
-
-
-def test_the_limit_never_exceeds_the_budget_and_no_budget_is_raised_to_it() -> None:
-    limit = MeasuredStepLimit(TARGET, 4)
-    for _ in range(20):
-        limit.record(limit.allowed(1000), 0.001)
-    assert (limit.allowed(1000), limit.allowed(7)) == (1000, 7)
+    assert limit.asked[:3] == [(2048, [], ["a", "b", "c"]), (2048, ["a"], ["b", "c"]), (2048, ["a", "b"], ["c"])]
+    assert max(sum(plan.counts) for plan in device.steps) == 64
+    assert [tokens for tokens, _ in limit.told] == [sum(plan.counts) for plan in device.steps]
+    assert sum(seconds for _, seconds in limit.told) == pytest.approx(device.now)
+    full = [seconds for tokens, seconds in limit.told if tokens == 64]
+    assert full == pytest.approx([0.114] * len(full)), "no step's time is another's"
 
 
 def test_a_step_that_encodes_media_says_nothing_about_tokens() -> None:
-    device = SimulatedDevice(lambda plan: 1.0, background=True)
-    limit = MeasuredStepLimit(TARGET, 4)
-    limit.record(4096, TARGET)
+    device, limit = SimulatedDevice(lambda plan: 1.0, background=True), Listening()
     executor = TimedExecutor(device, limit, device.clock)
-    executor.submit(Plan(id=0, counts=[4096], media=StepMedia([], [], [])))
-    executor.read()
-    assert limit.allowed(8192) == 4096
-    executor.submit(Plan(id=1, counts=[4096]))
-    executor.read()
-    assert limit.allowed(8192) == 1024
+    for plan in (Plan(id=0, counts=[4096], media=StepMedia([], [], [])), Plan(id=1, counts=[4096])):
+        executor.submit(plan)
+        executor.read()
+    assert limit.told == [(4096, 1.0)]
 
 
 def test_a_step_that_waits_for_masks_is_measured_once_with_both_waits() -> None:
-    device = SimulatedDevice(lambda plan: 0.0, background=True)
-    limit = MeasuredStepLimit(TARGET, 4)
-    limit.record(4096, TARGET)
+    device, limit = SimulatedDevice(lambda plan: 0.0, background=True), Listening()
     executor = TimedExecutor(device, limit, device.clock)
     executor.submit(Plan(id=0, counts=[4096]))
     device._done = deque([(0.5, StepResult(plan=0, drafts=[[1]])), (1.0, StepResult(plan=0, ids=[1, 2]))])
-    assert executor.read().proposed and limit.allowed(8192) == 4096
+    assert executor.read().proposed and limit.told == []
     assert not executor.read().proposed
-    assert limit.allowed(8192) == 1024, "4,096 tokens took a second"
+    assert limit.told == [(4096, 1.0)]
 
 
-def test_steps_are_measured_only_for_answers_that_are_streamed(make_config: Any) -> None:
-    def limit(streaming: bool, **keys: Any) -> tuple[type, type]:
+def test_steps_are_limited_only_for_answers_that_are_streamed(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, answers = Listening(), Catalog.answers
+    monkeypatch.setattr(
+        Catalog, "answers", lambda self, kind, *a: iter([made]) if kind == "step limit" else answers(self, kind, *a)
+    )
+
+    def limits(streaming: bool, **keys: Any) -> bool:
         config = make_config("Llama", {"num_hidden_layers": 1}, **{"infer.step_tokens": "auto", **keys})
         controller, _ = build_controller(config, streaming=streaming)
-        return type(controller.scheduler.limit), type(controller.executor)
+        assert isinstance(controller.executor, TimedExecutor) == (controller.scheduler.limit is made)
+        return controller.scheduler.limit is made
 
-    measured, fixed = (MeasuredStepLimit, TimedExecutor), StepLimit
-    assert limit(True) == measured
-    assert limit(False)[0] is fixed, "a batch gets the same steps in every run"
-    assert limit(True, **{"infer.step_tokens": 64})[0] is fixed, "an explicit budget means what it says"
-    assert limit(True, **{"infer.step_target": 0})[0] is fixed
+    assert limits(True)
+    assert not limits(False), "a batch gets the same steps in every run"
+    assert not limits(True, **{"infer.step_tokens": 64}), "an explicit budget means what it says"
+    assert not limits(True, **{"infer.step_target": 0})
+
+
+def test_without_a_package_that_limits_steps_each_has_the_whole_budget(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Catalog.lazy_imports
+    monkeypatch.setattr(
+        Catalog, "lazy_imports", lambda self, kind: {} if kind == "step limit" else found(self, kind)
+    )
+    config = make_config("Llama", {"num_hidden_layers": 1}, **{"infer.step_tokens": "auto"})
+    controller, _ = build_controller(config, streaming=True)
+    assert controller.scheduler.limit.allowed(2048, [], []) == 2048

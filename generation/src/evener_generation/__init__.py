@@ -37,6 +37,10 @@ descriptor = Descriptor(
             type=str, default=None, help="What finds which tokens a grammar allows: llguidance, or an installed one, "
             "such as xgrammar. By default the one whose name sorts first.",
         ),
+        "step_ratio": Option(
+            type=float, default=2.0, help="How many times as long as usual a step of a server may take because of the "
+            "prompt tokens in it, see infer.step_target. A smaller value makes the time between tokens more even.",
+        ),
     },
     drafters={
         "grammar": "evener_generation.drafting.grammar_drafter:GrammarDrafter",
@@ -58,6 +62,7 @@ descriptor = Descriptor(
         "planner": "evener_media.planner:MediaPlanner",
         "rows": "evener_media.rows:MediaStore",
     },
+    step_limits={"paced": "evener_pacing.limit:paced_steps"},
     draft_policies={"measured": "evener_drafts.opening:MeasuredDrafts"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",

@@ -41,6 +41,6 @@ descriptor = Descriptor(
         "plugins": "evener_inspection.plugins_command:main", "bench-engine": "evener_inspection.bench_command:main",
     },
     weight_makers={"dummy": "evener_inspection.dummy_weights:load_dummy"},
-    layer_splitters={"measured": "evener_inspection.layer_costs:measured_split"},
+    stage_parts={"split": "evener_inspection.layer_costs:measured_split"},
     executors={"inline": "evener_inspection.rank_threads:RankThreads"},
 )  # fmt: skip

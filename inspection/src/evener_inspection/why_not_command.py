@@ -30,7 +30,7 @@ _DESCRIPTOR_FIELDS: Mapping[str, str] = {
     "adapter_readers": "adapter reader", "drafters": "drafter", "draft_policies": "draft policy",
     "worker_drafters": "worker drafter", "pooling_parts": "part of pooling", "stage_parts": "part of stages",
     "media_parts": "part of media", "launchers": "launcher",
-    "layer_splitters": "layer splitter", "grammar_masks": "maker of masks", "placements": "placement of experts",
+    "step_limits": "step limit", "grammar_masks": "maker of masks", "placements": "placement of experts",
     "cache_listeners": "cache listener",
 }  # fmt: skip
 #: Providers that are part of the core.

@@ -36,7 +36,7 @@ def assemble_split(
     if a.config.config.infer.pp_layer_partition or count < 3:
         return a
     what, install = "dividing layers among unlike devices", "evener-inspection, or set infer.pp_layer_partition=equal"
-    divide = installed_catalog().need("layer splitter", "", what, install)
+    divide = installed_catalog().need("part of stages", "split", what, install)
     division = divide(config, search, a, measure)
     if division is None:
         return a

@@ -130,11 +130,9 @@ class Descriptor:
             keys of before; see ``evener.config.old_spellings``.
         config_readers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
             the configuration of a command line and a file; called as ``evener_keys.command_line.from_command_line``.
-        layer_splitters: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: says
-            how many layers each stage gets, where stages are on unlike devices; see ``evener_stages.assembly``.
         stage_parts: (optional, for packages pinned to their core's version) ``{"check": "module:function", …}``: what
-            stages on unlike devices need, ``settle``, ``check``, ``config``, ``device``, ``meet`` and ``assemble``;
-            called as functions of ``evener_stages``.
+            stages on unlike devices need, ``settle``, ``check``, ``config``, ``device``, ``meet`` and ``assemble``, called
+            as functions of ``evener_stages``, and ``split``, which says how many layers each stage gets.
         launchers: (optional, for packages pinned to their core's version) ``{"torchrun": "module:Class"}``: knows the
             ranks that a launcher has started; called as ``evener_torchrun.ranks.TorchrunEnv``.
         placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a
@@ -145,6 +143,9 @@ class Descriptor:
         cache_listeners: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
             what hears of blocks that enter and leave the prefix cache, or returns None; called with the configuration
             and the worker's facts; see ``engine.controller.blocks``.
+        step_limits: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes what
+            limits the tokens of a server's steps, or returns None; called with the configuration. The first is used.
+            See ``engine.batching.step_limit``.
         engine_commands: (optional, for packages pinned to their core's version) ``{"weights": "module:Class"}``: what
             the engine does between steps, beside requests; see ``engine.wire.installed``.
     """
@@ -178,7 +179,6 @@ class Descriptor:
     model_sources: Mapping[str, str] = field(default_factory=dict)
     executors: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
-    layer_splitters: Mapping[str, str] = field(default_factory=dict)
     stage_parts: Mapping[str, str] = field(default_factory=dict)
     old_spellings: Mapping[str, str] = field(default_factory=dict)
     config_readers: Mapping[str, str] = field(default_factory=dict)
@@ -187,6 +187,7 @@ class Descriptor:
     placements: Mapping[str, str] = field(default_factory=dict)
     connectors: Mapping[str, str] = field(default_factory=dict)
     cache_listeners: Mapping[str, str] = field(default_factory=dict)
+    step_limits: Mapping[str, str] = field(default_factory=dict)
     engine_commands: Mapping[str, str] = field(default_factory=dict)
     state_formats: Mapping[str, str] = field(default_factory=dict)
     quantizers: Mapping[str, str] = field(default_factory=dict)

@@ -27,7 +27,7 @@ LAZY_IMPORT_FIELDS: Mapping[str, str] = {
     "worker_drafters": "worker drafter", "connectors": "connector", "quantizers": "quantizer", "launchers": "launcher",
     "checkpoint_views": "checkpoint view", "pooling_readers": "pooling reader", "pooling_parts": "part of pooling",
     "stage_parts": "part of stages", "adapter_readers": "adapter reader", "tokenizer_readers": "tokenizer reader",
-    "chat_readers": "chat reader", "draft_policies": "draft policy", "layer_splitters": "layer splitter",
+    "chat_readers": "chat reader", "draft_policies": "draft policy", "step_limits": "step limit",
     "media_parts": "part of media", "adapters": "maker of adapters", "grammar_masks": "maker of masks",
     "weight_makers": "maker of weights", "engine_commands": "engine command", "old_spellings": "old spellings",
     "config_readers": "config reader", "cache_listeners": "cache listener",

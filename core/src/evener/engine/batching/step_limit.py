@@ -1,56 +1,26 @@
 """How many tokens a step may have.
 
 A running answer gets one token a step, so it waits as long as a step takes, and that grows with the prompt tokens that
-the step computes beside it. ``MeasuredStepLimit`` keeps steps close to a target time. From the tokens and seconds of
-each step that was read, it computes how many tokens would have taken the target if time were proportional to tokens.
-
-- A step takes time besides that of its tokens, so this estimate is too large after a slow step and too small after a
-  fast one. But it moves towards the right number, and at that number it stays.
-- The estimate depends on the step that was read alone, not on the current limit. So it does not matter how many plans
-  were made in the meantime.
-- The limit starts low and at most doubles from one step to the next: nothing is known about larger steps. A step that
-  was slow for another reason, such as a kernel that was compiled, costs a few small steps.
-- Only steps that are large enough can raise the limit: a decode step says little about a prompt.
+the step computes beside it. An installed package may limit them, as it sees what steps take: see
+``Descriptor.step_limits``.
 """
 
 from __future__ import annotations
 
-#: Tokens of a step that is always allowed: with fewer, reading the weights would cost more time than computing.
-LEAST_TOKENS = 128
-#: Limits are multiples of this number, which fits the tiles of most matrix kernels.
-_UNIT = 64
+from collections.abc import Sequence
+
+from evener.contracts.generation.drafts import DecodingRequest
+from evener.engine.wire.plan import Plan
 
 
 class StepLimit:
-    """Allows the whole token budget in every step. Results are then the same in every run."""
+    """Allows the whole token budget in every step. Results are then the same in every run. The scheduler asks before
+    each step, so others must be quick."""
 
-    def allowed(self, most: int) -> int:
-        """How many tokens the next step may have, if its budget is ``most``."""
+    def allowed(self, most: int, running: Sequence[DecodingRequest], waiting: Sequence[DecodingRequest]) -> int:
+        """How many tokens the next step may have, if its budget is ``most``: one for each of the ``running`` requests at
+        least, so that none is left out. ``waiting`` ones start in the rest, in another order."""
         return most
 
-    def record(self, tokens: int, seconds: float) -> None:
-        """A step of ``tokens`` tokens has taken ``seconds``."""
-
-
-class MeasuredStepLimit(StepLimit):
-    """Limits steps to what is computed in a target time.
-
-    Args:
-        target: seconds.
-        least: tokens that are allowed however slow a step is: one for each running request at least, so that none is
-            left out.
-    """
-
-    def __init__(self, target: float, least: int) -> None:
-        self._target, self._least = target, max(least, LEAST_TOKENS)
-        self._tokens = float(self._least)
-
-    def allowed(self, most: int) -> int:
-        return min(most, max(self._least, int(self._tokens) // _UNIT * _UNIT))
-
-    def record(self, tokens: int, seconds: float) -> None:
-        if seconds > self._target:
-            self._tokens = max(self._least, min(self._tokens, tokens * self._target / seconds))
-        else:
-            within = 2 * tokens if 2 * seconds <= self._target else tokens * self._target / seconds
-            self._tokens = max(self._tokens, within)
+    def record(self, plan: Plan, seconds: float) -> None:
+        """A step has taken ``seconds``. Steps with media are left out: encoding has a budget of its own."""

@@ -7,22 +7,23 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from evener.config.schema import InferConfig
-from evener.engine.batching.step_limit import MeasuredStepLimit, StepLimit
+from evener.config.schema import Config
+from evener.engine.batching.step_limit import StepLimit
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Order, Plan, StepMasks, StepResult
+from evener.plugins.discover import installed_catalog
 
 
-def limit_steps(infer: InferConfig, executor: Executor, max_reqs: int, streaming: bool) -> tuple[StepLimit, Executor]:
+def limit_steps(config: Config, executor: Executor, streaming: bool) -> tuple[StepLimit, Executor]:
     """The limit on a run's steps, and the executor to run its plans with.
 
-    Steps are measured if answers are read while they are made, unless ``infer`` sets the token budget itself or has no
-    target. A token passes through all pipeline stages, so each of them gets its share of the target.
+    Steps are measured if answers are read while they are made, unless the configuration sets the token budget itself or
+    has no target. Without a package that limits them, a step has the whole budget.
     """
-    if not streaming or infer.step_tokens != "auto" or infer.step_target == 0:
+    if not streaming or config.infer.step_tokens != "auto" or config.infer.step_target == 0:
         return StepLimit(), executor
-    limit = MeasuredStepLimit(infer.step_target / infer.pp_size, max_reqs)
-    return limit, TimedExecutor(executor, limit)
+    limit = next(installed_catalog().answers("step limit", config), None)
+    return (limit, TimedExecutor(executor, limit)) if limit else (StepLimit(), executor)
 
 
 @dataclass
@@ -37,7 +38,7 @@ class TimedExecutor(Executor):
     The time of a step is the time that the caller is held up by it: while it is submitted, and while its result is
     awaited. Some devices compute inside ``submit``. On the others the result of an earlier plan is awaited meanwhile,
     so that the waiting for this plan begins when the device does. Either way the times add up to those between results,
-    less the caller's own work. Steps with media are left out: encoding has a budget of its own.
+    less the caller's own work.
 
     Args:
         inner: runs the plans.
@@ -64,7 +65,7 @@ class TimedExecutor(Executor):
         if not result.proposed:
             self._submitted.popleft()
             if step.plan.media is None:
-                self._limit.record(sum(step.plan.counts), step.seconds)
+                self._limit.record(step.plan, step.seconds)
         return result
 
     def command(self, order: Order) -> list[StepResult]:

@@ -211,7 +211,7 @@ class Scheduler:
             self.drafts.begin(len(self.running) + min(len(self.waiting), len(self._slots)))
             decoding = sum(request.tokens_to_compute == 1 for request in self.running)
             quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
-            new = _NewPlan(self._next_plan, self.limit.allowed(self.step_tokens), quota)
+            new = _NewPlan(self._next_plan, self.limit.allowed(self.step_tokens, self.running, self.waiting), quota)
             if self._continue_running(new, early) or not self._busy:
                 self._admit_waiting(new)
             if new.rows:
