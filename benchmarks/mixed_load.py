@@ -1,17 +1,18 @@
-"""Requests that arrive at random while others are answered: how evenly tokens come, for fixed token budgets of a step and
-for the engine's own, which follows the load (``auto``).
+"""Requests that arrive at random while others are answered: how evenly tokens come, for fixed token budgets of a step
+and for the engine's own, which follows the load (``auto``).
 
     python benchmarks/mixed_load.py MODEL --budgets 512,1024,2048,4096,8192,auto
     python benchmarks/mixed_load.py qwen3-8b --seconds 30 --set backend=NAME
 
-MODEL is a folder, or a name of ``model_configs.py`` with random weights. The engine runs in this process, without a front
-end: tokens in, tokens out. Requests arrive as a Poisson process, with prompts and answers of evenly spread lengths.
+MODEL is a folder, or a name of ``model_configs.py`` with random weights. The engine runs in this process, without a
+front end: tokens in, tokens out. Requests arrive as a Poisson process, with prompts and answers of evenly spread
+lengths.
 
-The first load is ``--rate`` requests a second, which may be more than can be computed: a request that finds ``--waiting``
-others waiting is refused, as by a server. The fixed budget that computes most tokens a second there gives the capacity, of
-which the other loads are parts. The first part of each run is left out. Whoever is not answered at its end is aborted.
-Prints a JSON line for each budget and load, with milliseconds between the tokens of an answer (``itl``) and to its first
-token (``ttft``), then a table.
+The first load is ``--rate`` requests a second, which may be more than can be computed: a request that finds
+``--waiting`` others waiting is refused, as by a server. The fixed budget that computes most tokens a second there gives
+the capacity, of which the other loads are parts. The first part of each run is left out. Whoever is not answered at its
+end is aborted. Prints a JSON line for each budget and load, with milliseconds between the tokens of an answer (``itl``)
+and to its first token (``ttft``), then a table.
 """
 
 from __future__ import annotations
@@ -180,10 +181,11 @@ def run(
     first, late = half_and_99(seen.firsts)
     return {
         "budget": budget, "requests_s": round(rate, 2), "itl_p50_ms": round(median, 2), "itl_p99_ms": round(p99, 2),
-        "itl_max_ms": round(max(seen.gaps, default=0.0) * 1e3, 2), "p99_to_p50": round(p99 / median, 2) if median else 0,
+        "itl_max_ms": round(max(seen.gaps, default=0.0) * 1e3, 2),
+        "p99_to_p50": round(p99 / median, 2) if median else 0,
         "ttft_p50_ms": round(first, 1), "ttft_p99_ms": round(late, 1),
         "computed_tokens_s": round(seen.computed / lasted), "steps": seen.steps, "finished": seen.finished,
-        "refused": seen.refused, "most_waiting": seen.longest, "measured_s": round(lasted, 1),
+        "refused": seen.refused, "most_waiting": seen.longest, "measured_s": round(lasted, 2),
     }  # fmt: skip
 
 
@@ -191,12 +193,16 @@ def runs(controller: Controller, args: argparse.Namespace) -> Iterator[dict[str,
     """All budgets under all loads; the first load finds the capacity."""
     own, budgets = controller.scheduler.limit, args.budgets.split(",")
     if "auto" in budgets and type(own) is StepLimit:
-        raise SystemExit("the engine does not limit its steps; install evener-generation, or leave auto out of --budgets")
+        raise SystemExit(
+            "the engine does not limit its steps; install evener-generation, or leave auto out of --budgets"
+        )
     for budget in budgets if args.first else ():
         run(controller, own, args, budget, args.rate, args.first)
     full = []
     for budget in budgets:
-        full.append({"load": "full", **run(controller, own, args, budget, args.rate, args.full_seconds or args.seconds)})
+        full.append(
+            {"load": "full", **run(controller, own, args, budget, args.rate, args.full_seconds or args.seconds)}
+        )
         yield full[-1]
     fixed = [row for row in full if row["budget"] != "auto"] or full
     mean = sum(int(n) for each in (args.prompts, args.answers) for n in each.split(",")) / 2

@@ -23,6 +23,7 @@ RESULTS = ROOT / "docs/results"
 SWEEP = "cpu-zen4-serving"
 PERPLEXITY = "perplexity"
 CALIBRATED = "calibrated"
+MIXED = "h200-mixed-load"
 
 #: Keys that every record with a peer has; ``docs/results/README.md`` explains them.
 COMPARISON = ("device", "model", "case", "metric", "unit", "better", "ours", "version", "peer", "theirs", "date",
@@ -68,7 +69,7 @@ def with_tables(text: str) -> str:
 
 def table(name: str) -> str:
     """Markdown of the records of one file."""
-    own = {SWEEP: sweep_rows, PERPLEXITY: perplexity_rows, CALIBRATED: calibrated_rows}
+    own = {SWEEP: sweep_rows, PERPLEXITY: perplexity_rows, CALIBRATED: calibrated_rows, MIXED: mixed_rows}
     rows, make = records(name), own.get(name, comparison_rows)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in make(rows))
 
@@ -121,6 +122,20 @@ def sweep_rows(rows: Sequence[Record]) -> list[tuple[str, ...]]:
         latencies = (f"{row[f'p50_{key}_ms']}, {row[f'p99_{key}_ms']}" for key in ("ttft", "itl", "e2el"))
         rate, made = f"{row['request_rate']:g}", str(row["output_throughput"])
         cells.append((rate, row["engine"], made, *latencies, row["date"]))
+    return cells
+
+
+def mixed_rows(rows: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Requests that arrive while others are answered, for each load and token budget of a step."""
+    head = ("load", "requests/s", "step tokens", "between tokens, ms", "p99 / median", "first token, ms", "tokens/s",
+            "refused")  # fmt: skip
+    cells: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    for row in rows:
+        between, first = (f"{row[f'{key}_p50_ms']:,.1f}, {row[f'{key}_p99_ms']:,.1f}" for key in ("itl", "ttft"))
+        load = row["load"] if isinstance(row["load"], str) else f"{row['load']:.0%}"
+        rate, budget = f"{row['requests_s']:.1f}", f"{int(row['budget']):,}" if row["budget"] != "auto" else "auto"
+        made, refused = f"{row['computed_tokens_s']:,}", str(row["refused"])
+        cells.append((load, rate, budget, between, f"{row['p99_to_p50']:.2f}", first, made, refused))
     return cells
 
 

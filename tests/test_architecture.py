@@ -208,6 +208,14 @@ def test_media_import_only_messages_and_what_the_scheduler_asks_and_only_the_wor
     assert heavy_after_import("evener_media.checks", "evener_media.planner") == {}
 
 
+def test_the_pace_of_steps_imports_only_plans_and_what_the_scheduler_asks_and_no_torch() -> None:
+    own = ("evener_pacing", "evener.engine.batching", "evener.engine.wire", "evener.config.schema", "evener.contracts",
+           "evener.errors")  # fmt: skip
+    pacing = inside("evener_pacing", GENERATION)
+    assert pacing and violations(pacing, allow_of_evener(*own), typing=True) == []
+    assert heavy_after_import(*pacing) == {}
+
+
 def test_models_import_only_layers_contracts_errors_and_readers_of_tokenizer_files() -> None:
     own = ("evener_models", "evener_encoders", "evener_formats.tokenizers")
     allowed = allow_of_evener(*own, "evener.layers", "evener.contracts", "evener.errors")

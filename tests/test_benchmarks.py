@@ -18,6 +18,7 @@ import cpu_start
 import draft_costs
 import gpu_check
 import hybrid
+import mixed_load
 import offline
 import pytest
 import quantized_checkpoint
@@ -126,6 +127,45 @@ def test_poisson_arrivals_have_the_rate_that_was_asked_for_and_exponential_gaps(
 def test_a_rate_that_cannot_be_sent_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="cannot be sent"):
         offsets(3, **settings)
+
+
+# Mixed load
+
+
+def test_the_requests_of_a_load_come_at_its_rate_and_are_of_the_lengths_that_were_asked_for() -> None:
+    args = mixed_load.parser().parse_args(["m", "--prompts", "20,80", "--answers", "4,12", "--seed", "3"])
+    found = mixed_load.arrive(args, 50.0, 40.0)
+    assert len(found) == pytest.approx(2000, rel=0.1) and found == mixed_load.arrive(args, 50.0, 40.0)
+    assert {len(each.prompt) for each in found} == set(range(20, 81))
+    assert {each.answer for each in found} == set(range(4, 13))
+    assert all(0 <= each.at < 40 for each in found)
+
+
+def test_a_mixed_load_is_measured_for_each_budget_and_its_parts_are_of_the_best_fixed_one(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--budgets", "16,64,auto", "--rate", "2000", "--loads", "0.5", "--at-loads", "auto", "--waiting", "3",
+             "--prompts", "8,60", "--answers", "4,12", "--seconds", "0.4", "--skip", "0.05",
+             "--first", "0.05"]  # fmt: skip
+    pairs = [word for pair in (*SMALL, "infer.threads=1") for word in ("--set", pair)]
+    assert mixed_load.main([str(model), *words, "--vocab", "200", "--out", str(tmp_path / "out"), *pairs]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [(row["load"], row["budget"]) for row in rows] == [
+        ("full", "16"), ("full", "64"), ("full", "auto"), (0.5, "auto")]  # fmt: skip
+    best = max(row["computed_tokens_s"] for row in rows if row["budget"] != "auto" and row["load"] == "full")
+    assert rows[-1]["requests_s"] == pytest.approx(0.5 * best / ((8 + 60 + 4 + 12) / 2), abs=0.01)
+    assert all(row["refused"] for row in rows[:3]) and max(row["most_waiting"] for row in rows) <= 3
+    assert all(0 <= row["itl_p50_ms"] <= row["itl_p99_ms"] <= row["itl_max_ms"] for row in rows[:3])
+    assert all(
+        row["steps"] * int(row["budget"]) >= row["measured_s"] * row["computed_tokens_s"] * 0.95 for row in rows[:2]
+    )
+    assert capsys.readouterr().out.count("| auto |") == 2
+
+
+def test_a_budget_beyond_the_engine_s_is_refused(model: Path) -> None:
+    pairs = [word for pair in SMALL for word in ("--set", pair)]
+    with pytest.raises(SystemExit, match="steps have at most 2048 tokens"):
+        mixed_load.main([str(model), "--budgets", "4096", "--prompts", "8,60", "--answers", "4,12", *pairs])
 
 
 # Data sets

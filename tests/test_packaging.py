@@ -61,6 +61,7 @@ MORE_PACKAGES = {
         "evener_constraints",
         "evener_drafts",
         "evener_media",
+        "evener_pacing",
         "evener_pooling",
     },
     "evener_models": {"evener_encoders"},

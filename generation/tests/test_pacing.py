@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from evener_pacing.costs import StepCosts, StepWork
+from evener_pacing.limit import LEAST_TOKENS, PacedSteps, paced_steps
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config import from_overrides
@@ -21,8 +23,6 @@ from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Abort, Finished, NewRequest, Sampling, Tokens
 from evener.engine.wire.plan import DraftedTokens, Plan, StepResult
 from evener.errors import ConfigError
-from evener_pacing.costs import StepCosts, StepWork
-from evener_pacing.limit import LEAST_TOKENS, PacedSteps, paced_steps
 
 TARGET, RATIO = 0.25, 2.0
 
@@ -99,13 +99,12 @@ def asks(name: str, prompt: int, answer: int) -> NewRequest:
 
 
 def under_load(
-    limit: StepLimit, rate: float, seconds: float, device: Device | None = None, waiting: int = 32, aborted: float = 0.0,
-    skip: float = 8.0,
+    limit: StepLimit, rate: float, seconds: float, waiting: int = 32, aborted: float = 0.0, skip: float = 8.0
 ) -> Load:  # fmt: skip
     """Requests with prompts of 200 to 8,000 tokens; those that find ``waiting`` others waiting are refused. So many of
     the others are ``aborted``, at random."""
     made, noise = random.Random(5), random.Random(6)
-    kind = device or Device()
+    kind = Device()
     card = Simulated(lambda plan: kind.seconds(plan) * noise.uniform(0.97, 1.03))
     controller, load = controller_over(card, limit), Load()
     last: dict[str, float] = {}

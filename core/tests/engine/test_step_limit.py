@@ -136,9 +136,7 @@ def test_without_a_package_that_limits_steps_each_has_the_whole_budget(
     make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Catalog.lazy_imports
-    monkeypatch.setattr(
-        Catalog, "lazy_imports", lambda self, kind: {} if kind == "step limit" else found(self, kind)
-    )
+    monkeypatch.setattr(Catalog, "lazy_imports", lambda self, kind: {} if kind == "step limit" else found(self, kind))
     config = make_config("Llama", {"num_hidden_layers": 1}, **{"infer.step_tokens": "auto"})
     controller, _ = build_controller(config, streaming=True)
     assert controller.scheduler.limit.allowed(2048, [], []) == 2048

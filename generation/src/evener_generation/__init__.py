@@ -25,7 +25,7 @@ from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="generation",
-    summary="Structured output, parsers of tool calls and reasoning, drafts, adapters, media, and vectors of texts.",
+    summary="Structured output, parsers of tool calls and reasoning, drafts, adapters, media, vectors, even steps.",
     contracts={"descriptor": 1, "generation": 1},
     grammar_masks={"matchers": "evener_constraints.masks:GrammarMasks.of"},
     grammars={
@@ -34,11 +34,15 @@ descriptor = Descriptor(
     },
     options={
         "grammars": Option(
-            type=str, default=None, help="What finds which tokens a grammar allows: llguidance, or an installed one, "
+            type=str,
+            default=None,
+            help="What finds which tokens a grammar allows: llguidance, or an installed one, "
             "such as xgrammar. By default the one whose name sorts first.",
         ),
         "step_ratio": Option(
-            type=float, default=2.0, help="How many times as long as usual a step of a server may take because of the "
+            type=float,
+            default=2.0,
+            help="How many times as long as usual a step of a server may take because of the "
             "prompt tokens in it, see infer.step_target. A smaller value makes the time between tokens more even.",
         ),
     },

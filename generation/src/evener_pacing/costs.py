@@ -5,10 +5,10 @@ A step takes about
     fixed + read * context + mixed + token * tokens + attend * pairs    seconds
 
 ``context`` is the number of tokens whose state is read for rows of one token, ``tokens`` the number of prompt tokens,
-and ``pairs`` the number of pairs of a prompt token and one that it attends to. ``mixed`` counts only if there are prompt
-tokens: such steps may not be captured as a graph. The five costs are fitted by least squares. They are never negative:
-coordinate descent sets each in turn to its best value of at least 0 while the others stay, and goes on from the last
-costs after each step (as for non-negative least squares in Franc, Hlavac and Navara, 2005).
+and ``pairs`` the number of pairs of a prompt token and one that it attends to. ``mixed`` counts only if there are
+prompt tokens: such steps may not be captured as a graph. The five costs are fitted by least squares. They are never
+negative: coordinate descent sets each in turn to its best value of at least 0 while the others stay, and goes on from
+the last costs after each step (as for non-negative least squares in Franc, Hlavac and Navara, 2005).
 
 - What counts is the relative error, as small steps matter as much as large ones. So a step that was slow for another
   reason, such as a kernel that was compiled, says little.

@@ -1,11 +1,11 @@
 """How many tokens a step of a server may have.
 
 A running answer gets one token a step. With nothing else to compute, that takes as long as a decode step. The prompt
-tokens of other requests come on top. With few of them in a step, the wait is short, but a step's fixed time is paid more
-often, so fewer prompts a second can be computed. ``PacedSteps`` makes steps as short as prompts allow:
+tokens of other requests come on top. With few of them in a step, the wait is short, but a step's fixed time is paid
+more often, so fewer prompts a second can be computed. ``PacedSteps`` makes steps as short as prompts allow:
 
-- The *pace* says how many times a decode step a step with prompts may take. At ``ratio``, its least, such a step does no
-  harm, and ``1 - 1 / ratio`` of the time is for prompts.
+- The *pace* says how many times a decode step a step with prompts may take. At ``ratio``, its least, such a step does
+  no harm, and ``1 - 1 / ratio`` of the time is for prompts.
 - If that is too little, there are more and more steps with prompts. The pace grows when more than the share ``FILLED``
   of the steps is full, and falls when it is less. So it finds the shortest steps that keep up. At that pace most steps
   have prompts: the usual step is such a step, and a token that waits for one waits no longer than usual. A larger pace

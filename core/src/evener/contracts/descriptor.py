@@ -131,8 +131,8 @@ class Descriptor:
         config_readers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
             the configuration of a command line and a file; called as ``evener_keys.command_line.from_command_line``.
         stage_parts: (optional, for packages pinned to their core's version) ``{"check": "module:function", …}``: what
-            stages on unlike devices need, ``settle``, ``check``, ``config``, ``device``, ``meet`` and ``assemble``, called
-            as functions of ``evener_stages``, and ``split``, which says how many layers each stage gets.
+            stages on unlike devices need: ``settle``, ``check``, ``config``, ``device``, ``meet`` and ``assemble``,
+            called as functions of ``evener_stages``, and ``split``, which says how many layers each stage gets.
         launchers: (optional, for packages pinned to their core's version) ``{"torchrun": "module:Class"}``: knows the
             ranks that a launcher has started; called as ``evener_torchrun.ranks.TorchrunEnv``.
         placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a

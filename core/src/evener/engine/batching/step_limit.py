@@ -18,8 +18,8 @@ class StepLimit:
     each step, so others must be quick."""
 
     def allowed(self, most: int, running: Sequence[DecodingRequest], waiting: Sequence[DecodingRequest]) -> int:
-        """How many tokens the next step may have, if its budget is ``most``: one for each of the ``running`` requests at
-        least, so that none is left out. ``waiting`` ones start in the rest, in another order."""
+        """How many tokens the next step may have, if its budget is ``most``: one for each of the ``running`` requests
+        at least, so that none is left out. ``waiting`` ones start in the rest, in another order."""
         return most
 
     def record(self, plan: Plan, seconds: float) -> None:
