@@ -43,7 +43,7 @@ FILLED = 0.8
 #: How much of the pace one step changes.
 GAIN = 0.006
 #: Seconds of work that may wait; with more, the pace changes faster, up to ``HASTE`` times.
-PATIENCE = 2.0
+PATIENCE = 1.0
 HASTE = 5.0
 #: Steps do not grow beyond this share of the prompt tokens a second of a whole budget.
 ENOUGH = 0.97
