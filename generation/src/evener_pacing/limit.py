@@ -110,7 +110,9 @@ class PacedSteps(StepLimit):
         if even < longest or steps < FILLED:
             waits = backlog * costs.token(start, wanted) + steps * costs.started(context)
             gain = GAIN * min(HASTE, max(1.0, waits / PATIENCE))
-            self.pace = max(self._ratio, self.pace * (1 + gain * (min(1.0, steps) - FILLED)))
+            # Below what a step takes at least, the pace would change and nothing with it.
+            lowest = max(self._ratio, 1.5 * costs.started(context) / alone) if alone else self._ratio
+            self.pace = max(lowest, self.pace * (1 + gain * (min(1.0, steps) - FILLED)))
         return wanted
 
     def _enough(self, most: int, context: int, start: int) -> float:
