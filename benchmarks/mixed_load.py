@@ -1,7 +1,7 @@
 """Requests that arrive at random while others are answered: how evenly tokens come, for fixed token budgets of a step
-and for the engine's own, which follows the load (``auto``).
+and for limits that follow what steps take: ``measured`` and ``pace``, the values of ``generation.step_limit``.
 
-    python benchmarks/mixed_load.py MODEL --budgets 512,1024,2048,4096,8192,auto
+    python benchmarks/mixed_load.py MODEL --budgets 512,1024,2048,4096,8192,measured,pace
     python benchmarks/mixed_load.py qwen3-8b --seconds 30 --set backend=NAME
 
 MODEL is a folder, or a name of ``model_configs.py`` with random weights. The engine runs in this process, without a
@@ -10,9 +10,9 @@ lengths.
 
 The first load is ``--rate`` requests a second, which may be more than can be computed: a request that finds
 ``--waiting`` others waiting is refused, as by a server. The fixed budget that computes most tokens a second there gives
-the capacity, of which the other loads are parts. The first part of each run is left out. Whoever is not answered at its
-end is aborted. Prints a JSON line for each budget and load, with milliseconds between the tokens of an answer (``itl``)
-and to its first token (``ttft``), then a table.
+the capacity, of which the other loads are parts; budgets run in the opposite order at every second of these. The first
+part of each run is left out. Whoever is not answered at its end is aborted. Prints a JSON line for each budget and
+load, with milliseconds between the tokens of an answer (``itl``) and to its first token (``ttft``), then a table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from machine import facts, record
 from model_configs import CONFIGS, write
 
 from evener.config import from_overrides
-from evener.engine.batching import StepLimit, TimedExecutor
+from evener.engine.batching import StepLimit, TimedExecutor, limit_steps
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import Finished, NewRequest, Sampling, Tokens
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("model", help="model folder, or a name of model_configs.py")
-    made.add_argument("--budgets", default="512,1024,2048,4096,8192,auto", help="tokens of a step, or auto")
+    made.add_argument("--budgets", default="512,1024,2048,4096,8192,measured,pace", help="tokens of a step, or limits")
     made.add_argument("--rate", type=float, default=64.0, help="requests a second of the first load")
     made.add_argument("--loads", default="0.5,0.8,0.95", help="parts of the capacity, in the order of the runs")
     made.add_argument("--at-loads", help="budgets at these loads (default: all of --budgets)")
@@ -168,11 +168,21 @@ def half_and_99(seconds: Sequence[float]) -> tuple[float, float]:
     return cuts[49] * 1e3, cuts[98] * 1e3
 
 
+def limit_of(controller: Controller, folder: str, keys: Mapping[str, Any], max_reqs: int, budget: str) -> StepLimit:
+    """What limits steps to ``budget``: tokens, or the name of a limit, which gets the engine's settings ``keys``."""
+    if budget.isdigit():
+        return FixedBudget(int(budget))
+    config = from_overrides(folder, {**keys, "infer.step_tokens": "auto", "generation.step_limit": budget})
+    limit, _ = limit_steps(config, controller.executor, max_reqs, True)
+    if type(limit) is StepLimit:
+        raise SystemExit(f"{budget} does not limit steps; install evener-generation, and leave infer.step_target=0 out")
+    return limit
+
+
 def run(
-    controller: Controller, own: StepLimit, args: argparse.Namespace, budget: str, rate: float, seconds: float
+    controller: Controller, limit: StepLimit, args: argparse.Namespace, budget: str, rate: float, seconds: float
 ) -> dict[str, Any]:  # fmt: skip
     """One budget under one load."""
-    limit = own if budget == "auto" else FixedBudget(int(budget))
     inner = controller.executor.inner if isinstance(controller.executor, TimedExecutor) else controller.executor
     controller.scheduler.limit, controller.executor = limit, TimedExecutor(inner, limit)
     skip = min(args.skip, seconds / 2)
@@ -189,27 +199,22 @@ def run(
     }  # fmt: skip
 
 
-def runs(controller: Controller, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All budgets under all loads; the first load finds the capacity."""
-    own, budgets = controller.scheduler.limit, args.budgets.split(",")
-    if "auto" in budgets and type(own) is StepLimit:
-        raise SystemExit(
-            "the engine does not limit its steps; install evener-generation, or leave auto out of --budgets"
-        )
+def runs(controller: Controller, args: argparse.Namespace, limits: Mapping[str, StepLimit]) -> Iterator[dict[str, Any]]:
+    """All budgets under all loads; the first load finds the capacity. What a limit has learnt stays from run to run."""
+    budgets, others = args.budgets.split(","), (args.at_loads or args.budgets).split(",")
     for budget in budgets if args.first else ():
-        run(controller, own, args, budget, args.rate, args.first)
+        run(controller, limits[budget], args, budget, args.rate, args.first)
     full = []
     for budget in budgets:
-        full.append(
-            {"load": "full", **run(controller, own, args, budget, args.rate, args.full_seconds or args.seconds)}
-        )
+        seconds = args.full_seconds or args.seconds
+        full.append({"load": "full", **run(controller, limits[budget], args, budget, args.rate, seconds)})
         yield full[-1]
-    fixed = [row for row in full if row["budget"] != "auto"] or full
+    fixed = [row for row in full if row["budget"].isdigit()] or full
     mean = sum(int(n) for each in (args.prompts, args.answers) for n in each.split(",")) / 2
     capacity = max(row["computed_tokens_s"] for row in fixed) / mean
-    for load in (float(each) for each in args.loads.split(",") if each):
-        for budget in (args.at_loads or args.budgets).split(","):
-            yield {"load": load, **run(controller, own, args, budget, load * capacity, args.seconds)}
+    for index, load in enumerate(float(each) for each in args.loads.split(",") if each):
+        for budget in others[:: -1 if index % 2 else 1]:
+            yield {"load": load, **run(controller, limits[budget], args, budget, load * capacity, args.seconds)}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -224,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure and print."""
     args = parser().parse_args(argv)
     longest = sum(int(each.split(",")[1]) for each in (args.prompts, args.answers))
-    budgets = [int(each) for each in args.budgets.split(",") if each != "auto"]
+    budgets = [each for each in f"{args.budgets},{args.at_loads or ''}".split(",") if each]
     with tempfile.TemporaryDirectory() as made:
         known = args.model in CONFIGS
         folder = write(args.model, Path(made) / args.model) if known else Path(args.model)
@@ -234,12 +239,13 @@ def main(argv: Sequence[str]) -> int:
         controller, ready = build_controller(from_overrides(str(folder), keys), streaming=True)
         try:
             controller.executor.attach()
-            if budgets and max(budgets) > controller.scheduler.step_tokens:
+            if any(each.isdigit() and int(each) > controller.scheduler.step_tokens for each in budgets):
                 raise SystemExit(f"the engine's steps have at most {controller.scheduler.step_tokens} tokens")
             asked = {"model": Path(args.model).name, "dtype": ready.info.dtype, "device": ready.info.device,
                      "prompts": args.prompts, "answers": args.answers, "waiting": args.waiting}  # fmt: skip
+            limits = {each: limit_of(controller, str(folder), keys, ready.info.max_reqs, each) for each in budgets}
             rows = []
-            for row in runs(controller, args):
+            for row in runs(controller, args, limits):
                 rows.append(row)
                 record({"what": "mixed load", **asked, **row, **facts()}, args.out)
         finally:

@@ -42,6 +42,7 @@ from warm import warm
 
 from evener.backend.torch_device import TorchDevice
 from evener.contracts.device import MemoryInfo
+from evener.errors import ConfigError
 from evener_conformance.command import command as conformance_command
 from evener_conformance.kit.outcome import AREAS
 from evener_conformance.naive.model import find_architecture
@@ -144,28 +145,35 @@ def test_the_requests_of_a_load_come_at_its_rate_and_are_of_the_lengths_that_wer
 def test_a_mixed_load_is_measured_for_each_budget_and_its_parts_are_of_the_best_fixed_one(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--budgets", "16,64,auto", "--rate", "2000", "--loads", "0.5", "--at-loads", "auto", "--waiting", "3",
-             "--prompts", "8,60", "--answers", "4,12", "--seconds", "0.4", "--skip", "0.05",
-             "--first", "0.05"]  # fmt: skip
+    words = ["--budgets", "16,64,measured,pace", "--rate", "2000", "--loads", "0.3,0.5", "--at-loads",
+             "pace,measured", "--waiting", "3", "--prompts", "8,60", "--answers", "4,12", "--seconds", "0.15", "--skip",
+             "0.05", "--first", "0.05"]  # fmt: skip
     pairs = [word for pair in (*SMALL, "infer.threads=1") for word in ("--set", pair)]
     assert mixed_load.main([str(model), *words, "--vocab", "200", "--out", str(tmp_path / "out"), *pairs]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [(row["load"], row["budget"]) for row in rows] == [
-        ("full", "16"), ("full", "64"), ("full", "auto"), (0.5, "auto")]  # fmt: skip
-    best = max(row["computed_tokens_s"] for row in rows if row["budget"] != "auto" and row["load"] == "full")
+        ("full", "16"), ("full", "64"), ("full", "measured"), ("full", "pace"),
+        (0.3, "pace"), (0.3, "measured"), (0.5, "measured"), (0.5, "pace")]  # fmt: skip
+    best = max(row["computed_tokens_s"] for row in rows if row["budget"].isdigit() and row["load"] == "full")
     assert rows[-1]["requests_s"] == pytest.approx(0.5 * best / ((8 + 60 + 4 + 12) / 2), abs=0.01)
-    assert all(row["refused"] for row in rows[:3]) and max(row["most_waiting"] for row in rows) <= 3
-    assert all(0 <= row["itl_p50_ms"] <= row["itl_p99_ms"] <= row["itl_max_ms"] for row in rows[:3])
+    assert all(row["refused"] for row in rows[:4]) and max(row["most_waiting"] for row in rows) <= 3
+    assert all(0 <= row["itl_p50_ms"] <= row["itl_p99_ms"] <= row["itl_max_ms"] for row in rows[:4])
     assert all(
         row["steps"] * int(row["budget"]) >= row["measured_s"] * row["computed_tokens_s"] * 0.95 for row in rows[:2]
     )
-    assert capsys.readouterr().out.count("| auto |") == 2
+    assert capsys.readouterr().out.count("| pace |") == 3
 
 
 def test_a_budget_beyond_the_engine_s_is_refused(model: Path) -> None:
     pairs = [word for pair in SMALL for word in ("--set", pair)]
     with pytest.raises(SystemExit, match="steps have at most 2048 tokens"):
         mixed_load.main([str(model), "--budgets", "4096", "--prompts", "8,60", "--answers", "4,12", *pairs])
+
+
+def test_a_limit_that_does_not_exist_is_named_before_anything_is_measured(model: Path) -> None:
+    pairs = [word for pair in SMALL for word in ("--set", pair)]
+    with pytest.raises(ConfigError, match="it takes measured or pace"):
+        mixed_load.main([str(model), "--budgets", "16,auto", "--prompts", "8,60", "--answers", "4,12", *pairs])
 
 
 # Data sets

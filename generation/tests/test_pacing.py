@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from evener_pacing.costs import StepCosts, StepWork
-from evener_pacing.limit import LEAST_TOKENS, PacedSteps, paced_steps
+from evener_pacing.pace import LEAST_TOKENS, PacedSteps, paced_steps
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config import from_overrides
@@ -230,9 +230,11 @@ def test_without_prompts_drafts_have_the_whole_budget() -> None:
     assert PacedSteps(TARGET, RATIO).allowed(8192, [], []) == 8192
 
 
-def test_the_ratio_is_an_option_and_must_leave_prompts_time() -> None:
-    keys = {"infer.step_target": 0.5, "infer.pp_size": 2}
-    assert paced_steps(from_overrides("m", keys)).pace == 2
-    assert paced_steps(from_overrides("m", {**keys, "generation.step_ratio": 4})).pace == 4
+def test_the_pace_is_chosen_and_its_ratio_must_leave_prompts_time() -> None:
+    keys = {"infer.step_target": 0.5, "infer.pp_size": 2, "generation.step_limit": "pace"}
+    assert paced_steps(from_overrides("m", {}), 8) is None
+    for ratio, more in ((2, {}), (4, {"generation.step_ratio": 4})):
+        made = paced_steps(from_overrides("m", {**keys, **more}), 8)
+        assert isinstance(made, PacedSteps) and made.pace == ratio
     with pytest.raises(ConfigError, match=r"step_ratio=1 leaves prompts no time; set it above 1"):
-        paced_steps(from_overrides("m", {"generation.step_ratio": 1}))
+        paced_steps(from_overrides("m", {**keys, "generation.step_ratio": 1}), 8)

@@ -25,7 +25,7 @@ from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="generation",
-    summary="Structured output, parsers of tool calls and reasoning, drafts, adapters, media, vectors, even steps.",
+    summary="Structured output, parsers of tool calls and reasoning, drafts, adapters, media, vectors, step limits.",
     contracts={"descriptor": 1, "generation": 1},
     grammar_masks={"matchers": "evener_constraints.masks:GrammarMasks.of"},
     grammars={
@@ -34,16 +34,17 @@ descriptor = Descriptor(
     },
     options={
         "grammars": Option(
-            type=str,
-            default=None,
-            help="What finds which tokens a grammar allows: llguidance, or an installed one, "
+            type=str, default=None, help="What finds which tokens a grammar allows: llguidance, or an installed one, "
             "such as xgrammar. By default the one whose name sorts first.",
         ),
+        "step_limit": Option(
+            type=str, default="measured", choices=("measured", "pace"),
+            help="What limits the tokens of a server's steps: measured keeps them within infer.step_target, pace makes "
+            "them as short as prompts allow.",
+        ),
         "step_ratio": Option(
-            type=float,
-            default=2.0,
-            help="How many times as long as usual a step of a server may take because of the "
-            "prompt tokens in it, see infer.step_target. A smaller value makes the time between tokens more even.",
+            type=float, default=2.0, help="With generation.step_limit=pace: how many times as long as a decode step "
+            "one with prompt tokens may take. A smaller value makes the time between tokens more even.",
         ),
     },
     drafters={
@@ -66,7 +67,7 @@ descriptor = Descriptor(
         "planner": "evener_media.planner:MediaPlanner",
         "rows": "evener_media.rows:MediaStore",
     },
-    step_limits={"paced": "evener_pacing.limit:paced_steps"},
+    step_limits={"measured": "evener_pacing.measured:measured_steps", "pace": "evener_pacing.pace:paced_steps"},
     draft_policies={"measured": "evener_drafts.opening:MeasuredDrafts"},
     tool_parsers={
         "hermes": "evener_generation.tools.json_calls:Hermes",

@@ -1,9 +1,11 @@
-"""How many prompt tokens a step of a server takes, so that answers of other requests go on at an even pace. Torch-free.
+"""How many tokens a step of a server may have, so that prompts do not hold up other requests for long. Torch-free.
 
-==========  =========================================================================
-module      what it holds
-==========  =========================================================================
-``costs``   what a step costs, learnt from the steps before
-``limit``   the limit on a step's tokens that follows from it
-==========  =========================================================================
+============  =======================================================================
+module        what it holds
+============  =======================================================================
+``chosen``    which of the two limits is used
+``measured``  steps take a target time
+``costs``     what a step costs, learnt from the steps before
+``pace``      steps are as short as prompts allow, by these costs
+============  =======================================================================
 """

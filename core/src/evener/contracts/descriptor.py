@@ -144,8 +144,8 @@ class Descriptor:
             what hears of blocks that enter and leave the prefix cache, or returns None; called with the configuration
             and the worker's facts; see ``engine.controller.blocks``.
         step_limits: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes what
-            limits the tokens of a server's steps, or returns None; called with the configuration. The first is used.
-            See ``engine.batching.step_limit``.
+            limits the tokens of a server's steps, or returns None; called with the configuration and how many requests
+            run at once. The first is used. See ``engine.batching.step_limit``.
         engine_commands: (optional, for packages pinned to their core's version) ``{"weights": "module:Class"}``: what
             the engine does between steps, beside requests; see ``engine.wire.installed``.
     """

@@ -14,7 +14,7 @@ from evener.engine.wire.plan import Order, Plan, StepMasks, StepResult
 from evener.plugins.discover import installed_catalog
 
 
-def limit_steps(config: Config, executor: Executor, streaming: bool) -> tuple[StepLimit, Executor]:
+def limit_steps(config: Config, executor: Executor, max_reqs: int, streaming: bool) -> tuple[StepLimit, Executor]:
     """The limit on a run's steps, and the executor to run its plans with.
 
     Steps are measured if answers are read while they are made, unless the configuration sets the token budget itself or
@@ -22,7 +22,7 @@ def limit_steps(config: Config, executor: Executor, streaming: bool) -> tuple[St
     """
     if not streaming or config.infer.step_tokens != "auto" or config.infer.step_target == 0:
         return StepLimit(), executor
-    limit = next(installed_catalog().answers("step limit", config), None)
+    limit = next(installed_catalog().answers("step limit", config, max_reqs), None)
     return (limit, TimedExecutor(executor, limit)) if limit else (StepLimit(), executor)
 
 

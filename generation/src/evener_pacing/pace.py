@@ -32,6 +32,7 @@ from evener.contracts.generation.drafts import DecodingRequest
 from evener.engine.batching.step_limit import StepLimit
 from evener.engine.wire.plan import Plan
 from evener.errors import ConfigError
+from evener_pacing.chosen import chosen
 from evener_pacing.costs import StepCosts, StepWork
 
 #: Prompt tokens that a step may always have.
@@ -51,12 +52,15 @@ ENOUGH = 0.97
 _UNIT = 64
 
 
-def paced_steps(config: Config) -> PacedSteps:
-    """The limit on a server's steps. A token passes through all pipeline stages, so each has its share of the target.
+def paced_steps(config: Config, max_reqs: int) -> PacedSteps | None:
+    """The limit on a server's steps; None if another one is chosen. A token passes through all pipeline stages, so each
+    has its share of the target. ``max_reqs``: that many requests run at most; a step counts those that do.
 
     Raises:
         ConfigError: ``generation.step_ratio`` leaves no time for prompts.
     """
+    if chosen(config) != "pace":
+        return None
     ratio = config.options.get("generation", {}).get("step_ratio", 2.0)
     if not ratio > 1:
         raise ConfigError(f"generation.step_ratio={ratio:g} leaves prompts no time; set it above 1, such as 2")
