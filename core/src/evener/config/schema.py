@@ -136,9 +136,8 @@ class InferConfig(Section):
     )  # fmt: skip
     step_tokens: int | Auto = option("auto", "int", "Token budget of one step, over all requests.",
                                      auto=True, minimum=1)  # fmt: skip
-    step_target: float = option(0.25, "float", "Seconds that a step of a server should take at most, if "
-                                "infer.step_tokens is auto and evener-generation is installed; 0: no limit.",
-                                minimum=0)  # fmt: skip
+    step_target: float = option(0.25, "float", "Seconds that a server's step should take at most, if infer.step_tokens "
+                                "is auto, see generation.step_limit; 0: no limit.", minimum=0)  # fmt: skip
     depth: int | Auto = option(
         "auto", "int", "Plans in flight; auto: pipeline stages + 1. 1 is for debugging; the tokens are the same.",
         auto=True, minimum=1, maximum=16
