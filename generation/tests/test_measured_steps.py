@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from evener.engine.batching import StepLimit, TimedExecutor, limit_steps
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
+from evener.engine.processes.start import build_controller
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.media import StepMedia
 from evener.engine.wire.messages import Finished, NewRequest, Sampling, Tokens
 from evener.engine.wire.plan import Plan, StepResult
 from evener.errors import ConfigError
+from evener_conformance.reference.engine import small_config
 
 TARGET = 0.25
 #: Seconds of a step without tokens.
@@ -191,6 +194,17 @@ def test_steps_of_a_server_are_measured_unless_the_pace_is_chosen() -> None:
     assert limit(False) == fixed, "a batch gets the same steps in every run"
     assert limit(True, **{"infer.step_tokens": 64}) == fixed, "an explicit budget means what it says"
     assert limit(True, **{"infer.step_target": 0}) == fixed
+
+
+def test_the_engine_of_a_server_has_the_limit_that_is_chosen(tmp_path: Path) -> None:
+    for name, made in (("measured", MeasuredSteps), ("pace", PacedSteps)):
+        keys: dict[str, Any] = {"backend": "cpu", "infer.step_tokens": "auto", "generation.step_limit": name}
+        controller, _ = build_controller(small_config(tmp_path / name, **keys), streaming=True)
+        controller.handle([asks(name, 30, 4)])
+        while not controller.idle:
+            controller.step()
+        controller.close()
+        assert type(controller.scheduler.limit) is made and controller.scheduler.stats.computed_tokens >= 33
 
 
 def test_stages_share_the_target_and_as_many_tokens_as_requests_are_always_allowed() -> None:
