@@ -104,5 +104,5 @@ def test_logits_are_those_of_the_published_layer_also_where_it_goes_on_from_its_
         step = NaiveStep(torch.tensor([ids[more]], dtype=torch.int32), place, metas=metas)
         states = naive.model.predict(states[-1:], step, own=True)
         found.append(naive.model.predicted(states, step))
-    torch.testing.assert_close(torch.cat(found), expected[0], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(torch.cat(found), expected[0], atol=5e-4, rtol=2e-4)
     assert naive.model.predicts and not NaiveModel(folder).model.predicts
