@@ -75,7 +75,7 @@ def test_nobody_else_can_open_what_is_written_whatever_the_umask_is(tmp_path: Pa
 
 
 def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    """At 30 random moments or more, until both were seen. What it leaves does not disturb the next, and does not grow."""
+    """At 30 random moments or more, until both were seen. What it leaves does not disturb the next one."""
     path, rng = tmp_path / "a", random.Random(1)
     states = {number: tensors(number, large=20_000) for number in range(2)}
     seen: set[int] = set()

@@ -241,7 +241,7 @@ def library_linear(
     if wide and bias is not None and x.device.type != "cpu":
         return torch.mm(x, weight.t(), out_dtype=torch.float32).add_(bias).to(out)
     if x.dtype == out:
-        # Rows that are cut from wider ones: the reference's whole_rows says why.
+        # oneDNN on CPUs with AMX: the reference's product says why.
         return F.linear(x.contiguous() if x.device.type == "cpu" else x, weight, bias)
     y = torch.mm(x, weight.t(), out_dtype=out)
     return y if bias is None else y.add_(bias)
