@@ -72,14 +72,13 @@ PLAIN = PlainPacking()
 _WIDENED_ROWS = 16384
 
 
-
 def linear(static: Static, use: Use) -> OpFunction:
     out: torch.dtype = getattr(torch, static["out"])
 
     def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if x.dtype == out:
-            # On CPUs with AMX (torch 2.13, oneDNN), a product of bfloat16 rows that are cut from wider ones also reads what
-            # follows them, if their columns are no multiple of 4.
+            # On CPUs with AMX (torch 2.13, oneDNN), a product of bfloat16 rows that are cut from wider ones also reads
+            # what follows them, if their columns are no multiple of 4.
             return F.linear(x.contiguous() if x.dtype == torch.bfloat16 else x, weight.data, bias)
         # One slice of rows at a time, to bound the memory of the copies in a wider dtype.
         pieces = [F.linear(x.to(out), rows.to(out)) for rows in weight.data.split(_WIDENED_ROWS)]
