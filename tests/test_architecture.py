@@ -334,7 +334,7 @@ def test_no_descriptor_imports_torch() -> None:
 #: Lines of code that an area of the core may have: what it had when the layout was set, or less. A feature that needs
 #: more moves something out first.
 CAPS: Mapping[str, int] = {
-    "evener.engine.wire": 368, "evener.engine.batching": 82, "evener.engine.controller": 969,
+    "evener.engine.wire": 368, "evener.engine.batching": 72, "evener.engine.controller": 969,
     "evener.engine.worker": 1_331, "evener.engine.processes": 812, "evener.ops": 1_391, "evener.plugins": 1_490,
     "evener.frontend": 742, "evener.layers": 1_130, "evener.config": 821, "evener.cli": 293,
     "evener.contracts": 1_340, "evener.loading": 634, "evener.resolution": 677, "evener.distributed": 166,
@@ -347,7 +347,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 1_012
 #: The whole core.
-TOTAL_CAP = 14_689
+TOTAL_CAP = 14_672
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:
