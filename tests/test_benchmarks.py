@@ -529,7 +529,7 @@ def test_starts_with_and_without_a_model_cache_are_measured(tmp_path: Path) -> N
     file, out = models_root() / "gguf" / SOURCES["smollm2"].gguf, tmp_path / "o.jsonl"
     program("model_cache.py", file, "--repeats", "1", "--set", "infer.max_reqs=2", "--out", out)
     found = json.loads(out.read_text())
-    assert found["cache_mb"] > 100 and found["weights_s"].keys() == found["start_s"].keys() == {"without", "with"}
+    assert found["cache_mb"] > 90 and found["weights_s"].keys() == found["start_s"].keys() == {"without", "with"}
 
 
 def test_processes_that_take_turns_are_measured_and_one_that_fails_says_why() -> None:
