@@ -267,9 +267,18 @@ def write(store: Path, work: Path, parts: Sequence[dict[str, Any]]) -> None:
                 target["kernels"].append(entry)
         for key, files in part["modules"].items():
             modules[key] = {name: _kept(store, Path(file).read_bytes(), ".so") for name, file in files.items()}
-    made_by = {"version": triton.__version__, "parts": key_parts(own_key())}
+    parts_of_key = key_parts(own_key())
+    made_by = {"version": triton.__version__, "parts": parts_of_key, "library": parts_of_key.index(_library())}
     index = {"format": FORMAT, "triton": made_by, "targets": targets, "modules": modules}
     (store / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
+
+
+def _library() -> str:
+    """The part of Triton's key that is of the compiler's library."""
+    import triton
+
+    suffix = str(sysconfig.get_config_var("EXT_SUFFIX")).split(".")[-1]
+    return hashlib.sha256((Path(triton.__file__).parent / f"_C/libtriton.{suffix}").read_bytes()).hexdigest()
 
 
 def _plain(metadata: str, source: str) -> bytes:

@@ -29,8 +29,8 @@ from evener_kernels_triton.binaries import DIGITS, GROUP, INDEX, StoredFirst, us
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 VERSION = str(triton.__version__)
-#: The hashes of Triton's own files; the third is of the library.
-PARTS = ["aa", "bb", "cc", "dd"]
+#: The hashes of Triton's own files, and which of them is of the library.
+PARTS, LIBRARY = ["aa", "bb", "cc", "dd"], 2
 
 
 def hashed(text: str) -> Any:
@@ -58,7 +58,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_distribution(site, "some-binaries", {GROUP: {"some": "some_binaries"}})
     kernel = ["add_kernel", "source", "options", put(folder, b"{}", ".json"), put(folder, b"machine code", ".cubin")]
     index = {
-        "format": 1, "triton": {"version": VERSION, "parts": PARTS},
+        "format": 1, "triton": {"version": VERSION, "parts": PARTS, "library": LIBRARY},
         "targets": {"sm_90": {"tool": "ptxas 12, sm_90", "kernels": [kernel]}},
         "modules": {"LAUNCHER": {"launcher.so": put(folder, b"host code", ".so")}},
     }  # fmt: skip
@@ -123,19 +123,21 @@ def test_of_anything_else_nothing_is_found_and_it_goes_to_tritons_own_cache(pack
     [
         ({"version": "3.1.4", "parts": PARTS}, f"they are of Triton 3.1.4, this is {VERSION}"),
         ({"version": VERSION, "parts": ["aa", "xx", "yy", "dd"]}, f"they are of another build of Triton {VERSION}"),
+        ({"version": VERSION, "parts": ["aa", "xx", "cc", "dd"]}, f"they are of another build of Triton {VERSION}"),
         ({"version": VERSION, "parts": ["aa", "bb", "cc"]}, f"they are of another build of Triton {VERSION}"),
     ],
 )
 def test_kernels_of_another_triton_are_not_used(
     package: Path, made: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change(package, triton=made)
+    change(package, triton={**made, "library": LIBRARY})
     assert not found(key_of("source"))
     assert f"some_binaries are not used: {reason}" in caplog.text
 
 
 def test_the_compilers_library_may_be_that_of_another_python(package: Path) -> None:
-    change(package, triton={"version": VERSION, "parts": ["aa", "bb", "of another Python", "dd"]})
+    made = {"version": VERSION, "parts": ["aa", "bb", "of another Python", "dd"], "library": LIBRARY}
+    change(package, triton=made)
     assert found(key_of("source"))
 
 
@@ -171,6 +173,14 @@ def test_an_index_that_is_none_is_named_and_not_used(
     (package / INDEX).write_text(text)
     assert not found(key_of("source"))
     assert "compiled kernels of some_binaries are not used" in caplog.text
+
+
+def test_a_package_that_cannot_be_found_is_named_and_the_others_are_used(
+    package: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_distribution(package.parent, "broken-binaries", {GROUP: {"broken": "removed_package.kernels"}})
+    assert found(key_of("source"))
+    assert "compiled kernels of removed_package.kernels are not used: No module named 'removed_package'" in caplog.text
 
 
 def test_what_no_package_has_can_be_seen(package: Path, caplog: pytest.LogCaptureFixture) -> None:

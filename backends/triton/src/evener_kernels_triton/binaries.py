@@ -3,8 +3,8 @@
 A package names itself in the entry point group ``evener_kernels_triton.binaries``; its folder has an ``index.json``:
 
 - ``format``: 1.
-- ``triton``: ``version``, and the ``parts`` of the key that Triton makes of its own files. One part may differ here:
-  the compiler's library, which is another file for each version of Python.
+- ``triton``: ``version``, the ``parts`` of the key that Triton makes of its own files, and which of them is of the
+  compiler's ``library``. Only that one may differ here: the library is another file for each version of Python.
 - ``targets``: by name (``sm_90``) the ``tool`` (what Triton says of its assembler), and ``kernels``: lists of the
   function's name, the hashes that Triton makes of the source with its specialization and of the options, and the files
   of the metadata and of the binary.
@@ -12,7 +12,8 @@ A package names itself in the entry point group ``evener_kernels_triton.binaries
 
 A file's name is a hash of its contents. These are what Triton's own key of a compiled kernel is made of, so a kernel is
 found if, and only if, Triton would compile the same source in the same way. Everything else is compiled as without such
-packages: other sources, sizes, cards, options, environment variables that Triton heeds, another Triton.
+packages: other sources, sizes, cards, options, environment variables that Triton heeds, another Triton. One change is
+not seen: a library of the same version that somebody built in another way, beside the same Python files.
 """
 
 from __future__ import annotations
@@ -89,7 +90,11 @@ def use_stored() -> None:
 def folders() -> Iterator[tuple[str, Path]]:
     """Installed packages that carry kernels, by their name, and their folders. A package without any is left out."""
     for entry in importlib_metadata.entry_points(group=GROUP):
-        spec = find_spec(entry.value)
+        try:
+            spec = find_spec(entry.value)
+        except (ImportError, ValueError) as error:
+            log.warning("compiled kernels of %s are not used: %s", entry.value, error)
+            continue
         for place in (spec and spec.submodule_search_locations) or ():
             if (Path(place) / INDEX).is_file():
                 yield entry.value, Path(place)
@@ -162,8 +167,10 @@ def _other_triton(made: Mapping[str, Any], key: str) -> str:
     """Why kernels that another Triton has ``made`` are not used here, or ""."""
     if made["version"] != triton.__version__:
         return f"they are of Triton {made['version']}, this is {triton.__version__}"
-    ours, theirs = key_parts(key), made["parts"]
-    if len(ours) != len(theirs) or sum(a != b for a, b in zip(ours, theirs, strict=True)) > 1:
+    ours, theirs, library = key_parts(key), made["parts"], made["library"]
+    if len(ours) != len(theirs) or any(
+        a != b and part != library for part, (a, b) in enumerate(zip(ours, theirs, strict=True))
+    ):
         return f"they are of another build of Triton {triton.__version__}"
     return ""
 
