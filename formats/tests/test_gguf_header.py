@@ -59,6 +59,7 @@ MALFORMED_HEADERS = {
     "has 4,000,000,000 dimensions": file(text("w") + struct.pack("<I", 4_000_000_000) + b"x" * 64, tensors=1),
     "has GGUF's tensor type 16, which is not supported": file(tensor("w", [32], 16), tensors=1, data=64),
     "is q4_0 and has the impossible shape": file(tensor("w", [33], 2), tensors=1, data=64),
+    "is mxfp4 and has the impossible shape []": file(tensor("w", [], 39), tensors=1, data=64),
     "has the impossible shape [4611686018427387904, 32]": file(tensor("w", [32, 1 << 62], 0), tensors=1, data=64),
     "but the file has": file(tensor("w", [64]), tensors=1, data=128),
     "offsets must be multiples of 32": file(tensor("w", [4], 0, 8), tensors=1, data=64),

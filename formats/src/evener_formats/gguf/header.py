@@ -201,7 +201,7 @@ class _Reader:
             total = 1
             for extent in shape:
                 total *= extent
-            if total >= 1 << 62 or (shape and shape[0] % elements):
+            if total >= 1 << 62 or (shape or [1])[0] % elements:
                 raise self._bad(f"{shown} is {dtype} and has the impossible shape {shape[::-1]}")
             begin = data + offset
             end = begin + total // elements * nbytes
