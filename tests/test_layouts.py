@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from evener_convert.command import convert
+from evener_quantize.layouts import LAYOUTS
 from evener_quantize.relaid import RelaidCheckpoint
 from family_oracles import make_transformers
 from family_runner import SMALL
@@ -20,7 +21,11 @@ from safetensors.torch import load_file, save_file
 from stored_models import KEPT, SIZES, greedy, prompt
 
 from evener.config import from_overrides
+from evener.contracts.checkpoint import Checkpoint
+from evener.contracts.conversion.views import ViewRequest
+from evener.contracts.quant import QuantFormat, WeightPart
 from evener.errors import ConfigError
+from evener_conformance.kit.formats import HeldCheckpoint
 from evener_conformance.naive.model import find_architecture
 from evener_inspection.explanation import explain
 
@@ -199,6 +204,24 @@ def test_what_the_layout_cannot_say_is_refused_with_the_matrix(
     with pytest.raises(ConfigError, match=rf"model.layers.0.*{message}"):
         converted(source, tmp_path / "made", quant=quant)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("quantized_head", [True, False])
+def test_the_config_says_whether_the_head_is_quantized(quantized_head: bool) -> None:
+    """Other readers ask it, and look for tensors afterwards."""
+    names = ["model.layers.0.mlp.up_proj.weight", *(["lm_head.weight"] if quantized_head else [])]
+    parts = [WeightPart(name, 64, 64, QuantFormat("uint4", 32, scale="float16")) for name in names]
+    assert LAYOUTS["gptq"].settings(parts, [], "awq")["lm_head"] is quantized_head
+    kept = LAYOUTS["awq"].settings(parts, ["model.layers.0.mlp.gate.weight"], "gptq")["modules_to_not_convert"]
+    assert kept == [*([] if quantized_head else ["lm_head"]), "model.layers.0.mlp.gate"]
+
+
+@pytest.mark.parametrize(("quant", "method"), [("gptq", "gptq"), ("awq", "awq"), ("halves", "gptq")])
+def test_of_a_model_that_is_not_quantized_the_command_that_does_it_is_named(quant: str, method: str) -> None:
+    plain = HeldCheckpoint({"model_type": "qwen3"}, {}, {})
+    plain.path = Path("there")
+    with pytest.raises(ConfigError, match=f"type evener quantize there DST --method {method}, or leave quant=auto"):
+        RelaidCheckpoint.of(ViewRequest(cast(Checkpoint, plain), cast(Any, None), quant=quant))
 
 
 def test_groups_of_two_sizes_have_a_rule_each_in_gptq_and_no_place_in_the_others(

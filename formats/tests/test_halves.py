@@ -19,6 +19,7 @@ from evener.errors import CheckpointError
 from evener_conformance.kit.cases.blocks import reference_dequantize
 from evener_conformance.kit.formats import HeldCheckpoint
 from evener_formats.awq import AwqScheme
+from evener_formats.described import described
 from evener_formats.gptq import GptqScheme
 from evener_formats.halves import HalvesFolder, HalvesScheme
 
@@ -58,6 +59,14 @@ def test_eight_bits_have_the_numbers_that_were_written(group: int) -> None:
     made = quantized(8, 24, 192, group, symmetric=True)
     scheme, part = read({**GPTQ, "quant_method": "w8a16", "group_size": group or -1}, halves_bytes(STEM, made))
     assert torch.equal(scheme.dequantize(part, "float32"), made.values) and part.format.zero is None
+
+
+@pytest.mark.parametrize("more", [{}, {"bits": 8}])
+def test_dummy_weights_of_eight_bits_are_eight_bits_whether_the_config_says_bits_or_not(more: dict[str, Any]) -> None:
+    settings = {"quant_method": "w8a16", "layout": "halves", "group_size": 64, **more}
+    scheme = HalvesScheme().configured({"quantization_config": settings})
+    found = described(scheme, settings, NAME, 24, 192)
+    assert found == headers_of(halves_bytes(STEM, quantized(8, 24, 192, 64, symmetric=True)))
 
 
 @pytest.mark.parametrize(("columns", "start", "stop"), [(384, 128, 256), (192, 128, 192), (192, 0, 128)])

@@ -114,7 +114,7 @@ def _halves(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Heade
     name, rows, columns = weight
     scales = ("float16", (_groups(settings.get("group_size", 128), columns), rows))
     stem, width = name.removesuffix(".weight"), -(-columns // 128) * 64
-    if settings.get("bits") == 8:
+    if settings.get("bits") == 8 or settings.get("quant_method") == "w8a16":
         return {f"{stem}.qweight": ("int8", (rows, columns)), f"{stem}.scales": scales}
     return {f"{stem}.qweight": ("uint8", (rows, width)), f"{stem}.qzeros": scales, f"{stem}.scales": scales}
 

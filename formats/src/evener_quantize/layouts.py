@@ -128,7 +128,7 @@ class GptqLayout(Layout):
         dynamic = {key: dict(each) for key, each in {**others, **rules}.items()}
         form = "gptq" if parts[0].format.zero is None else "gptq_v2"
         return {
-            "quant_method": "gptq", **dict(usual), "checkpoint_format": form, "lm_head": False,
+            "quant_method": "gptq", **dict(usual), "checkpoint_format": form, "lm_head": _has_head(parts),
             **({"dynamic": dynamic} if dynamic else {}),
         }  # fmt: skip
 
@@ -164,7 +164,7 @@ class AwqLayout(Layout):
         stems = [name.removesuffix(".weight") for name in kept]
         return {
             "quant_method": "awq", "bits": 4, "group_size": _group(self.name, parts), "version": "gemm",
-            "zero_point": True, "modules_to_not_convert": ["lm_head", *stems],
+            "zero_point": True, "modules_to_not_convert": [*([] if _has_head(parts) else ["lm_head"]), *stems],
         }  # fmt: skip
 
 
@@ -236,6 +236,11 @@ def _unsigned(part: WeightPart) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         return stored["weight"].view(torch.uint8) ^ 128, zeros.view(torch.uint8) ^ 128, scales
     numbers = torch.stack((stored["weight"] & 15, stored["weight"] >> 4), -1).flatten(-2)
     return numbers, zeros if part.format.zero else torch.full_like(zeros, 8, dtype=torch.uint8), scales
+
+
+def _has_head(parts: Sequence[WeightPart]) -> bool:
+    """Whether the head is among them. Other readers ask the config for it, not the tensors."""
+    return any(part.name.endswith("lm_head.weight") for part in parts)
 
 
 def _usual_group(parts: Sequence[WeightPart]) -> int:

@@ -17,6 +17,7 @@ from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.loading.scheme import Unquantized, pick_scheme
 from evener_quantize.layouts import LAYOUTS, Layout
+from evener_quantize.settings import METHODS
 
 if TYPE_CHECKING:
     import torch
@@ -52,11 +53,17 @@ class RelaidCheckpoint(CheckpointView):
         """The checkpoint in the layout ``quant``, if it is stored in another one.
 
         Raises:
-            ConfigError: a matrix cannot be stored so.
+            ConfigError: a matrix cannot be stored so, or none is quantized.
         """
         layout, checkpoint = LAYOUTS.get(request.quant), request.checkpoint
-        if layout is None or Unquantized().detect(checkpoint.config):
+        if layout is None:
             return None
+        if Unquantized().detect(checkpoint.config):
+            method = layout.name if layout.name in METHODS else METHODS[0]
+            raise ConfigError(
+                f"quant={layout.name} stores anew what is quantized, and {checkpoint.path} is not; type evener quantize "
+                f"{checkpoint.path} DST --method {method}, or leave quant=auto"
+            )
         scheme = pick_scheme(checkpoint.config, request.schemes, "auto", checkpoint)
         if scheme.name == layout.name:
             return None
