@@ -10,10 +10,11 @@ import torch
 from gluon_host import Box, Pointer, on_host
 from test_triton_prefill import group, step_of, tuning
 
+from evener_kernels_triton import descriptor
 from evener_kernels_triton.even import even_queries
 from evener_kernels_triton.jit import even_attention as kernel
 from evener_kernels_triton.state import PagedState
-from evener_kernels_triton.tuning import power_of_two
+from evener_kernels_triton.tuning import MIN_EVEN_TOKENS, power_of_two
 
 LINE = 8
 
@@ -133,3 +134,8 @@ def test_pages_that_cannot_be_copied_stay_with_the_kernel_with_splits(monkeypatc
         views = provider.bind(storage, spec, 32)
         provider.attend(views, meta, torch.zeros(1, 4, 128, dtype=torch.bfloat16))
     assert seen == ["evenly", "splits"]
+
+
+def test_the_default_that_is_told_is_the_one_that_is_used() -> None:
+    """The descriptor cannot ask ``tuning``, which imports torch."""
+    assert descriptor.options["even_attention"].default == MIN_EVEN_TOKENS
