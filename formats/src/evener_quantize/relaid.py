@@ -77,7 +77,8 @@ class RelaidCheckpoint(CheckpointView):
                 if part is None:
                     continue  # the loader reports what is missing
                 if part.format.plain:
-                    kept += [name] if kind in ("linear", "expert") else []
+                    # Routers too: other readers take every matrix for a quantized one that the config does not name.
+                    kept += [name] if kind not in ("head", "shared") else []
                     continue
                 stack = item.experts and "{}" not in declared.name
                 reason = "it is a stack of experts in one tensor" if stack else layout.refusal(part)
