@@ -14,6 +14,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import cold_start
 import cpu_start
 import draft_costs
 import gpu_check
@@ -785,3 +786,14 @@ def test_a_draft_model_with_the_same_weights_is_right_and_a_row_says_what_it_cos
     plain, drafted = (json.loads(line) for line in (tmp_path / "rows").read_text().splitlines())
     assert (plain["steps"], plain["drafted"]) == (24, 0)
     assert drafted["equal"] == 25 and drafted["steps"] < 12 and drafted["accepted"] == drafted["drafted"] > 12
+
+
+def test_a_cold_start_reads_files_past_the_systems_cache(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(3 * cold_start.CHUNK + 5))
+    assert cold_start.weight_files(tmp_path) == [file] == cold_start.weight_files(file)
+    file.read_bytes()
+    assert cold_start.resident_share(file) == 1.0
+    cold_start.evict([file])
+    assert cold_start.direct_read([file]) > 0
+    assert cold_start.resident_share(file) <= cold_start.MAX_RESIDENT, "the direct read went through the cache"

@@ -7,11 +7,13 @@ import json
 import mmap
 import struct
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.checkpoint import Extent, WeightFile
 from evener.errors import CheckpointError
+from evener_formats.read_ahead import FileRange, ReadAhead
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +53,7 @@ class SafetensorsFile(WeightFile):
 
         if name not in self._entries:
             raise CheckpointError(f"cannot read {name!r} from {self.path}: it has no such tensor; fetch the file again")
+        self._ahead.used(name)
         entry = self._entries[name]
         begin, end = entry["data_offsets"]
         if entry["dtype"] in _PACKED:
@@ -93,9 +96,19 @@ class SafetensorsFile(WeightFile):
             raise CheckpointError(f"cannot read {name!r} from {self.path}: {error}; fetch the file again") from error
 
     def extent(self, name: str) -> Extent:
-        return Extent(self.path, self._data + self._entries[name]["data_offsets"][0])
+        self._ahead.used(name)
+        return Extent(self.path, self._range(name).begin)
+
+    def _range(self, name: str) -> FileRange:
+        return FileRange(self.path, *(self._data + offset for offset in self._entries[name]["data_offsets"]))
+
+    @cached_property
+    def _ahead(self) -> ReadAhead:
+        return ReadAhead({name: self._range(name) for name in self._entries})
 
     def close(self) -> None:
+        if (ahead := self.__dict__.pop("_ahead", None)) is not None:
+            ahead.close()
         if self._map is not None:
             _give_back(self._map)
         self._map, self._given = None, 0

@@ -19,6 +19,7 @@ from evener_formats.gguf.families import FAMILIES, Llama, family_of_file
 from evener_formats.gguf.header import MXFP4, GgufHeader, GgufTensor, read_header
 from evener_formats.gguf.made import Made, Mxfp4Matrix
 from evener_formats.gguf.stored import memory_map
+from evener_formats.read_ahead import FileRange, ReadAhead
 from evener_formats.tokenizers.gguf_tokenizer import tokenizer_files
 from evener_formats.tokenizers.tokenizer_json import MadeTokenizer
 
@@ -111,6 +112,7 @@ class GgufCheckpoint(Checkpoint, MadeTokenizer):
         if name not in self._stored:
             raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self.headers)}")
         stored = self._stored[name]
+        self._ahead.used(stored)
         tensor = memory_map(self._entries[name])
         heads = self.family.permuted_heads(stored)
         if heads:
@@ -118,8 +120,15 @@ class GgufCheckpoint(Checkpoint, MadeTokenizer):
             tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape).contiguous()
         return tensor - self.family.norm_offset if self._offset(name) else tensor
 
+    @cached_property
+    def _ahead(self) -> ReadAhead:
+        tensors = self._header.tensors
+        return ReadAhead({name: FileRange(each.file, each.begin, each.end) for name, each in tensors.items()})
+
     def close(self) -> None:
         self._last = None
+        if (ahead := self.__dict__.pop("_ahead", None)) is not None:
+            ahead.close()
 
     def _matrices(self, folder_name: str, stored: str, entry: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
         """The tensor by its name in a folder; of a stack of experts each matrix."""
