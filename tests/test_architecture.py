@@ -188,7 +188,7 @@ def test_only_the_worker_s_part_of_the_adapters_imports_torch() -> None:
 
 def test_vectors_of_texts_import_only_what_callers_know_and_pooling_only_the_core_below_its_controller() -> None:
     pooled = inside("evener_pooling", GENERATION)
-    pooler = {name: pooled.pop(name) for name in ["evener_pooling.pooler"]}
+    pooler = {name: pooled.pop(name) for name in ["evener_pooling.outputs", "evener_pooling.pooler"]}
     rows = {name: pooled.pop(name) for name in ["evener_pooling.rows"]}
     own = ("evener_pooling", "evener.plugins.discover", "evener.sampling_params", "evener.config.schema",
            "evener.contracts", "evener.errors")  # fmt: skip

@@ -58,6 +58,7 @@ descriptor = Descriptor(
     pooling_parts={
         "choose": "evener_pooling.settings:choose_pooling",
         "limits": "evener_pooling.limits:whole_texts",
+        "outputs": "evener_pooling.outputs:wanted_rows",
         "pooler": "evener_pooling.pooler:Pooler",
         "rows": "evener_pooling.rows:TokenRows",
         "vectors": "evener_pooling.vectors:TextVectors",

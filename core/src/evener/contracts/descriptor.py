@@ -103,7 +103,8 @@ class Descriptor:
         pooling_readers: (optional) functions that say how a model embeds or scores texts,
             ``{"name": "module:function"}``; see ``evener.contracts.pooling``.
         pooling_parts: (optional, for packages pinned to their core's version) ``{"choose": "module:function", "limits":
-            "module:function", "pooler": "module:Class", "vectors": "module:Class"}``: see ``evener.contracts.pooling``.
+            "module:function", "outputs": "module:function", "pooler": "module:Class", "rows": "module:Class",
+            "vectors": "module:Class"}``: see ``evener.contracts.pooling``.
         media_parts: (optional, for packages pinned to their core's version) ``{"checks": "module:function", "planner":
             "module:Class", "rows": "module:Class"}``: see ``evener.contracts.media``.
         adapter_readers: (optional) functions that read adapters (LoRA) from folders,

@@ -12,15 +12,13 @@ overwritten and returned.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from evener.contracts.device import DeviceCapabilities
 
 if TYPE_CHECKING:
-    import torch
-
     from evener.contracts.quant import Packing
 
 #: A resolved op: takes the schema's inputs in order, and returns its outputs. One with a true attribute
@@ -183,9 +181,6 @@ class OpSchema:
     scratch: float = 8.0
     deterministic: bool = True
     capturable: bool = True
-
-
-CaseGenerator = Callable[[str, "torch.Generator"], Iterable[OpCase]]
 
 
 class Kernel(ABC):

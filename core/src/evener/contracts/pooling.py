@@ -14,6 +14,8 @@ The readers are asked, and rows are pooled, by a package that is pinned to its c
   that generates text.
 - ``limits``: takes the configuration and ``Architecture.longest_text`` of an encoder, and returns the configuration
   with room for a whole text in a step, and the reasons for the keys that it has changed.
+- ``outputs``: for models that generate text: takes the worker's ``Runner``, a plan with ``Plan.outputs``, the hidden
+  states of its tokens and the step, and returns the rows of each output, as read-backs of parts.
 - ``pooler``: constructed with the model's settings, the number of requests that run at a time, and the worker's
   ``Runner``; it takes the place of sampling (``Runner.instead``).
 - ``rows``: for models that generate text: the rows of numbers that one request wants for its tokens, and those in which

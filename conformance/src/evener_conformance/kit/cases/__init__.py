@@ -7,9 +7,15 @@ cases: the kit checks them through the layers that call them.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterable
 
-from evener.contracts.ops import CaseGenerator, OpSchema
+import torch
+
+from evener.contracts.ops import OpCase, OpSchema
 from evener.errors import DescriptorError
+
+#: What ``OpSchema.cases`` names.
+CaseGenerator = Callable[[str, torch.Generator], Iterable[OpCase]]
 
 #: Module → the built-in ops that it has cases for; a generator has the name of its op.
 _BUILTIN = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from evener.engine.sampling.masks import packed_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.plan import Plan, StepMasks
+from evener.engine.wire.pooling import pooling_part
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import StepLayout, StepShape
@@ -76,7 +75,7 @@ class Runner:
                 return PendingStep(plan, None)
             if self.instead is not None:
                 return self.instead(plan, hidden, step, parts)
-            outputs = self._outputs(plan, hidden, step)
+            outputs = pooling_part("outputs")(self, plan, hidden, step) if plan.outputs else ()
             scores = self._score(plan, hidden, step, parts) if plan.scores else ()
             done: PendingStep | Draw = PendingStep(plan, None, scores, outputs)
             if plan.samples:
@@ -162,15 +161,6 @@ class Runner:
             logits = self.logits(hidden.index_select(0, rows), step)
             found.append((targets, *self.sampler.logprobs(logits, targets, plan.top_scores)))
         return [self.device.readback(torch.cat(columns)) for columns in zip(*found, strict=True)]
-
-    def _outputs(self, plan: Plan, hidden: torch.Tensor, step: ForwardStep) -> list[Sequence[Readback]]:
-        """The rows of ``plan.outputs``; for logits in parts, as in ``_score``."""
-        logits = partial(self.logits, step=step)
-        make: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"hidden": torch.clone, "normed": self.model.normed}
-        starts, most = list(accumulate(plan.counts, initial=0)), max(1, self.tables.tokens.shape[0] - 1)
-        kinds = [make.get(each.kind, logits) for each in plan.outputs]
-        wanted = zip(kinds, (hidden[starts[w.row] + w.first :][: w.count] for w in plan.outputs), strict=True)
-        return [[self.device.readback(function(some)) for some in rows.split(most)] for function, rows in wanted]
 
     def _sample(
         self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep,
