@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from rerun_capture import Again, Reruns
 
 from evener.config import from_overrides, to_flat
-from evener.contracts.graph import GraphCapture, Replay
 from evener.distributed.communicators import JointCapture
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import EngineError
@@ -19,34 +18,6 @@ from evener_conformance.graph.device import GraphDevice
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
 from evener_inspection import thread_communicator
-
-
-class Again(Replay):
-    """Runs the segment anew, with whatever it says to other ranks."""
-
-    def __init__(self, segment: Callable[[], None]) -> None:
-        self.segment, self.runs = segment, 0
-
-    def __call__(self) -> None:
-        self.runs += 1
-        self.segment()
-
-
-class Reruns(GraphCapture):
-    """Captures everything, but for the captures whose numbers are in ``fails``."""
-
-    def __init__(self, fails: frozenset[int]) -> None:
-        self.fails, self.asked, self.replays, self.released = fails, 0, list[Again](), False
-
-    def capture(self, segment: Callable[[], None]) -> Replay:
-        self.asked += 1
-        if self.asked - 1 in self.fails:
-            raise EngineError("out of room for graphs")
-        self.replays.append(Again(segment))
-        return self.replays[-1]
-
-    def release(self) -> None:
-        self.released = True
 
 
 def test_a_capture_that_fails_on_one_rank_fails_on_all() -> None:

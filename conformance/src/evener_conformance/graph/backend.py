@@ -23,6 +23,9 @@ descriptor = Descriptor(
     states=("graphs.paged",),
     options={
         "update": Option(type=bool, default=False, help="Replays need an update before each run."),
+        "long_state": Option(
+            type=int, default=0, help="Tokens of state from which decode steps have captures of their own; 0: none."
+        ),
         "max_captures": Option(type=int, default=None, help="How many captures may exist at once."),
     },
 )

@@ -40,7 +40,7 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 @hookimpl
 def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
     """Attention that can be captured."""
-    return [MaskedState()]
+    return [MaskedState(options["long_state"])]
 
 
 @hookimpl

@@ -21,6 +21,7 @@ class MaskedMeta:
         blocks, offsets: int64 [T], where each token is written.
         rows: int64 [T], the request of each token.
         hidden: bool [T, C * block_size], positions that a token must not read.
+        long: the step is computed as one with long state.
     """
 
     step: StateStep
@@ -30,10 +31,20 @@ class MaskedMeta:
     offsets: torch.Tensor
     rows: torch.Tensor
     hidden: torch.Tensor
+    long: bool = False
 
 
 class MaskedState(ReferenceState):
-    """The reference's layout. A token gathers all blocks of its request, and masks what it must not read."""
+    """The reference's layout. A token gathers all blocks of its request, and masks what it must not read.
+
+    Args:
+        limit: tokens of state from which captured steps compute in another order, and want captures of their own; 0:
+            all compute alike.
+
+    Attributes:
+        computed: int64 [2], how often ``attend`` of captured steps computed for short and for long state, replays
+            included.
+    """
 
     name = "graphs.paged"
     layout = "graphs.paged"
@@ -41,6 +52,13 @@ class MaskedState(ReferenceState):
     kinds = frozenset({"full", "window", "chunk"})
     graph = "any"
     batch_invariant = False
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit = limit
+        self.computed = torch.zeros(2, dtype=torch.int64)
+
+    def capture_limits(self, spec: StateSpec, attention: AttentionSpec) -> Sequence[int]:
+        return (self._limit,) if self._limit else ()
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         return "has neither sinks nor slopes" if attention.sinks or attention.slopes else None
@@ -56,7 +74,9 @@ class MaskedState(ReferenceState):
         where = torch.arange(step.block_table.shape[1] * block_size, device=slots.device)[None]
         at = step.positions[:, None]
         hidden = (where > at) | (where < spec.first_attended(at))
-        return MaskedMeta(step, spec, attention, blocks.long(), (slots - blocks * block_size).long(), rows, hidden)
+        long = bool(self._limit) and step.captured and step.max_query == 1 and step.max_kv >= self._limit
+        offsets = (slots - blocks * block_size).long()
+        return MaskedMeta(step, spec, attention, blocks.long(), offsets, rows, hidden, long)
 
     def attend(self, views: Any, meta: Any, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         keys, values = views
@@ -66,5 +86,10 @@ class MaskedState(ReferenceState):
         scores = torch.einsum("thgd,tkhd->thgk", q, k) * meta.attention.scale
         if meta.attention.softcap:
             scores = torch.tanh(scores / meta.attention.softcap) * meta.attention.softcap
-        weights = scores.masked_fill(meta.hidden[:, None, None], float("-inf")).softmax(-1)
+        if meta.step.captured:
+            self.computed[int(meta.long)].add_(1)
+        hidden = meta.hidden
+        if meta.long:  # the last tokens first
+            scores, hidden, v = scores.flip(-1), hidden.flip(-1), v.flip(1)
+        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
         return torch.einsum("thgk,tkhd->thgd", weights, v).flatten(1, 2).to(query.dtype)

@@ -45,9 +45,10 @@ class GraphCapture(ABC):
         5 percent of what is free after a warm-up step stay out of the state pool for them; if that is too little, users
         lower ``infer.kv_memory`` or ``infer.max_reqs``. A decode step has two segments. Sizes are 1, 2, 4, 8, 16, 24,
         32, 48 and so on up to ``infer.max_reqs``, each once for greedy requests, and once for sampled, penalized and
-        biased requests when they occur; and up to 32 kinds of steps of one short prompt (``StateProvider.graph``). Let
-        captures share one memory pool, because they never run at the same time; but what a segment leaves for the next
-        segment must survive the other captures of the pool.
+        biased requests when they occur, and again for long state (``StateProvider.capture_limits``); and up to 32 kinds
+        of steps of one short prompt (``StateProvider.graph``). Let captures share one memory pool, because they never
+        run at the same time; but what a segment leaves for the next segment must survive the other captures of the
+        pool.
 
         Raises:
             EngineError: the segment cannot be captured; the caller runs it eagerly and records the reason. Any other

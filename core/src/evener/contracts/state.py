@@ -333,6 +333,19 @@ class StateProvider(ABC):
         """The inverse of ``export_blocks``: quantized state is quantized again, to the same elements. Mutates the
         state."""
 
+    def capture_limits(self, spec: StateSpec, attention: AttentionSpec) -> Sequence[int]:
+        """(optional) Lengths of state, in tokens, from which decode steps should have captures of their own, because it
+        computes long state in another way. Default: none, and one capture serves all lengths.
+
+        With a limit n, a step in which each request adds one token is replayed from one capture if all its requests
+        have fewer than n tokens after the step (``StateStep.kv_lens``), and from another if one has n or more; in
+        ``prepare``, ``StateStep.max_kv`` is n - 1 for the first. The limits of all groups count. A limit is a hint:
+        devices that hold few captures (``DeviceCapabilities.max_captures``) have one capture for all lengths, and
+        so have steps of one prompt or with drafts. Must not depend on anything but the arguments, the device and
+        options: ranks that share layers have to choose alike.
+        """
+        return ()
+
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
         """(optional) Device memory, in bytes, that one layer's calls need at their peak, not counting what they return
         and what they are given: what ``prepare`` allocates, and the scratch of the other methods. Default: 0.

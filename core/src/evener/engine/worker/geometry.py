@@ -61,6 +61,12 @@ class Geometry:
                     for g in self.groups if g.provider.owns_memory)  # fmt: skip
         return self.layer_slots * self.slab_bytes + owned
 
+    def captured_lengths(self, longest: int, most: int | None) -> tuple[int, ...]:
+        """For how many tokens of the longest request decode steps are captured, ascending; ``longest`` is the last.
+        One of them where the device holds only so many captures (``most``): more sizes are worth more there."""
+        wanted = [g.provider.capture_limits(g.spec, g.attention) for g in self.groups if g.slots and most is None]
+        return (*sorted({n - 1 for each in wanted for n in each if 1 < n <= longest}), longest)
+
     def bind(self, blocks: int, device: Device) -> torch.Tensor:
         """Allocate ``blocks`` slabs and give every state slot its views of them. Returns the storage, uint8
         [layer_slots, blocks, slab_bytes].

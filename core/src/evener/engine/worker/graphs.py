@@ -2,7 +2,8 @@
 
 Steps are captured whose requests all compute one token and sample the next, and those of one request with a short
 prompt or with drafts, which would take longer to launch than to compute. Their sizes are padded to one of a few. All
-other steps run eagerly, which is always correct.
+other steps run eagerly, which is always correct. A state provider that computes long state in another way has captures
+for both (``StateProvider.capture_limits``): the plan's longest request decides, so that all ranks choose alike.
 
 A capture has two segments, forward and sample, and works on fixed addresses. What changes from step to step is copied
 into one buffer of int32 arrays first (``captured_inputs``). With pipeline stages, the stream is received at a fixed
@@ -35,11 +36,12 @@ MAX_PROMPT_CAPTURES = 32
 
 class CaptureKey(NamedTuple):
     """Steps that share a capture: the padded number of tokens, the padded number of tokens of one request that are
-    sampled behind (0: each request has one token), whether a row has an adapter, and which parts of sampling at least
-    one row needs."""
+    sampled behind (0: each request has one token), the most tokens that a request may have after the step, whether a
+    row has an adapter, and which parts of sampling at least one row needs."""
 
     size: int
-    prompt: int = 0
+    prompt: int
+    length: int
     adapted: bool = False
     random: bool = False
     penalized: bool = False
@@ -49,7 +51,7 @@ class CaptureKey(NamedTuple):
     @property
     def greedy(self) -> bool:
         """Whether every row takes the id of its largest logit."""
-        return not any(self[3:])
+        return not any(self[4:])
 
 
 @dataclass
@@ -73,15 +75,16 @@ class StepGraphs:
         sizes: numbers of requests whose decode steps may be captured, ascending.
         prompt_sizes: numbers of tokens of a prompt whose step may be captured, ascending.
         spare_slot: a row of the tables that belongs to no request.
-        length: the longest sequence; captured attention is built for it.
+        lengths: of the longest request of a step, ascending, the longest sequence last: captured attention is built
+            for the first of them that is enough.
     """
 
     def __init__(
         self, runner: Runner, device: Device, capture: GraphCapture, sizes: Sequence[int],
-        prompt_sizes: Sequence[int], spare_slot: int, length: int,
+        prompt_sizes: Sequence[int], spare_slot: int, lengths: Sequence[int],
     ) -> None:  # fmt: skip
         self._runner, self._device, self._capture = runner, device, capture
-        self._sizes, self._prompt_sizes, self._spare, self._length = sizes, prompt_sizes, spare_slot, length
+        self._sizes, self._prompt_sizes, self._spare, self._lengths = sizes, prompt_sizes, spare_slot, lengths
         self._captured: dict[CaptureKey, _CapturedStep | None] = {}
         self._capture_count = 0
 
@@ -130,17 +133,18 @@ class StepGraphs:
         if plan.logprobs or plan.copies or plan.scores or plan.outputs or plan.media or not samples:
             return None
         if longest == 1 and samples == rows:
-            sizes, behind = self._sizes, 0
+            sizes, behind, lengths = self._sizes, 0, self._lengths
         elif rows == 1 and self._prompt_sizes:
             # Each proposed token is sampled behind, so room for as many is made as the shortest capture has tokens.
-            sizes, behind = self._prompt_sizes, self._prompt_sizes[0] if plan.drafts else 1
+            sizes, behind, lengths = self._prompt_sizes, self._prompt_sizes[0] if plan.drafts else 1, self._lengths[-1:]
         else:
             return None
         size = next((s for s in sizes if s >= max(rows, longest)), None)
         if size is None or samples > max(behind, rows):
             return None
         needs = (plan.random, plan.penalized, plan.biased, plan.masked) if draws else ()
-        return CaptureKey(size, behind, plan.adapted, *map(bool, needs))
+        length = next(n for n in lengths if n >= max(plan.starts) + longest)
+        return CaptureKey(size, behind, length, plan.adapted, *map(bool, needs))
 
     def _replay(self, replay: Replay, lengths: Lengths) -> None:
         if self._device.capabilities.graph_update:
@@ -153,7 +157,7 @@ class StepGraphs:
                 self._captured[kind] = self._make(kind)
             except EngineError as error:
                 self._captured[kind] = None
-                needs = [name for name, on in zip(kind._fields[2:], kind[2:], strict=True) if on] or ["greedy"]
+                needs = [name for name, on in zip(kind._fields[3:], kind[3:], strict=True) if on] or ["greedy"]
                 what = f"prompt of {kind.size} tokens" if kind.prompt else f"decode of {kind.size} rows"
                 log.warning("%s %s cannot be captured and runs eagerly, which is slower: %s",
                             " ".join(needs), what, error)  # fmt: skip
@@ -176,7 +180,7 @@ class StepGraphs:
 
     def _segments(self, kind: CaptureKey) -> _CapturedStep:
         runner, stages = self._runner, self._runner.stages
-        sizes = (self._device, kind.size, self._spare, self._length)
+        sizes = (self._device, kind.size, self._spare, kind.length)
         inputs: Inputs = PromptInputs(*sizes, kind.prompt) if kind.prompt else DecodeInputs(*sizes)
         stream_buffer = None if stages is None else stages.stream_buffer(kind.size)
         slots, positions = inputs.sample_slots, inputs.sample_positions
@@ -210,7 +214,7 @@ class StepGraphs:
             floats, ints = (t.index_select(0, slots) for t in (runner.tables.floats, runner.tables.ints))
             penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
             tables, logits = runner.tables, outputs["logits"]
-            logits = runner.sampler.adjust(logits, tables, slots, positions, self._length, penalized, biased)
+            logits = runner.sampler.adjust(logits, tables, slots, positions, kind.length, penalized, biased)
             ids.copy_(runner.sampler.ids(logits, floats, ints, positions, random, outputs.get("masks")))
             runner.tables.tokens[slots, positions] = ids
 

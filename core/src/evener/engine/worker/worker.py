@@ -175,7 +175,8 @@ class Worker:
             return None
         sizes, prompt_sizes = capture_sizes(a.config.max_reqs), captured_prompt_sizes(a)
         capture = JointCapture(offer.value, a.ranks.tp, a.device.torch_device) if a.ranks.tp else offer.value
-        return StepGraphs(runner, a.device, capture, sizes, prompt_sizes, a.config.max_reqs, a.config.max_seq_len)
+        lengths = a.geometry.captured_lengths(a.config.max_seq_len, a.device.capabilities.max_captures)
+        return StepGraphs(runner, a.device, capture, sizes, prompt_sizes, a.config.max_reqs, lengths)
 
     def _warm_up(self, tokens: int) -> None:
         """Run one step of ``tokens`` tokens over the null block, so that kernels are built before the first request."""
