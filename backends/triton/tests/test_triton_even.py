@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from gluon_host import Box, Pointer, on_host
 from test_triton_prefill import group, step_of, tuning
 
+from evener.contracts.device import DeviceCapabilities
+from evener.engine.worker.geometry import Geometry, Group
 from evener_kernels_triton import descriptor
 from evener_kernels_triton.even import even_queries
 from evener_kernels_triton.jit import even_attention as kernel
+from evener_kernels_triton.plugin import evener_state_providers
 from evener_kernels_triton.state import PagedState
 from evener_kernels_triton.tuning import MIN_EVEN_TOKENS, power_of_two
 
@@ -100,11 +104,41 @@ def captured(requests: int, longest: int) -> Any:
 def test_which_steps_it_gets() -> None:
     assert even_queries(tuning(), captured(1, 65536), *group()) is not None
     assert even_queries(tuning("overlap"), captured(8, 65536), *group()) is not None
-    assert even_queries(tuning(), captured(1, 16384), *group()) is None, "short states"
-    assert even_queries(replace(tuning(), even_from=16384), captured(1, 16384), *group()) is not None
+    assert even_queries(tuning(), captured(1, 16383), *group()) is None, "short states"
+    assert even_queries(tuning(), captured(1, 16384), *group()) is not None
+    assert even_queries(replace(tuning(), even_from=16385), captured(1, 16384), *group()) is None
     assert even_queries(tuning(), captured(256, 65536), *group()) is None, "requests enough without parts"
     assert even_queries(tuning(), replace(captured(1, 65536), captured=False), *group()) is None
     assert even_queries(tuning(), captured(1, 65536), *group(kind="window")).window == 512
+
+
+@pytest.mark.parametrize(
+    ("requests", "changes", "lengths"),
+    [
+        (1, {}, (16383, 40960)), (32, {}, (16383, 40960)), (33, {}, (40960,)), (1, {"d": 256}, (16383, 40960)),
+        (16, {"d": 64}, (16383, 40960)), (17, {"d": 64}, (40960,)), (1, {"kind": "window"}, (16383, 40960)),
+        (1, {"d": 96}, (40960,)), (1, {"softcap": 30.0}, (40960,)), (1, {"dtype": "float32"}, (40960,)),
+    ],
+)  # fmt: skip
+def test_short_and_long_contexts_have_captures_of_their_own_where_both_kernels_serve_a_step(
+    requests: int, changes: dict[str, Any], lengths: tuple[int, ...]
+) -> None:
+    provider, (spec, attention) = PagedState(tuning()), group(**changes)
+    geometry = Geometry((Group(spec, attention, provider, ()),), 1, 32, 0)
+    assert geometry.captured_lengths(requests, 40960, None) == lengths
+    assert geometry.captured_lengths(requests, 16383, None) == (16383,), "no context is long"
+    assert geometry.captured_lengths(requests, 40960, 8) == (40960,), "the device holds few captures"
+    metas = [provider.prepare(captured(requests, length), spec, attention, 32) for length in lengths]
+    assert [meta.decode is not None and meta.decode.even is not None for meta in metas] == [False, True][: len(lengths)]
+
+
+def test_the_key_is_the_length_from_which_contexts_have_the_other_capture() -> None:
+    device = SimpleNamespace(capabilities=DeviceCapabilities(
+        dtypes=frozenset({"bfloat16"}), features=frozenset({"units:132", f"shared:{227 << 10}", "warpgroups"})
+    ))  # fmt: skip
+    for options, limit in (({}, MIN_EVEN_TOKENS), ({"even_attention": 6000}, 6000)):
+        paged = next(p for p in evener_state_providers(device, options) if isinstance(p, PagedState))  # type: ignore[arg-type]
+        assert paged.capture_limits(*group(), 1) == (limit,)
 
 
 @pytest.mark.parametrize(

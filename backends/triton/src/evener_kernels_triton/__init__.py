@@ -20,9 +20,9 @@ descriptor = Descriptor(
         ),
         "even_attention": Option(
             type=int,
-            default=65536,
-            help="On Hopper cards: the least infer.max_seq_len with which captured decode steps divide attention into "
-            "even parts. It makes long contexts faster, from about 6,000 tokens on, and short ones slower.",
+            default=16384,
+            help="On Hopper cards: tokens of the longest context in a decode step from which captured steps divide "
+            "attention into even parts. Steps with shorter contexts have captures of their own, which do not.",
         ),
     },
     ops=(

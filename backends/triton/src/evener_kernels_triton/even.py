@@ -31,19 +31,28 @@ class EvenQueries:
     launch: tuple[tuple[str, bool], ...]
 
 
-def even_queries(tuning: Tuning, step: StateStep, spec: StateSpec, attention: AttentionSpec) -> EvenQueries | None:
-    """None where the kernel with splits serves the step: the device or the group is not for this one, states are short,
-    the requests are so many that their keys need no parts, or the launch is not captured (descriptors are made on the
-    host, which takes longer than most steps)."""
-    if not step.captured or step.max_kv < tuning.even_from or not has_warpgroup_kernels(tuning, spec, attention):
+def even_tile(tuning: Tuning, spec: StateSpec, attention: AttentionSpec, requests: int) -> EvenTile | None:
+    """The sizes for captured steps of ``requests`` requests with long state; None where the kernel with splits serves
+    long state too: the device or the group is not for this one, or the requests are so many that their keys need no
+    parts."""
+    if not has_warpgroup_kernels(tuning, spec, attention):
         return None
-    (kv_heads, d), group = spec.tensors[0].shape, attention.heads // spec.tensors[0].shape[0]
+    kv_heads, d = spec.tensors[0].shape
     tile = tuning.even_tile(d)
-    if tile is None or group > 64:
+    if tile is None or attention.heads // kv_heads > 64 or not 0 < requests * kv_heads <= tile.heads:
         return None
-    if not 0 < step.requests * kv_heads <= tile.heads:
+    return tile
+
+
+def even_queries(tuning: Tuning, step: StateStep, spec: StateSpec, attention: AttentionSpec) -> EvenQueries | None:
+    """None where the kernel with splits serves the step: ``even_tile`` has no sizes, states are short, or the launch is
+    not captured (descriptors are made on the host, which takes longer than most steps)."""
+    if not step.captured or step.max_kv < tuning.even_from:
         return None
-    programs, launch = tuning.even_programs(step.requests * kv_heads), tuple(tuning.launch.items())
+    tile = even_tile(tuning, spec, attention, step.requests)
+    if tile is None:
+        return None
+    programs, launch = tuning.even_programs(step.requests * spec.tensors[0].shape[0]), tuple(tuning.launch.items())
     scale = attention.scale * LOG2_E
     return EvenQueries(step, tile, scale, spec.window or 0, programs, tuning.overlap, launch)
 

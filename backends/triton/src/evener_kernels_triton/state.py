@@ -14,7 +14,7 @@ from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener.state_pages.elements import dequantize, quantize
 from evener_kernels_triton.arguments import check_state, check_step
-from evener_kernels_triton.even import EvenQueries, attend_evenly, even_queries
+from evener_kernels_triton.even import EvenQueries, attend_evenly, even_queries, even_tile
 from evener_kernels_triton.jit.attention import decode_kernel, mixed_kernel
 from evener_kernels_triton.jit.heads import write_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
@@ -145,6 +145,9 @@ class PagedState(AttentionProvider, QuantizedState):
         self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
     ) -> PagedViews:
         return PagedViews(storage, spec, block_size, scales)
+
+    def capture_limits(self, spec: StateSpec, attention: AttentionSpec, requests: int) -> Sequence[int]:
+        return (self._tuning.even_from,) if even_tile(self._tuning, spec, attention, requests) is not None else ()
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
         check_step(step)

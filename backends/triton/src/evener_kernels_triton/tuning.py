@@ -37,10 +37,11 @@ MAX_COLUMNS = 256
 MAX_TOKEN_COLUMNS = 16384
 #: Most tokens in a tile.
 MAX_TILE_TOKENS = 128
-#: ``triton.even_attention``: tokens that a request may have at least where attention is in even parts. A capture serves
-#: short states too: a step of Qwen3-8B, one request on an H200, took 4.97 ms instead of 5.62 with 16,384 tokens, and
-#: 4.45 instead of 4.02 with 128.
-MIN_EVEN_TOKENS = 65536
+#: ``triton.even_attention``: tokens of the longest request from which attention is in even parts. A step of Qwen3-8B,
+#: one request on an H200, took 4.97 ms instead of 5.62 with 16,384 tokens, and 4.45 instead of 4.02 with 128. Of the
+#: lengths that were timed in whole steps, this is the least at which they were faster for each model and number of
+#: requests.
+MIN_EVEN_TOKENS = 16384
 #: Most splits of a request with long state; half as many otherwise.
 MAX_SPLITS = 32
 #: Most splits of a request with latent state.
@@ -114,8 +115,8 @@ class LongTile:
 class EvenTile:
     """Sizes for attention of one query a request in even parts: ``n`` keys a step, ``stages`` steps under way. A key
     head of a request counts as ``least`` steps at least. It is for captured steps of up to ``heads`` key heads of all
-    requests together, if a request may have ``even_from`` tokens. ``registers`` of a thread, on average: what is left
-    is for the next kernel, which asks for its weights meanwhile."""
+    requests together, one of which has ``even_from`` tokens. ``registers`` of a thread, on average: what is left is for
+    the next kernel, which asks for its weights meanwhile."""
 
     n: int
     stages: int
@@ -178,7 +179,7 @@ class Tuning:
         ptx: the device takes PTX of compute capability 8.0.
         float8, integers: its matrix unit multiplies float8_e4m3fn, int8.
         scaled_rows, scaled_blocks: so does torch's library, with scales of rows, of blocks.
-        even_from: tokens that a request may have at least where attention is in even parts.
+        even_from: tokens of the longest request from which captured attention is in even parts.
         changes: measured sizes that are better than those of the rules below, by field; for the products of a composite
             by "part.field".
         arrivals: counters of programs that share a sum.

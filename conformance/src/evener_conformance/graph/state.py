@@ -12,6 +12,9 @@ from evener.contracts.device import DeviceCapabilities
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep
 from evener.ops.reference.state import ReferenceState
 
+#: Most requests of a step that is computed as one with long state.
+MOST_LONG = 4
+
 
 @dataclass(frozen=True)
 class MaskedMeta:
@@ -57,8 +60,8 @@ class MaskedState(ReferenceState):
         self._limit = limit
         self.computed = torch.zeros(2, dtype=torch.int64)
 
-    def capture_limits(self, spec: StateSpec, attention: AttentionSpec) -> Sequence[int]:
-        return (self._limit,) if self._limit else ()
+    def capture_limits(self, spec: StateSpec, attention: AttentionSpec, requests: int) -> Sequence[int]:
+        return (self._limit,) if self._limit and requests <= MOST_LONG else ()
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         return "has neither sinks nor slopes" if attention.sinks or attention.slopes else None
@@ -75,6 +78,7 @@ class MaskedState(ReferenceState):
         at = step.positions[:, None]
         hidden = (where > at) | (where < spec.first_attended(at))
         long = bool(self._limit) and step.captured and step.max_query == 1 and step.max_kv >= self._limit
+        long = long and step.requests <= MOST_LONG  # as ``capture_limits`` says
         offsets = (slots - blocks * block_size).long()
         return MaskedMeta(step, spec, attention, blocks.long(), offsets, rows, hidden, long)
 

@@ -333,9 +333,10 @@ class StateProvider(ABC):
         """The inverse of ``export_blocks``: quantized state is quantized again, to the same elements. Mutates the
         state."""
 
-    def capture_limits(self, spec: StateSpec, attention: AttentionSpec) -> Sequence[int]:
-        """(optional) Lengths of state, in tokens, from which decode steps should have captures of their own, because it
-        computes long state in another way. Default: none, and one capture serves all lengths.
+    def capture_limits(self, spec: StateSpec, attention: AttentionSpec, requests: int) -> Sequence[int]:
+        """(optional) Lengths of state, in tokens, from which decode steps of ``requests`` requests, padding included,
+        should have captures of their own, because it computes long state in another way. Default: none, and one capture
+        serves all lengths.
 
         With a limit n, a step in which each request adds one token is replayed from one capture if all its requests
         have fewer than n tokens after the step (``StateStep.kv_lens``), and from another if one has n or more; in

@@ -245,7 +245,7 @@ def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]
     if eager:
         return None, f"steps run eagerly: {', '.join(dict.fromkeys(eager))} cannot be captured"
     steps, sizes = f"decode steps of up to {a.config.max_reqs} rows", captured_prompt_sizes(a)
-    lengths = a.geometry.captured_lengths(a.config.max_seq_len, a.device.capabilities.max_captures)
+    lengths = a.geometry.captured_lengths(1, a.config.max_seq_len, a.device.capabilities.max_captures)
     steps += f" (apart for contexts of up to {', '.join(map(str, lengths))} tokens)" if lengths[1:] else ""
     steps += f" and single prompts of up to {sizes[-1]} tokens" if sizes else ""
     return capture, f"{steps} are captured by {capture.package}"

@@ -61,11 +61,12 @@ class Geometry:
                     for g in self.groups if g.provider.owns_memory)  # fmt: skip
         return self.layer_slots * self.slab_bytes + owned
 
-    def captured_lengths(self, longest: int, most: int | None) -> tuple[int, ...]:
-        """For how many tokens of the longest request decode steps are captured, ascending; ``longest`` is the last.
-        One of them where the device holds only so many captures (``most``): more sizes are worth more there."""
-        wanted = [g.provider.capture_limits(g.spec, g.attention) for g in self.groups if g.slots and most is None]
-        return (*sorted({n - 1 for each in wanted for n in each if 1 < n <= longest}), longest)
+    def captured_lengths(self, requests: int, longest: int, most: int | None) -> tuple[int, ...]:
+        """For how many tokens of the longest request decode steps of ``requests`` requests are captured, ascending;
+        ``longest`` is the last. It is the only one where the device holds ``most`` captures: there, more numbers of
+        requests are worth more. Groups without layers on this stage count too, so that all stages choose alike."""
+        limits = {n - 1 for g in self.groups for n in g.provider.capture_limits(g.spec, g.attention, requests)}
+        return (*sorted(n for n in limits if 0 < n < longest and most is None), longest)
 
     def bind(self, blocks: int, device: Device) -> torch.Tensor:
         """Allocate ``blocks`` slabs and give every state slot its views of them. Returns the storage, uint8

@@ -13,7 +13,7 @@ address before the replay, and a copy of the result is sent after it; only the l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -72,19 +72,19 @@ class StepGraphs:
 
     Args:
         capture: how the device captures.
-        sizes: numbers of requests whose decode steps may be captured, ascending.
+        lengths: by number of requests whose decode steps may be captured, ascending: the most tokens that a request may
+            have in each of their captures, ascending.
         prompt_sizes: numbers of tokens of a prompt whose step may be captured, ascending.
         spare_slot: a row of the tables that belongs to no request.
-        lengths: of the longest request of a step, ascending, the longest sequence last: captured attention is built
-            for the first of them that is enough.
+        length: the longest sequence.
     """
 
     def __init__(
-        self, runner: Runner, device: Device, capture: GraphCapture, sizes: Sequence[int],
-        prompt_sizes: Sequence[int], spare_slot: int, lengths: Sequence[int],
+        self, runner: Runner, device: Device, capture: GraphCapture, lengths: Mapping[int, Sequence[int]],
+        prompt_sizes: tuple[int, ...], spare_slot: int, length: int,
     ) -> None:  # fmt: skip
         self._runner, self._device, self._capture = runner, device, capture
-        self._sizes, self._prompt_sizes, self._spare, self._lengths = sizes, prompt_sizes, spare_slot, lengths
+        self._lengths, self._prompt_sizes, self._spare, self._length = lengths, prompt_sizes, spare_slot, length
         self._captured: dict[CaptureKey, _CapturedStep | None] = {}
         self._capture_count = 0
 
@@ -133,17 +133,17 @@ class StepGraphs:
         if plan.logprobs or plan.copies or plan.scores or plan.outputs or plan.media or not samples:
             return None
         if longest == 1 and samples == rows:
-            sizes, behind, lengths = self._sizes, 0, self._lengths
+            sizes, behind = tuple(self._lengths), 0
         elif rows == 1 and self._prompt_sizes:
             # Each proposed token is sampled behind, so room for as many is made as the shortest capture has tokens.
-            sizes, behind, lengths = self._prompt_sizes, self._prompt_sizes[0] if plan.drafts else 1, self._lengths[-1:]
+            sizes, behind = self._prompt_sizes, self._prompt_sizes[0] if plan.drafts else 1
         else:
             return None
         size = next((s for s in sizes if s >= max(rows, longest)), None)
         if size is None or samples > max(behind, rows):
             return None
         needs = (plan.random, plan.penalized, plan.biased, plan.masked) if draws else ()
-        length = next(n for n in lengths if n >= max(plan.starts) + longest)
+        length = self._length if behind else next(n for n in self._lengths[size] if n > max(plan.starts))
         return CaptureKey(size, behind, length, plan.adapted, *map(bool, needs))
 
     def _replay(self, replay: Replay, lengths: Lengths) -> None:

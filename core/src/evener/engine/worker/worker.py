@@ -173,10 +173,10 @@ class Worker:
         a.resolver.manifest.notes.append(why)
         if offer is None:
             return None
-        sizes, prompt_sizes = capture_sizes(a.config.max_reqs), captured_prompt_sizes(a)
+        prompt_sizes, limits = captured_prompt_sizes(a), (a.config.max_seq_len, a.device.capabilities.max_captures)
         capture = JointCapture(offer.value, a.ranks.tp, a.device.torch_device) if a.ranks.tp else offer.value
-        lengths = a.geometry.captured_lengths(a.config.max_seq_len, a.device.capabilities.max_captures)
-        return StepGraphs(runner, a.device, capture, sizes, prompt_sizes, a.config.max_reqs, lengths)
+        lengths = {size: a.geometry.captured_lengths(size, *limits) for size in capture_sizes(a.config.max_reqs)}
+        return StepGraphs(runner, a.device, capture, lengths, prompt_sizes, a.config.max_reqs, a.config.max_seq_len)
 
     def _warm_up(self, tokens: int) -> None:
         """Run one step of ``tokens`` tokens over the null block, so that kernels are built before the first request."""
