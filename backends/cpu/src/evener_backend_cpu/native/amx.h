@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 
 #include "ahead.h"
@@ -19,11 +20,15 @@
 #define TILE_PRODUCT(to, left, right) asm volatile("tdpbf16ps %tmm" #right ", %tmm" #left ", %tmm" #to)
 
 static const long TILE_LINES = 16, TILE_COLUMNS = 32;
+// Rows of x that are copied at a time, where they are. A thread keeps the memory, and putting the weights into pairs again takes little time
+// beside so many products.
+static const long COPIED_ROWS = 512;
 
-// Whether the system lets this process use the tile registers, which it must be asked for (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
-static bool tiles_usable() {
-  static const bool usable = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  return usable;
+// 0, or the error with which the system refuses this process the tile registers, for which it must be asked (arch_prctl ARCH_REQ_XCOMP_PERM,
+// XTILEDATA).
+static int tiles_error() {
+  static const int error = syscall(SYS_arch_prctl, 0x1023, 18) ? errno : 0;
+  return error;
 }
 
 // The shapes of the tile registers from here to the end of the block. Not _tile_loadconfig: GCC takes most of its operand for unused.
@@ -161,9 +166,9 @@ template <int C> INLINE void add_tokens_twice(const bf16* const x[C], long ld, c
   if (C > 1) TILE_STORE(3, sums + 768, 64);
 }
 
-// More than 16 rows of x: 16 or 32 rows of weights are put into pairs, for all of x.
+// 16 or 32 rows of weights are put into pairs, for all of x.
 template <class O, class Index>
-static bool many_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, long n1, long K, const bf16* bias, O* y, long ldy, Index in, Index out) {
+static bool panel_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, long n1, long K, const bf16* bias, O* y, long ldy, Index in, Index out) {
   static thread_local TileRoom room;
   const long steps = (K + TILE_COLUMNS - 1) / TILE_COLUMNS, wide = steps * TILE_COLUMNS, tiles = (M + TILE_LINES - 1) / TILE_LINES;
   // Tiles are read from x where they lie, but not across its end, and not rows that are apart.
@@ -209,6 +214,15 @@ static bool many_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, l
     }
     n += rows;
   }
+  return true;
+}
+
+// More than 16 rows of x. False if there is no memory for copies.
+template <class O, class Index>
+static bool many_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, long n1, long K, const bf16* bias, O* y, long ldy, Index in, Index out) {
+  const long most = in.at || K % TILE_COLUMNS ? COPIED_ROWS : M;
+  for (long m = 0; m < M; m += most)
+    if (!panel_rows<O>(x, ldx, M - m < most ? M - m : most, w, n0, n1, K, bias, y, ldy, in.from(m), out.from(m))) return false;
   return true;
 }
 
