@@ -212,6 +212,19 @@ def test_costs_are_those_of_the_device_whatever_the_mix_of_steps_and_a_slow_step
     assert costs.tokens(seconds, 100_000, 2000) == pytest.approx(2000, rel=0.08)
 
 
+@pytest.mark.parametrize("token, attend", [(2.5e-5, 5e-8), (2.5e-5, 0.0), (0.0, 5e-8)])
+@pytest.mark.parametrize("start", [0, 3000])
+def test_so_many_tokens_take_the_seconds_also_where_most_of_them_is_attention(
+    token: float, attend: float, start: int
+) -> None:
+    made, costs, device = random.Random(1), StepCosts(), Device(read=0.0, mixed=0.0, token=token, attend=attend)
+    for index in range(400):
+        plan = Plan(id=index, starts=[made.randrange(4000), 0], counts=[made.randrange(2, 3000), 1])
+        costs.record(StepWork.of(plan), device.seconds(plan))
+    count = costs.tokens(TARGET, 0, start)
+    assert device.seconds(Plan(id=0, starts=[start], counts=[round(count)])) == pytest.approx(TARGET, rel=0.02)
+
+
 def test_costs_follow_a_device_that_becomes_slower() -> None:
     costs = StepCosts()
     for index in range(400):

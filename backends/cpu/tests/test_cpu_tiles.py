@@ -1,4 +1,4 @@
-"""Products at the edges of memory, where AddressSanitizer does not see what tile instructions read, and without them."""
+"""Products at the edges of memory, as AddressSanitizer does not see what AMX instructions read; and without AMX."""
 
 from __future__ import annotations
 

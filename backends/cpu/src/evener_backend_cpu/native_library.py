@@ -265,8 +265,8 @@ def _opened(path: Path, processor: Processor) -> Native:
     log.info("kernels of the CPU backend use %s: %s", processor.variant, path.name)
     if native.tiles_error:
         log.warning(
-            "the kernels do without AMX, so prompts in bfloat16 take several times as long: the system refuses its tile "
-            "registers (arch_prctl: %s); allow the system call arch_prctl, as in the seccomp profile of a container, "
-            "or set cpu.isa=avx512_bf16 to leave them out", os.strerror(native.tiles_error),
+            "the kernels do without AMX, so prompts in bfloat16 take several times as long: the system refuses its "
+            "tile registers (arch_prctl: %s); allow the system call arch_prctl, as in the seccomp profile of a "
+            "container, or set cpu.isa=avx512_bf16 to leave them out", os.strerror(native.tiles_error),
         )  # fmt: skip
     return native
