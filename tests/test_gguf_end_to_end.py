@@ -22,6 +22,7 @@ from evener.loading.checkpoint import open_checkpoint
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
 from evener_inspection.explanation import explain
+from evener_inspection.layer_facts import model_facts
 
 WIDTH, INNER, VOCAB, LAYERS = 64, 96, 259, 2
 KEYS = {
@@ -112,6 +113,10 @@ def test_a_table_and_its_head_are_planned_and_counted_once_if_both_stay_quantize
     memory = ready.info.memory
     assert memory["measured_weights"] == memory["weights"] and memory["measured_mapped"] == memory["mapped"]
     assert (memory["copies"] == 0) == kept
+
+
+def test_of_a_table_in_blocks_a_step_reads_what_its_head_does(pair: Sequence[Path]) -> None:
+    assert model_facts(from_overrides(str(pair[0]), KEEP)).head == -(-VOCAB // 16) * 16 * WIDTH * 34 // 32
 
 
 def test_a_file_with_dummy_weights_runs(pair: Sequence[Path]) -> None:
