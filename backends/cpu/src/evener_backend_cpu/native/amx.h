@@ -81,13 +81,13 @@ INLINE void transpose_pairs(const __m512i in[16], __m512i out[16]) {
   }
 }
 
-// Pairs of columns k to k + 31 of ``count`` rows, zeros beyond and for rows up to 16.
-INLINE void pack_pairs(const bf16* rows, long ld, long count, long k, long K, bf16* to) {
+// Pairs of columns k to k + 31 of ``count`` rows, side by side in lines of ``width`` pairs; zeros beyond the last column and row.
+template <class Row> INLINE void pack_pairs(Row row, long count, long width, long k, long K, bf16* to) {
   __m512i in[16], out[16];
   __mmask32 mask = K - k >= TILE_COLUMNS ? ~0u : (1u << (K - k)) - 1;
-  for (long i = 0; i < 16; i++) in[i] = i < count ? _mm512_maskz_loadu_epi16(mask, rows + i * ld + k) : _mm512_setzero_si512();
+  for (long i = 0; i < 16; i++) in[i] = i < count ? _mm512_maskz_loadu_epi16(mask, row(i) + k) : _mm512_setzero_si512();
   transpose_pairs(in, out);
-  for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * 32, out[i]);
+  for (int i = 0; i < 16; i++) _mm512_mask_storeu_epi32(to + i * 2 * width, (__mmask16)((1u << width) - 1), out[i]);
 }
 
 // Memory that a thread keeps for its next product.
@@ -188,7 +188,8 @@ static bool panel_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, 
     long rows = n1 - n < 32 ? n1 - n : 32, blocks = rows > 16 ? 2 : 1;
     for (long b = 0; b < blocks; b++)
       for (long s = 0; s < steps; s++)
-        pack_pairs(w + (n + 16 * b) * K, K, rows - 16 * b < 16 ? rows - 16 * b : 16, s * TILE_COLUMNS, K, pairs + (b * steps + s) * 512);
+        pack_pairs([&](long i) { return w + (n + 16 * b + i) * K; }, rows - 16 * b < 16 ? rows - 16 * b : 16, 16, s * TILE_COLUMNS, K,
+                   pairs + (b * steps + s) * 512);
     for (long t = 0; t < tiles;) {
       bool here = t < direct;
       long some = (here ? direct : tiles) - t, ld = here ? ldx : wide;
@@ -240,10 +241,8 @@ static bool few_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, lo
   const bf16* right = pairs;
   if (direct) right = x + in[0] * ldx;
   else
-    for (long m = 0; m < M; m++) {
-      const bf16* row = x + in[m] * ldx;
-      for (long k = 0; k < steps * TILE_COLUMNS; k++) pairs[(k / 2 * M + m) * 2 + k % 2] = k < K ? row[k] : bf16{0};
-    }
+    for (long s = 0; s < steps; s++)
+      pack_pairs([&](long m) { return x + in[m] * ldx; }, M, M, s * TILE_COLUMNS, K, pairs + s * TILE_COLUMNS * M);
   alignas(64) float sums[256], turned[16];
   ahead.at_least(32 * K);
   Tiles shapes(M);
