@@ -155,7 +155,7 @@ check: install  ## ruff, mypy, the architecture tests, and whether generated pag
 	@$(PY) -m pytest tests/test_architecture.py
 	@$(PY) scripts/generate_docs.py --check
 
-# The CPU backend's wheel carries its kernels for four levels of x86-64 (a minute or two); EVENER_CPU_LEVELS= leaves them out.
+# The CPU backend's wheel carries its kernels for five levels of x86-64 (a minute or two); EVENER_CPU_LEVELS= leaves them out.
 EVENER_CPU_LEVELS ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),all)
 wheels wheelhouse: export EVENER_CPU_LEVELS := $(EVENER_CPU_LEVELS)
 

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import cold_start
 import cpu_start
 import draft_costs
 import gpu_check
+import host_experts
 import hybrid
 import mixed_load
 import offline
@@ -650,6 +652,25 @@ def test_a_model_larger_than_the_device_is_timed(tmp_path: Path, monkeypatch: py
         assert row["step_ms"] > 0 and row["moved_ms"] > 0 and row["cap_gb"] == 0.02
     assert host["step_host_share"] > 0 and host["counted_a_step"]["host_expert_read_bytes"] > 0
     assert resident["counted_a_step"]["expert_hits"] > 0
+
+
+def test_experts_of_the_host_are_timed_beside_the_speed_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_experts, "HIDDEN", 256)
+    monkeypatch.setattr(host_experts, "MODEL", replace(host_experts.MODEL, experts=8, top=2, inner=256))
+    monkeypatch.setattr(host_experts, "APART", 1 << 22)
+    words = ["--layers", "2", "--tokens", "1,3", "--threads", "1", "--pause", "0", "--calls", "3"]
+    words += ["--out", str(tmp_path)]
+    assert host_experts.main(["--forms", "q4_k:q6_k,bf16", *words]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "host_experts.jsonl").read_text().splitlines()]
+    assert [(row["form"], row["tokens"]) for row in rows] == [
+        ("q4_k:q6_k", 1), ("q4_k:q6_k", 3), ("bf16", 1), ("bf16", 3)]  # fmt: skip
+    for row in rows:
+        nbytes = 2 * 256 * 256 * ((2 * 4.5 + 6.5625) / 8 if "q4" in row["form"] else 6)
+        assert row["gb_s"] == pytest.approx(nbytes / row["us"] / 1e3, abs=0.06, rel=0.06)
+    with pytest.raises(SystemExit, match="unknown forms: q4_x; known are bf16, "):
+        host_experts.main(["--forms", "q4_k:q4_x", *words])
 
 
 @pytest.mark.slow

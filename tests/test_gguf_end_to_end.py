@@ -15,12 +15,14 @@ from warm import warm
 
 from evener import LLM, SamplingParams
 from evener.config import from_overrides
+from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import CheckpointError, ConfigError
 from evener.loading.checkpoint import open_checkpoint
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play
 from evener_inspection.explanation import explain
+from evener_inspection.layer_facts import model_facts
 
 WIDTH, INNER, VOCAB, LAYERS = 64, 96, 259, 2
 KEYS = {
@@ -98,6 +100,23 @@ def test_ranks_cut_blocks_without_dequantizing_them_and_give_the_tokens_of_one(p
     four = rank_threads(from_overrides(str(pair[0]), {**keys, "infer.tp_size": 4}))
     with pytest.raises(ConfigError, match=r"o_proj.weight is stored in units of 32 and cannot be cut; .* fit: 1, 2$"):
         four.__enter__()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_table_and_its_head_are_planned_and_counted_once_if_both_stay_quantized(
+    pair: Sequence[Path], kept: bool
+) -> None:
+    more = {} if kept else {"ops.embedding": "reference"}
+    keys = {"infer.max_seq_len": 48, "infer.kv_memory": 2**22, "infer.threads": 1, **KEEP, **more}
+    controller, ready = build_controller(from_overrides(str(pair[0]), keys))
+    controller.close()
+    memory = ready.info.memory
+    assert memory["measured_weights"] == memory["weights"] and memory["measured_mapped"] == memory["mapped"]
+    assert (memory["copies"] == 0) == kept
+
+
+def test_of_a_table_in_blocks_a_step_reads_what_its_head_does(pair: Sequence[Path]) -> None:
+    assert model_facts(from_overrides(str(pair[0]), KEEP)).head == -(-VOCAB // 16) * 16 * WIDTH * 34 // 32
 
 
 def test_a_file_with_dummy_weights_runs(pair: Sequence[Path]) -> None:

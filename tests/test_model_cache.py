@@ -288,7 +288,17 @@ def test_a_damaged_or_linked_file_is_replaced(tmp_path: Path, said: pytest.LogCa
             name = min(json.loads(opened.metadata()["evener_model_cache"])["weights"])
         file.write_bytes(good.replace(name.encode(), b"x" * len(name)))
 
-    damages = {cut: "damaged", link: "a link", open_to_all: "others may", rename_weight: "other weights"}
+    def other_tensor() -> None:
+        with safe_open(file, framework="pt") as opened:
+            weights = json.loads(opened.metadata()["evener_model_cache"])["weights"]
+        name, (number,) = next((n, w) for n, w in weights.items() if n.endswith("down_proj"))
+        (other,) = next(w for n, w in weights.items() if n.endswith("o_proj"))
+        before, after = (f'\\"{name}\\":[{each}]'.encode() for each in (number, other))
+        assert good.count(before) == 1 and len(before) == len(after)
+        file.write_bytes(good.replace(before, after))
+
+    damages = {cut: "damaged", link: "a link", open_to_all: "others may", rename_weight: "other weights",
+               other_tensor: "damaged"}  # fmt: skip
     for damage, reason in damages.items():
         messages(said)
         damage()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from evener_pacing.measured import LEAST_TOKENS, MeasuredSteps, measured_steps
 from evener_pacing.pace import PacedSteps
+from timed_device import SimulatedDevice
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config import from_overrides
@@ -19,7 +20,6 @@ from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
 from evener.engine.processes.start import build_controller
-from evener.engine.wire.executor import Executor
 from evener.engine.wire.media import StepMedia
 from evener.engine.wire.messages import Finished, NewRequest, Sampling, Tokens
 from evener.engine.wire.plan import Plan, StepResult
@@ -29,33 +29,6 @@ from evener_conformance.reference.engine import small_config
 TARGET = 0.25
 #: Seconds of a step without tokens.
 FIXED = 0.05
-
-
-class SimulatedDevice(Executor):
-    """Takes time by its own clock: ``seconds`` gives that of a plan. It computes inside ``submit``, as a CPU in the
-    controller's process does, or in the background, as an accelerator or another process does."""
-
-    def __init__(self, seconds: Callable[[Plan], float], background: bool) -> None:
-        self.now = 0.0
-        self.seconds, self.background = seconds, background
-        self.steps: list[Plan] = []
-        self._done: deque[tuple[float, StepResult]] = deque()
-        self._free = 0.0
-
-    def clock(self) -> float:
-        return self.now
-
-    def submit(self, plan: Any) -> None:
-        self.steps.append(plan)
-        self._free = max(self._free, self.now) + self.seconds(plan)
-        if not self.background:
-            self.now = self._free
-        self._done.append((self._free, StepResult(plan=plan.id, ids=[5] * len(plan.samples))))
-
-    def read(self) -> StepResult:
-        end, result = self._done.popleft()
-        self.now = max(self.now, end)
-        return result
 
 
 def per_token(seconds: float) -> Callable[[Plan], float]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from evener_pacing.costs import StepCosts, StepWork
 from evener_pacing.pace import LEAST_TOKENS, PacedSteps, paced_steps
+from timed_device import SimulatedDevice
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config import from_overrides
@@ -19,9 +18,8 @@ from evener.engine.batching import StepLimit, TimedExecutor
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
-from evener.engine.wire.executor import Executor
 from evener.engine.wire.messages import Abort, Finished, NewRequest, Sampling, Tokens
-from evener.engine.wire.plan import DraftedTokens, Plan, StepResult
+from evener.engine.wire.plan import DraftedTokens, Plan
 from evener.errors import ConfigError
 
 TARGET, RATIO = 0.25, 2.0
@@ -41,28 +39,6 @@ class Device:
         work = StepWork.of(plan)
         prompts = self.mixed + self.token * work.tokens + self.attend * work.pairs if work.tokens else 0.0
         return self.fixed + self.read * work.context + prompts
-
-
-class Simulated(Executor):
-    """Takes time by its own clock, in the background."""
-
-    def __init__(self, seconds: Callable[[Plan], float]) -> None:
-        self.now, self.free, self.seconds = 0.0, 0.0, seconds
-        self.steps: list[Plan] = []
-        self._done: deque[tuple[float, StepResult]] = deque()
-
-    def clock(self) -> float:
-        return self.now
-
-    def submit(self, plan: Any) -> None:
-        self.free = max(self.free, self.now) + self.seconds(plan)
-        self.steps.append(plan)
-        self._done.append((self.free, StepResult(plan=plan.id, ids=[5] * len(plan.samples))))
-
-    def read(self) -> StepResult:
-        end, result = self._done.popleft()
-        self.now = max(self.now, end)
-        return result
 
 
 class Fixed(StepLimit):
@@ -88,7 +64,7 @@ class Load:
         return ordered[int(0.99 * len(ordered))] / ordered[len(ordered) // 2]
 
 
-def controller_over(device: Simulated, limit: StepLimit, budget: int = 8192) -> Controller:
+def controller_over(device: SimulatedDevice, limit: StepLimit, budget: int = 8192) -> Controller:
     spec = StateSpec("full", (StateTensor("key", (1, 8), "float32"),))
     state = StateManager([spec], {kind.name: kind for kind in BUILTIN_KINDS}, 16, 45_000, prefix_cache=False)
     return Controller(Scheduler(state, 256, budget, limit=limit), TimedExecutor(device, limit, device.clock), 2)
@@ -105,7 +81,7 @@ def under_load(
     the others are ``aborted``, at random."""
     made, noise = random.Random(5), random.Random(6)
     kind = Device()
-    card = Simulated(lambda plan: kind.seconds(plan) * noise.uniform(0.97, 1.03))
+    card = SimulatedDevice(lambda plan: kind.seconds(plan) * noise.uniform(0.97, 1.03))
     controller, load = controller_over(card, limit), Load()
     last: dict[str, float] = {}
     arrived: dict[str, float] = {}
@@ -173,7 +149,7 @@ def test_every_request_of_a_load_with_aborts_ends_once() -> None:
 def test_on_a_slow_device_prompts_have_at_least_a_third_of_the_time() -> None:
     # A decode step alone takes more than the target.
     slow = Device(fixed=0.4, read=0.0, mixed=0.0, token=0.01, attend=0.0)
-    card = Simulated(slow.seconds)
+    card = SimulatedDevice(slow.seconds)
     controller = controller_over(card, PacedSteps(TARGET, RATIO))
     controller.handle([asks(f"r{i}", 8, 400) for i in range(8)])
     controller.handle([asks("long", 1500, 4)])
@@ -187,7 +163,7 @@ def test_on_a_slow_device_prompts_have_at_least_a_third_of_the_time() -> None:
 
 
 def test_a_prompt_that_holds_up_no_answer_takes_the_target() -> None:
-    card = Simulated(Device(token=1e-4, attend=0.0).seconds)
+    card = SimulatedDevice(Device(token=1e-4, attend=0.0).seconds)
     controller = controller_over(card, PacedSteps(TARGET, RATIO))
     controller.handle([asks("long", 30_000, 1)])
     while not controller.idle:
@@ -210,6 +186,19 @@ def test_costs_are_those_of_the_device_whatever_the_mix_of_steps_and_a_slow_step
     assert costs.token(2000, 2000) == pytest.approx(token, rel=0.05)
     seconds = decode + device.mixed + 2000 * token
     assert costs.tokens(seconds, 100_000, 2000) == pytest.approx(2000, rel=0.08)
+
+
+@pytest.mark.parametrize("token, attend", [(2.5e-5, 5e-8), (2.5e-5, 0.0), (0.0, 5e-8)])
+@pytest.mark.parametrize("start", [0, 3000])
+def test_so_many_tokens_take_the_seconds_also_where_most_of_them_is_attention(
+    token: float, attend: float, start: int
+) -> None:
+    made, costs, device = random.Random(1), StepCosts(), Device(read=0.0, mixed=0.0, token=token, attend=attend)
+    for index in range(400):
+        plan = Plan(id=index, starts=[made.randrange(4000), 0], counts=[made.randrange(2, 3000), 1])
+        costs.record(StepWork.of(plan), device.seconds(plan))
+    count = costs.tokens(TARGET, 0, start)
+    assert device.seconds(Plan(id=0, starts=[start], counts=[round(count)])) == pytest.approx(TARGET, rel=0.02)
 
 
 def test_costs_follow_a_device_that_becomes_slower() -> None:

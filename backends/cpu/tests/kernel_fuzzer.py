@@ -24,6 +24,7 @@ from test_cpu_experts import KINDS as EXPERT_KINDS
 from test_cpu_experts import Block
 from test_cpu_kernels import ATTENTIONS, GRANULARITIES, MIXED, MLPS, Model, blocks_of, stored_as
 
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, WeightPart
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
@@ -34,12 +35,13 @@ from evener_backend_cpu.block_packing import KINDS
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear, NativeMixExperts, NativeRoutedExperts
 from evener_backend_cpu.native_library import Native
-from evener_backend_cpu.primitives import PRIMITIVES
+from evener_backend_cpu.primitives import PRIMITIVES, NativeEmbedding
 from evener_backend_cpu.state import PagedState
 
 CPU = torch.device("cpu")
 #: How a wrong argument is refused: by the checks of this backend, or by torch.
 REFUSED = (ValueError, RuntimeError, IndexError)
+_BLOCKS = sorted(set(KINDS) & {"q4_0", "q4_1", "q5_0", "q5_1", "q8_0"})
 #: Wrong arguments that are tried after each valid call.
 WRONG_EACH = 12
 
@@ -60,6 +62,7 @@ class Cases:
     def all(self) -> Iterator[Case]:
         yield self._linear()
         yield self._grouped()
+        yield self._embedding()
         yield from self._rows()
         yield self._rotary()
         yield from self._sampling()
@@ -88,7 +91,7 @@ class Cases:
         return (self._device.blocks if storage else PLAIN).pack([part], self._dtype, CPU)
 
     def _linear(self) -> Case:
-        storage = self._rng.choice(("", *sorted(set(KINDS) & {"q4_0", "q4_1", "q5_0", "q5_1", "q8_0"})))
+        storage = self._rng.choice(("", *_BLOCKS))
         columns = 32 * self._size(5) if storage else self._size(200)
         rows, tokens = self._size(130), self._size(70)
         weight, out = self._packed(rows, columns, storage), self._rng.choice((self._dtype, "float32"))
@@ -110,6 +113,19 @@ class Cases:
             return self._draw(tokens, columns), weight, slots, bias
 
         return "grouped_linear", run, make
+
+    def _embedding(self) -> Case:
+        storage, rows, columns, tokens = self._rng.choice(_BLOCKS), self._size(130), 32 * self._size(5), self._size(70)
+        table = self._packed(rows, columns, storage)
+        part = WeightPart("w", rows, columns, stored_as(storage))
+        weight = LinearWeight("w", (part,), rows, columns, self._dtype, layout=table.layout)
+        static = {"vocab": rows, "hidden": columns, "dtype": self._dtype, "scale": 1.5, "weight": weight}
+        kernel = NativeEmbedding(self._device)
+        call = OpCall("embedding", static, Bucket(1, 512), self._device.capabilities, {"weight": table.layout})
+        assert kernel.supports(call) is None
+        wide = self._rng.choice((torch.int32, torch.int64))
+        return f"embedding {storage}", kernel.build(call), lambda: (
+            torch.randint(0, rows, (tokens,), generator=self._noise, dtype=wide), table)  # fmt: skip
 
     def _rows(self) -> Iterator[Case]:
         tokens, width = self._size(60), self._size(150)
@@ -241,7 +257,12 @@ class Cases:
             ids = torch.randint(0, static["experts"], shape, generator=self._noise, dtype=torch.int32)
             return block.inputs(tokens)[0], ids, self._draw(*shape, dtype=torch.float32), block.own
 
-        return f"routed_experts {kind}", kernel.build(call), make
+        run, into = kernel.build(call), self._rng.random() < 0.5
+
+        def run_into(x: Any, ids: Any, weights: Any, own: Any) -> Any:
+            return run(x, ids, weights, own, out=torch.empty_like(x), rows=max(0, len(x) - 1))
+
+        return f"routed_experts {kind}", run_into if into else run, make
 
 
 class Breaker:

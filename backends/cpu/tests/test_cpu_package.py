@@ -132,7 +132,7 @@ def test_the_device_the_probe_and_the_log_name_the_limit(
     assert probe.marks().reasons == ("A chip: avx2",) and probe.marks().cache_key == {"variant": "avx2"}
     assert CpuDevice(0, {}).name.endswith("threads, limited to avx2")
     monkeypatch.setattr(native_library, "compile_library", lambda *how: Path("made.so"))
-    monkeypatch.setattr(native_library, "Native", lambda path: SimpleNamespace(path=path))
+    monkeypatch.setattr(native_library, "Native", lambda path: SimpleNamespace(path=path, tiles_error=0))
     with caplog.at_level("INFO", "evener.native"):
         _ = device.native
     assert caplog.messages == ["kernels of the CPU backend use avx2: made.so"]

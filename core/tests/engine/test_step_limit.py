@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from timed_device import SimulatedDevice
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.contracts.state import StateSpec, StateTensor
@@ -15,38 +16,10 @@ from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
 from evener.engine.processes.start import build_controller
-from evener.engine.wire.executor import Executor
 from evener.engine.wire.media import StepMedia
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.wire.plan import Plan, StepResult
 from evener.plugins.catalog import Catalog
-
-
-class SimulatedDevice(Executor):
-    """Takes time by its own clock: ``seconds`` gives that of a plan. It computes inside ``submit``, as a CPU in the
-    controller's process does, or in the background, as an accelerator or another process does."""
-
-    def __init__(self, seconds: Callable[[Plan], float], background: bool) -> None:
-        self.now = 0.0
-        self.seconds, self.background = seconds, background
-        self.steps: list[Plan] = []
-        self._done: deque[tuple[float, StepResult]] = deque()
-        self._free = 0.0
-
-    def clock(self) -> float:
-        return self.now
-
-    def submit(self, plan: Any) -> None:
-        self.steps.append(plan)
-        self._free = max(self._free, self.now) + self.seconds(plan)
-        if not self.background:
-            self.now = self._free
-        self._done.append((self._free, StepResult(plan=plan.id, ids=[5] * len(plan.samples))))
-
-    def read(self) -> StepResult:
-        end, result = self._done.popleft()
-        self.now = max(self.now, end)
-        return result
 
 
 class Listening(StepLimit):

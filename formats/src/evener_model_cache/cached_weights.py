@@ -117,8 +117,9 @@ class _Restoring:
         for name, item in wanted.items():
             if (numbers := self._file.index.weights.get(name)) is not None:
                 # A quantized table and the head that is tied to it are one weight.
-                key = getattr(item, "layout", None), *numbers
-                if key not in shared:
+                parts = item.parts if isinstance(item, LinearWeight) else ()
+                key = getattr(item, "layout", None), tuple((p.name, p.rows, p.columns) for p in parts), *numbers
+                if not parts or key not in shared:
                     shared[key] = self._value(item, [self._tensor(number) for number in numbers])
                 made[id(item)] = shared[key]
         return made, self._ledger.bytes

@@ -19,6 +19,7 @@ the last costs after each step (as for non-negative least squares in Franc, Hlav
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import sqrt
 
 from evener.engine.wire.plan import Plan
 
@@ -116,10 +117,9 @@ class StepCosts:
     def tokens(self, seconds: float, context: int, start: int) -> float:
         """How many prompt tokens from position ``start`` on make a step take ``seconds``; unlimited while nothing is
         known."""
-        left, found = max(0.0, seconds - self.started(context)), 0.0
-        for _ in range(3):
-            each = self.token(start, found)
-            found = left / each if each > 0 else float("inf")
-            if found == float("inf"):
-                break
-        return found
+        # The positive solution of count * token(start, count) = left, in a form that also holds without attention.
+        left, first, more = max(0.0, seconds - self.started(context)), self.token(start, 0.0), self._costs[3]
+        if not (first or more):
+            return float("inf")
+        divisor = first + sqrt(first * first + 2 * more * left)
+        return 2 * left / divisor if divisor else 0.0

@@ -98,7 +98,7 @@ def model_facts(config: Config) -> ModelFacts:
         match = _NUMBERED.fullmatch(item.name)
         if match is not None and match[1] == prefix:
             layers[int(match[2])].append(item)
-        elif isinstance(item, LinearWeight):
+        elif isinstance(item, LinearWeight) and item.op != "embedding":  # of a table, few rows are read
             head += _bytes(a, item)
     tops = {int(m[2]): site.static["top"] for site in a.build.sites if site.op == "moe_block"
             and (m := _NUMBERED.fullmatch(site.path)) is not None}  # fmt: skip

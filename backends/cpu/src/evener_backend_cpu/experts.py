@@ -210,8 +210,8 @@ class _Routed:
             if not all(map(is_, self._last, (x, ids, weights, out))):
                 self._last, self._addresses = (x, ids, weights, out), self._checked(x, ids, weights, out)
             addresses = self._addresses
-            if not 0 <= count <= len(x):
-                raise ValueError(f"{count} rows of {len(x)} were asked for")
+        if not 0 <= count <= len(x):
+            raise ValueError(f"{count} rows of {len(x)} were asked for")
         self._function(self._site.bind(experts), count, *addresses, self._device.threads)
         return out
 

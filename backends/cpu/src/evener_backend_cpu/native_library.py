@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import platform
 import shutil
 from collections.abc import Mapping
@@ -183,11 +184,14 @@ class Native:
 
     Attributes:
         path: the shared library.
+        tiles_error: the error number with which the system refuses the AMX tile registers that the kernels were
+            compiled for, so that they do without; else 0.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._library = ctypes.CDLL(str(path))
+        self.tiles_error = int(self._library.evener_tiles_error())
         self._functions: dict[tuple[str, str], Any] = {}
         self._problem = self._library.evener_problem
         self._problem.restype = ctypes.c_char_p
@@ -259,4 +263,10 @@ def load(processor: Processor, compiler: str | None = None) -> Native | Unavaila
 def _opened(path: Path, processor: Processor) -> Native:
     native = Native(path)
     log.info("kernels of the CPU backend use %s: %s", processor.variant, path.name)
+    if native.tiles_error:
+        log.warning(
+            "the kernels do without AMX, so prompts in bfloat16 take several times as long: the system refuses its "
+            "tile registers (arch_prctl: %s); allow the system call arch_prctl, as in the seccomp profile of a "
+            "container, or set cpu.isa=avx512_bf16 to leave them out", os.strerror(native.tiles_error),
+        )  # fmt: skip
     return native

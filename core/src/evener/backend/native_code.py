@@ -71,7 +71,7 @@ def _file_name(key: str, library: Path) -> str:
 
 
 def _compile(command: Sequence[str], folder: Path, key: str, what: str) -> Path | Unavailable:
-    log.info("compiling %s for this machine, once: ten to thirty seconds", what)
+    log.info("compiling %s for this machine, once: ten seconds to a minute", what)
     make_private(folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / "library.so"

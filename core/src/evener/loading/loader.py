@@ -84,11 +84,11 @@ class Ledger:
 
     def add(self, value: Any, nbytes: int) -> None:
         """Count a value that was loaded."""
-        places = set(_places(value))
-        if places and places <= self._seen:
+        places = set(_places(value)) or {("", id(value))}  # data of another type is known by itself
+        if places <= self._seen:
             return
         self._seen |= places
-        if places and places <= self._mapped:
+        if places <= self._mapped:
             self.bytes.mapped += nbytes
         else:
             self.bytes.allocated += nbytes

@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 
 #include "ahead.h"
@@ -19,11 +20,15 @@
 #define TILE_PRODUCT(to, left, right) asm volatile("tdpbf16ps %tmm" #right ", %tmm" #left ", %tmm" #to)
 
 static const long TILE_LINES = 16, TILE_COLUMNS = 32;
+// Rows of x that are copied at a time, where they are. A thread keeps the memory, and putting the weights into pairs again takes little time
+// beside so many products.
+static const long COPIED_ROWS = 512;
 
-// Whether the system lets this process use the tile registers, which it must be asked for (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
-static bool tiles_usable() {
-  static const bool usable = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  return usable;
+// 0, or the error with which the system refuses this process the tile registers, for which it must be asked (arch_prctl ARCH_REQ_XCOMP_PERM,
+// XTILEDATA).
+static int tiles_error() {
+  static const int error = syscall(SYS_arch_prctl, 0x1023, 18) ? errno : 0;
+  return error;
 }
 
 // The shapes of the tile registers from here to the end of the block. Not _tile_loadconfig: GCC takes most of its operand for unused.
@@ -76,13 +81,13 @@ INLINE void transpose_pairs(const __m512i in[16], __m512i out[16]) {
   }
 }
 
-// Pairs of columns k to k + 31 of ``count`` rows, zeros beyond and for rows up to 16.
-INLINE void pack_pairs(const bf16* rows, long ld, long count, long k, long K, bf16* to) {
+// Pairs of columns k to k + 31 of ``count`` rows, side by side in lines of ``width`` pairs; zeros beyond the last column and row.
+template <class Row> INLINE void pack_pairs(Row row, long count, long width, long k, long K, bf16* to) {
   __m512i in[16], out[16];
   __mmask32 mask = K - k >= TILE_COLUMNS ? ~0u : (1u << (K - k)) - 1;
-  for (long i = 0; i < 16; i++) in[i] = i < count ? _mm512_maskz_loadu_epi16(mask, rows + i * ld + k) : _mm512_setzero_si512();
+  for (long i = 0; i < 16; i++) in[i] = i < count ? _mm512_maskz_loadu_epi16(mask, row(i) + k) : _mm512_setzero_si512();
   transpose_pairs(in, out);
-  for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * 32, out[i]);
+  for (int i = 0; i < 16; i++) _mm512_mask_storeu_epi32(to + i * 2 * width, (__mmask16)((1u << width) - 1), out[i]);
 }
 
 // Memory that a thread keeps for its next product.
@@ -161,9 +166,9 @@ template <int C> INLINE void add_tokens_twice(const bf16* const x[C], long ld, c
   if (C > 1) TILE_STORE(3, sums + 768, 64);
 }
 
-// More than 16 rows of x: 16 or 32 rows of weights are put into pairs, for all of x.
+// 16 or 32 rows of weights are put into pairs, for all of x.
 template <class O, class Index>
-static bool many_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, long n1, long K, const bf16* bias, O* y, long ldy, Index in, Index out) {
+static bool panel_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, long n1, long K, const bf16* bias, O* y, long ldy, Index in, Index out) {
   static thread_local TileRoom room;
   const long steps = (K + TILE_COLUMNS - 1) / TILE_COLUMNS, wide = steps * TILE_COLUMNS, tiles = (M + TILE_LINES - 1) / TILE_LINES;
   // Tiles are read from x where they lie, but not across its end, and not rows that are apart.
@@ -183,7 +188,8 @@ static bool many_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, l
     long rows = n1 - n < 32 ? n1 - n : 32, blocks = rows > 16 ? 2 : 1;
     for (long b = 0; b < blocks; b++)
       for (long s = 0; s < steps; s++)
-        pack_pairs(w + (n + 16 * b) * K, K, rows - 16 * b < 16 ? rows - 16 * b : 16, s * TILE_COLUMNS, K, pairs + (b * steps + s) * 512);
+        pack_pairs([&](long i) { return w + (n + 16 * b + i) * K; }, rows - 16 * b < 16 ? rows - 16 * b : 16, 16, s * TILE_COLUMNS, K,
+                   pairs + (b * steps + s) * 512);
     for (long t = 0; t < tiles;) {
       bool here = t < direct;
       long some = (here ? direct : tiles) - t, ld = here ? ldx : wide;
@@ -212,6 +218,15 @@ static bool many_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, l
   return true;
 }
 
+// More than 16 rows of x. False if there is no memory for copies.
+template <class O, class Index>
+static bool many_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, long n1, long K, const bf16* bias, O* y, long ldy, Index in, Index out) {
+  const long most = in.at || K % TILE_COLUMNS ? COPIED_ROWS : M;
+  for (long m = 0; m < M; m += most)
+    if (!panel_rows<O>(x, ldx, M - m < most ? M - m : most, w, n0, n1, K, bias, y, ldy, in.from(m), out.from(m))) return false;
+  return true;
+}
+
 // Up to 16 rows of x, in pairs: weights are read as they lie in memory, those of the next block are fetched during this one.
 template <class O, class Index>
 static bool few_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, long n1, long K, const bf16* bias, O* y, long ldy, Index in, Index out,
@@ -226,10 +241,8 @@ static bool few_rows(const bf16* x, long ldx, long M, const bf16* w, long n0, lo
   const bf16* right = pairs;
   if (direct) right = x + in[0] * ldx;
   else
-    for (long m = 0; m < M; m++) {
-      const bf16* row = x + in[m] * ldx;
-      for (long k = 0; k < steps * TILE_COLUMNS; k++) pairs[(k / 2 * M + m) * 2 + k % 2] = k < K ? row[k] : bf16{0};
-    }
+    for (long s = 0; s < steps; s++)
+      pack_pairs([&](long m) { return x + in[m] * ldx; }, M, M, s * TILE_COLUMNS, K, pairs + s * TILE_COLUMNS * M);
   alignas(64) float sums[256], turned[16];
   ahead.at_least(32 * K);
   Tiles shapes(M);

@@ -101,7 +101,7 @@ __attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, lo
 #ifdef EVENER_AMX
   // A product that has no memory for its copies goes on below: its bits differ, as on a processor without tiles.
   if constexpr (sizeof(T) == 2)
-    if (M > 0 && tiles_usable() && (M > 16 ? many_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out)
+    if (M > 0 && !tiles_error() && (M > 16 ? many_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out)
                                            : few_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out, next ? *next : own)))
       return;
 #endif

@@ -305,4 +305,13 @@ int evener_plan(const Geometry* g, Step* s, int64_t room) {
 }
 
 const char* evener_problem() { return problem_text(); }
+
+// The error with which the system refuses the tile registers that these kernels were compiled for; else 0.
+int evener_tiles_error() {
+#ifdef EVENER_AMX
+  return tiles_error();
+#else
+  return 0;
+#endif
+}
 }
