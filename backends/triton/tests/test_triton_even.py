@@ -104,9 +104,8 @@ def captured(requests: int, longest: int) -> Any:
 def test_which_steps_it_gets() -> None:
     assert even_queries(tuning(), captured(1, 65536), *group()) is not None
     assert even_queries(tuning("overlap"), captured(8, 65536), *group()) is not None
-    assert even_queries(tuning(), captured(1, 16383), *group()) is None, "short states"
-    assert even_queries(tuning(), captured(1, 16384), *group()) is not None
-    assert even_queries(replace(tuning(), even_from=16385), captured(1, 16384), *group()) is None
+    assert even_queries(tuning(), captured(1, 65535), *group()) is None, "short states"
+    assert even_queries(replace(tuning(), even_from=65537), captured(1, 65536), *group()) is None
     assert even_queries(tuning(), captured(256, 65536), *group()) is None, "requests enough without parts"
     assert even_queries(tuning(), replace(captured(1, 65536), captured=False), *group()) is None
     assert even_queries(tuning(), captured(1, 65536), *group(kind="window")).window == 512
@@ -115,9 +114,9 @@ def test_which_steps_it_gets() -> None:
 @pytest.mark.parametrize(
     ("requests", "changes", "lengths"),
     [
-        (1, {}, (16383, 40960)), (32, {}, (16383, 40960)), (33, {}, (40960,)), (1, {"d": 256}, (16383, 40960)),
-        (16, {"d": 64}, (16383, 40960)), (17, {"d": 64}, (40960,)), (1, {"kind": "window"}, (16383, 40960)),
-        (1, {"d": 96}, (40960,)), (1, {"softcap": 30.0}, (40960,)), (1, {"dtype": "float32"}, (40960,)),
+        (1, {}, (65535, 131072)), (32, {}, (65535, 131072)), (33, {}, (131072,)), (1, {"d": 256}, (65535, 131072)),
+        (16, {"d": 64}, (65535, 131072)), (17, {"d": 64}, (131072,)), (1, {"kind": "window"}, (65535, 131072)),
+        (1, {"d": 96}, (131072,)), (1, {"softcap": 30.0}, (131072,)), (1, {"dtype": "float32"}, (131072,)),
     ],
 )  # fmt: skip
 def test_short_and_long_contexts_have_captures_of_their_own_where_both_kernels_serve_a_step(
@@ -125,9 +124,9 @@ def test_short_and_long_contexts_have_captures_of_their_own_where_both_kernels_s
 ) -> None:
     provider, (spec, attention) = PagedState(tuning()), group(**changes)
     geometry = Geometry((Group(spec, attention, provider, ()),), 1, 32, 0)
-    assert geometry.captured_lengths(requests, 40960, None) == lengths
-    assert geometry.captured_lengths(requests, 16383, None) == (16383,), "no context is long"
-    assert geometry.captured_lengths(requests, 40960, 8) == (40960,), "the device holds few captures"
+    assert geometry.captured_lengths(requests, 131072, None) == lengths
+    assert geometry.captured_lengths(requests, 65535, None) == (65535,), "no context is long"
+    assert geometry.captured_lengths(requests, 131072, 8) == (131072,), "the device holds few captures"
     metas = [provider.prepare(captured(requests, length), spec, attention, 32) for length in lengths]
     assert [meta.decode is not None and meta.decode.even is not None for meta in metas] == [False, True][: len(lengths)]
 

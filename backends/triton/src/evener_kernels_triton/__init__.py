@@ -20,7 +20,7 @@ descriptor = Descriptor(
         ),
         "even_attention": Option(
             type=int,
-            default=16384,
+            default=65536,
             help="On Hopper cards: tokens of the longest context in a decode step from which captured steps divide "
             "attention into even parts. Steps with shorter contexts have captures of their own, which do not.",
         ),

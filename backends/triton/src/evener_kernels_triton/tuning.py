@@ -38,10 +38,10 @@ MAX_TOKEN_COLUMNS = 16384
 #: Most tokens in a tile.
 MAX_TILE_TOKENS = 128
 #: ``triton.even_attention``: tokens of the longest request from which attention is in even parts. A step of Qwen3-8B,
-#: one request on an H200, took 4.97 ms instead of 5.62 with 16,384 tokens, and 4.45 instead of 4.02 with 128. Of the
-#: lengths that were timed in whole steps, this is the least at which they were faster for each model and number of
-#: requests.
-MIN_EVEN_TOKENS = 16384
+#: one request on an H200, took 4.97 ms instead of 5.62 with 16,384 tokens, and 4.45 instead of 4.02 with 128. They were
+#: faster from 16,384 tokens on for each model that was timed; that is to become the default once captures for short
+#: and for long contexts have run beside each other on a card.
+MIN_EVEN_TOKENS = 65536
 #: Most splits of a request with long state; half as many otherwise.
 MAX_SPLITS = 32
 #: Most splits of a request with latent state.
