@@ -59,6 +59,9 @@ def open_source(config: Config) -> Source:
     path = Path(config.model).expanduser()
     if (path / INDEX).is_file():
         raise ConfigError(f"{path} was split for ranks already; convert the original model")
+    if config.infer.tp_size % config.infer.ep_size:
+        raise ConfigError(f"infer.ep_size={config.infer.ep_size} divides experts among the infer.tp_size ranks of a "
+                          "layer; set infer.tp_size to a multiple of it")  # fmt: skip
     checkpoint = open_checkpoint(path)
     loaded = BackendSearch(config.backend).load(config.options)
     target = loaded.architectures.get(checkpoint.architecture)
@@ -85,6 +88,7 @@ def declare(source: Source, world: World) -> Builder:
     build = Builder(
         "bfloat16", 2, lambda name: scheme.part(name, headers), _Planned(world) if world.tp_size > 1 else None,
         stage=(world.pp_rank, world.pp_size), partition=layer_partition(infer) if world.pp_size > 1 else (),
+        ep_size=infer.ep_size if world.size > 1 else 1,
     )  # fmt: skip
     source.family(source.checkpoint.config, build)
     if world.pp_size > 1 and not build.staged:
@@ -148,7 +152,7 @@ def description(source: Source) -> dict[str, Any]:
         "fingerprint": fingerprint(Path(config.model).expanduser()),
         "options": {
             "quant": config.quant, "infer.tp_size": infer.tp_size, "infer.pp_size": infer.pp_size,
-            "infer.pp_layer_partition": list(infer.pp_layer_partition), "weight_map": config.weight_map,
+            "infer.ep_size": infer.ep_size, "infer.pp_layer_partition": list(infer.pp_layer_partition), "weight_map": config.weight_map,
             **{f"{name}.{key}": value for name, each in config.options.items() for key, value in each.items()},
         },
         "versions": {name: importlib_metadata.version(name) for name in packages},

@@ -62,7 +62,7 @@ class NaiveModel:
         schemas, schemes, providers: for ops, checkpoints and kinds of state that are not built in; those of installed
             packages are found automatically.
         seed: seed of dummy weights.
-        choices: further arguments of the ``Builder`` (``absorb``, ``index_top``, ``state_dtype``).
+        choices: further arguments of the ``Builder`` (``absorb``, ``index_top``, ``state_dtype``, ``ep_size``).
 
     Attributes:
         config, build, model: the config, the declared weights and state, and the model.

@@ -16,7 +16,7 @@ from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
-from evener.contracts.declared import LinearWeight
+from evener.contracts.declared import LinearWeight, StackedWeight
 from evener.contracts.device import Device
 from evener.contracts.experts import Placement
 from evener.contracts.graph import GraphCapture
@@ -133,6 +133,8 @@ def assemble(
     if headers and isinstance(checkpoint, CheckpointView):
         checkpoint.reslice(build.weights)
     other_stages = [other for other, _ in declared if other is not build]
+    if infer.ep_size > 1 and not any(isinstance(w, StackedWeight) for each, _ in declared for w in each.weights):
+        raise ConfigError(f"infer.ep_size={infer.ep_size}: {config.model} has no experts; leave infer.ep_size out")
     sampler = Sampler(build, model.vocab_size)
     encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]
     media_rows = max([resolved.step_tokens, *(encoder.rows for encoder in encoders)])
@@ -190,7 +192,7 @@ def view_model(
     checkpoint, scheme = view_checkpoint(ViewRequest(
         checkpoint, family, [p.value for p in loaded.quant_schemes()], config.max_seq_len, quant,
         weight_map, asked.options, (world.tp_rank, world.tp_size), (world.pp_rank, world.pp_size),
-        layer_partition(asked.infer),
+        layer_partition(asked.infer), asked.infer.ep_size,
     ))  # fmt: skip
     return StoredModel(checkpoint, checkpoint.headers, scheme, family)
 
@@ -209,6 +211,7 @@ def declare_model(
         snapshot_every=infer.snapshot_every,
         state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
         stage=(stage, world.pp_size), partition=layer_partition(infer), predicts=infer.proposes == "mtp",
+        ep_size=infer.ep_size,
     )  # fmt: skip
     build.head, build.chosen = head, layer_numbers("infer.layers", infer.layers)
     model = family(checkpoint.config, build)
