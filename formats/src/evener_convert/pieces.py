@@ -74,8 +74,9 @@ def rank_pieces(weights: Sequence[Declared], checkpoint: Checkpoint, scheme: Qua
                 continue
             done.add(name)
             stack = isinstance(item, StackedWeight) and "{}" in name
-            for expert in range(item.stored.start, item.stored.stop) if stack else (0,):
-                yield _rank_piece(item, name.format(expert) if stack else name, spans[name], headers, scheme)
+            for n in range(item.experts) if isinstance(item, StackedWeight) and stack else (0,):
+                one = name.format(item.held.start + n) if isinstance(item, StackedWeight) and stack else name
+                yield _rank_piece(item, one, spans[name], headers, scheme)
 
 
 def _rank_piece(item: Declared, name: str, slices: Sequence[Slice], headers: Headers, scheme: QuantScheme) -> Piece:
@@ -86,8 +87,8 @@ def _rank_piece(item: Declared, name: str, slices: Sequence[Slice], headers: Hea
 
     def make(read: Read) -> Mapping[str, torch.Tensor]:
         tensors: Mapping[str, torch.Tensor] = {role: read(each) for role, each in roles.items()}
-        if stacked and isinstance(item, StackedWeight):
-            held = item.stored
+        if stacked and isinstance(item, StackedWeight) and item.held.whole:
+            held = item.held
             tensors = {role: tensor.narrow(0, held.start, held.size) for role, tensor in tensors.items()}
         if slices and (part is None or part.format.plain or not isinstance(item, LinearWeight)) and len(tensors) == 1:
             tensors = {role: _narrowed(tensor, item, slices) for role, tensor in tensors.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.match import check_match, match_context
 from evener.loading.views import view_checkpoint
+from evener.plugins.discover import installed_catalog
 from evener_convert.pieces import Piece, rank_pieces, whole_pieces
 from evener_convert.split import INDEX, rank_file
 
@@ -85,10 +86,13 @@ def open_source(config: Config) -> Source:
 def declare(source: Source, world: World) -> Builder:
     """What the rank ``world`` declares of the model."""
     infer, headers, scheme = source.config.infer, source.checkpoint.headers, source.scheme
-    build = Builder(
+    made: Callable[..., Builder] = Builder
+    if infer.ep_size > 1 and world.size > 1:
+        divided = installed_catalog().need("placement of experts", "ranks", "infer.ep_size", "evener-offload")
+        made = divided(infer.ep_size)
+    build = made(
         "bfloat16", 2, lambda name: scheme.part(name, headers), _Planned(world) if world.tp_size > 1 else None,
         stage=(world.pp_rank, world.pp_size), partition=layer_partition(infer) if world.pp_size > 1 else (),
-        ep_size=infer.ep_size if world.size > 1 else 1,
     )  # fmt: skip
     source.family(source.checkpoint.config, build)
     if world.pp_size > 1 and not build.staged:
@@ -152,7 +156,8 @@ def description(source: Source) -> dict[str, Any]:
         "fingerprint": fingerprint(Path(config.model).expanduser()),
         "options": {
             "quant": config.quant, "infer.tp_size": infer.tp_size, "infer.pp_size": infer.pp_size,
-            "infer.ep_size": infer.ep_size, "infer.pp_layer_partition": list(infer.pp_layer_partition), "weight_map": config.weight_map,
+            "infer.ep_size": infer.ep_size, "infer.pp_layer_partition": list(infer.pp_layer_partition),
+            "weight_map": config.weight_map,
             **{f"{name}.{key}": value for name, each in config.options.items() for key, value in each.items()},
         },
         "versions": {name: importlib_metadata.version(name) for name in packages},

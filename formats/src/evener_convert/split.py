@@ -91,7 +91,7 @@ class SplitCheckpoint(CheckpointView):
                     item.shapes = tuple(_kept(shape, spans[name]) for shape, (name, _) in kept)
                 item.slices = local if any(local) else ()
                 if isinstance(item, StackedWeight) and all("{}" not in part.name for part in item.parts):
-                    item.held = None  # the file has the stacks of this rank's experts only
+                    item.held = Span(0, 0, 0)  # the file has the stacks of this rank's experts only
 
 
 class _RankFolder(FolderCheckpoint):

@@ -64,7 +64,10 @@ def worth_saving(
 
 
 def _names(item: LinearWeight, part: WeightPart) -> Iterator[str]:
-    yield from map(part.name.format, item.numbers(part)) if isinstance(item, StackedWeight) else (part.name,)
+    if isinstance(item, StackedWeight) and "{}" in part.name:
+        yield from (part.name.format(item.held.start + n) for n in range(item.experts))
+    else:
+        yield part.name
 
 
 def numbered(items: Sequence[Weight | LinearWeight]) -> dict[str, Weight | LinearWeight]:

@@ -38,8 +38,8 @@ def load_dummy(
 
 def _matrices(item: LinearWeight, noise: _Noise, device: torch.device) -> Iterator[list[WeightPart]]:
     """The parts of one matrix after another; each expert has its own numbers."""
-    numbers = range(item.stored.start, item.stored.stop) if isinstance(item, StackedWeight) else range(1)
-    for expert in numbers:
+    first = item.held.start if isinstance(item, StackedWeight) else 0
+    for expert in range(first, first + max(1, item.experts)):
         named = [(replace(p, name=f"{p.name} {expert}" if item.experts else p.name), cut) for p, cut in item.pieces()]
         yield [noise.part(p, cut, item.dtype, device) for p, cut in named]
 

@@ -112,7 +112,7 @@ def model_facts(config: Config) -> ModelFacts:
         made.append(LayerFacts(
             number, kinds.name(layers[number], states[number]), sum(_bytes(a, item) for item in plain),
             stacks[0].experts if stacks else 0, sum(_bytes(a, item) for item in stacks), tops.get(number, 0),
-            tuple(states[number]), stacks[0].stored.whole if stacks else 0,
+            tuple(states[number]), stacks[0].held.whole if stacks else 0,
         ))  # fmt: skip
     return ModelFacts(tuple(made), head, a.model.max_positions)
 

@@ -159,26 +159,17 @@ class StackedWeight(LinearWeight):
 
     A part's name has ``{}`` in place of the expert's number in the checkpoint. A name without ``{}`` is one stored
     tensor with the experts along its first axis; with ``transposed`` it is [experts, columns, rows] if unquantized.
-    ``held``: (optional) which of the checkpoint's experts these are; None: all.
+    ``held``: (optional) which of the checkpoint's experts these are; its ``whole`` is 0 if they are all.
     """
 
     op: str = "grouped_linear"
     transposed: bool = False
-    held: Span | None = None
-
-    @property
-    def stored(self) -> Span:
-        """``held``, or the span of all."""
-        return self.held or Span(0, self.experts, self.experts)
-
-    def numbers(self, part: WeightPart) -> range:
-        """What ``{}`` in the name of ``part`` stands for; only 0 if it has none."""
-        return range(self.stored.start, self.stored.stop) if "{}" in part.name else range(1)
+    held: Span = Span(0, 0, 0)
 
     def stored_parts(self) -> Iterator[str]:
         """Names of all its tensors in the checkpoint."""
-        for part in self.parts:
-            yield from map(part.name.format, self.numbers(part))
+        for name in (part.name for part in self.parts):
+            yield from (name.format(self.held.start + n) for n in range(self.experts if "{}" in name else 1))
 
 
 @dataclass(eq=False)

@@ -47,7 +47,6 @@ class Builder:
         stage: (index, count): which pipeline stage this rank computes, and how many there are.
         partition: number of layers of each stage; default: equal numbers, the first stages one more if needed.
         predicts: whether the run wants the model's layer for multi-token prediction.
-        ep_size: groups of ranks among which the experts of a layer are divided; see ``expert_group``.
 
     Attributes:
         rank, ranks: this rank's number among those that share a layer, and how many they are.
@@ -73,10 +72,8 @@ class Builder:
         stage: tuple[int, int] = (0, 1),
         partition: Sequence[int] = (),
         predicts: bool = False,
-        ep_size: int = 1,
     ) -> None:
         self.rank, self.ranks = (0, 1) if communicator is None else (communicator.rank, communicator.size)
-        self.ep_size, self._experts = ep_size, False
         self.head: Callable[..., Any] | None = None
         self.held = range(0)
         self.chosen: Sequence[int] = ()
@@ -130,28 +127,14 @@ class Builder:
     def replicated(self) -> Builder:
         """A copy without a communicator, for layers that every rank holds whole. It declares into the same lists."""
         twin = copy(self)
-        twin.communicator, twin.rank, twin.ranks, twin.ep_size = None, 0, 1, 1
+        twin.communicator, twin.rank, twin.ranks = None, 0, 1
         return twin
 
-    def expert_group(self, experts: int) -> tuple[Builder, Span]:
-        """A copy for what is inside the experts of a layer, and which of its ``experts`` this rank holds.
-
-        The ranks are divided into ``ep_size`` groups of neighbours. Each group holds neighbouring experts; if they
-        cannot be divided equally, the first groups hold one more. The ranks of a group share each of its experts: the
-        copy's ``shard`` and ``on_first_rank`` are about the group. It declares into the same lists.
-
-        Raises:
-            ConfigError: the ranks or the experts cannot be divided into so many groups.
-        """
-        fits = [n for n in range(1, 1 + min(self.ranks, experts)) if not self.ranks % n]
-        if self.ep_size not in fits:
-            raise ConfigError(
-                f"infer.ep_size={self.ep_size}: {experts} experts on infer.tp_size={self.ranks} ranks cannot be "
-                f"divided into so many groups; sizes that fit: {', '.join(map(str, fits))}"
-            )
-        twin, ranks = copy(self), self.ranks // self.ep_size
-        twin.rank, twin.ranks, twin._experts = self.rank % ranks, ranks, True
-        return twin, _share(self.rank // ranks, self.ep_size, experts, 1)
+    def expert_group(self, experts: int) -> Builder:
+        """What declares the stacks, the stacked biases and the map of a layer's ``experts``: this builder, because all
+        ranks share every expert. One that divides them among groups of ranks (``infer.ep_size``) returns another, whose
+        ``shard`` and ``on_first_rank`` are about this rank's group."""
+        return self
 
     def shard(self, count: int, what: str, unit: int = 1) -> Span:
         """This rank's part of ``count`` elements, cut at multiples of ``unit``. If the units cannot be shared equally,
@@ -162,10 +145,11 @@ class Builder:
         """
         units = -(-count // unit)
         if units < self.ranks:
-            raise self.tp_size_error(
-                f"{count} {what} in units of {unit} are too few for so many ranks", range(1, units + 1)
-            )
-        return _share(self.rank, self.ranks, count, unit)
+            raise self.tp_size_error(f"{count} {what} in units of {unit} are too few for so many ranks",
+                                     range(1, units + 1))  # fmt: skip
+        each, more = divmod(units, self.ranks)
+        first, last = (r * each + min(r, more) for r in (self.rank, self.rank + 1))
+        return Span(first * unit, min(count, last * unit), count)
 
     def shard_inner(self, count: int, what: str, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Span:
         """``shard`` of ``count`` features between two linear weights: the rows of one (``rows``: its names in the
@@ -183,11 +167,8 @@ class Builder:
 
     def tp_size_error(self, why: str, sizes: Sequence[int]) -> ConfigError:
         """The error for a layer that this number of ranks cannot share; ``sizes``: the numbers that can."""
-        groups = self.ep_size if self._experts else 1
-        fit = ", ".join(str(size * groups) for size in sizes)
-        whole = self.ranks * groups
-        more = f"; or set infer.ep_size={whole}, with which a rank has whole experts" if self._experts else ""
-        return ConfigError(f"infer.tp_size={whole}: {why}; sizes that fit: {fit}{more}")
+        fit = ", ".join(map(str, sizes))
+        return ConfigError(f"infer.tp_size={self.ranks}: {why}; sizes that fit: {fit}")
 
     def shard_heads(self, heads: int, kv_heads: int) -> tuple[Span, Span]:
         """This rank's query heads, and the key and value heads that they read. With more ranks than key and value
@@ -240,7 +221,7 @@ class Builder:
 
     def precomputed(
         self, name: str, rows: int, columns: int, sources: Mapping[str, tuple[Size, ...]],
-        make: Callable[[Sequence[torch.Tensor]], torch.Tensor], dummy: str = "noise",
+        make: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     ) -> Weight:  # fmt: skip
         """Declare a matrix [rows, columns] that is computed once, when the weights are loaded.
 
@@ -250,13 +231,10 @@ class Builder:
             sources: names of the checkpoint tensors that ``make`` takes, in this order, with their shapes; of a Span it
                 gets this rank's part.
             make: computes the matrix.
-            dummy: as for ``weight``.
         """
         slices = tuple(_slice(*sizes) for sizes in sources.values())
         shapes = tuple(tuple(map(_whole, sizes)) for sizes in sources.values())
-        weight = Weight(
-            name, (rows, columns), self.dtype, tuple(sources), dummy, make=make, shapes=shapes, slices=slices
-        )
+        weight = Weight(name, (rows, columns), self.dtype, tuple(sources), make=make, shapes=shapes, slices=slices)
         self.weights.append(weight)
         return weight
 
@@ -284,14 +262,14 @@ class Builder:
         return weight
 
     def experts(
-        self, name: str, experts: Size, parts: Parts, columns: Size, *, stacked: Parts | None = None,
+        self, name: str, experts: int, parts: Parts, columns: Size, *, stacked: Parts | None = None,
         transposed: bool = False,
     ) -> declared.StackedWeight:  # fmt: skip
         """Declare one matrix [rows, columns] per expert, as one stack [experts, rows, columns].
 
         Args:
             name: of the whole, for messages and the manifest.
-            experts: number of experts; of a Span this rank holds its part.
+            experts: number of experts.
             parts: names of one expert's tensors, with ``{}`` for the expert's number, and their out-features (rows).
             columns: in-features.
             stacked: tensors that each hold all experts; they are read instead of ``parts`` if the checkpoint has them.
@@ -301,9 +279,8 @@ class Builder:
             parts = stacked
         found, slices = self._parts(parts, columns)
         weight = declared.StackedWeight(
-            name, found, sum(p.rows for p in found), local_size(columns), self.dtype,
-            experts=local_size(experts), transposed=transposed, slices=slices,
-            held=experts if isinstance(experts, Span) and experts.size < experts.whole else None,
+            name, found, sum(p.rows for p in found), local_size(columns), self.dtype, experts=experts,
+            transposed=transposed, slices=slices,
         )  # fmt: skip
         self.weights.append(weight)
         return weight
@@ -403,12 +380,6 @@ class Builder:
 
 def _pairs(parts: Parts) -> Sequence[tuple[str, Size]]:
     return tuple(parts.items()) if isinstance(parts, Mapping) else parts
-
-
-def _share(rank: int, ranks: int, count: int, unit: int) -> Span:
-    each, more = divmod(-(-count // unit), ranks)
-    first, last = (r * each + min(r, more) for r in (rank, rank + 1))
-    return Span(first * unit, min(count, last * unit), count)
 
 
 def _whole(size: Size) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from evener.contracts.declared import LinearWeight, Size, Span, Table, WeightGroup, merge_spans
+from evener.contracts.declared import LinearWeight, Table, WeightGroup, merge_spans
 from evener.contracts.statics import MoEStatic, NormStatic
 from evener.contracts.weights import MoEWeights
 from evener.errors import ArchitectureError
@@ -86,45 +84,39 @@ class MoEConfig:
         gate, up, down = (f"{module}.{{}}.{name}.weight" for name in self.projections)
         router_parts = {f"{prefix}.{self.router}.weight": count}
         gate_up_names, down_names = [gate, up, f"{module}.gate_up_proj"], [down, f"{module}.down_proj"]
-        group, held = build.expert_group(count)
-        inner = group.shard_inner(self.inner, "inner features of an expert", gate_up_names, down_names)
+        group = build.expert_group(count)
+        inner = group.shard_inner(self.inner, "features in an expert (see infer.ep_size)", gate_up_names, down_names)
         # Stacked tensors hold all gate rows, then all up rows; for clamped_swiglu, gate and up rows alternate.
         paired, both = self.activation == "clamped_swiglu", 2 * self.inner
         gate_up_spans = [inner * 2] if paired else merge_spans(inner.shifted(first, both) for first in (0, self.inner))
         stacked = [(f"{module}.gate_up_proj", span) for span in gate_up_spans]
         router = build.linear(f"{prefix}.{self.router}", router_parts, hidden, out="float32")
-        gate_up_linear = build.experts(
-            f"{module}.gate_up", held, stacked if paired else {gate: inner, up: inner}, hidden, stacked=stacked,
+        gate_up_linear = group.experts(
+            f"{module}.gate_up", count, stacked if paired else {gate: inner, up: inner}, hidden, stacked=stacked,
             transposed=self.transposed,
         )  # fmt: skip
-        down_linear = build.experts(
-            f"{module}.down", held, {down: hidden}, inner, stacked={f"{module}.down_proj": hidden},
+        down_linear = group.experts(
+            f"{module}.down", count, {down: hidden}, inner, stacked={f"{module}.down_proj": hidden},
             transposed=self.transposed,
         )  # fmt: skip
         shared_gate_up, shared_down, shared_gate = self._declare_shared(build, prefix, hidden)
 
-        def bias(name: str, *shape: Size, wide: bool = False, **more: Any) -> Any:
+        def bias(name: str, *shape: int, wide: bool = False, build: Builder = build, **more: Any) -> Any:
             return build.weight(name, *shape, dummy="zeros", dtype="float32" if wide else None, **more)
 
         gate_up_bias, down_bias = f"{module}.gate_up_proj_bias", f"{module}.down_proj_bias"
-        both_biases = None
-        if self.bias and held.size == count:
-            cut: dict[str, Any] = {"sources": [gate_up_bias] * len(gate_up_spans), "spans": gate_up_spans, "axis": 1}
-            both_biases = bias(gate_up_bias, count, 2 * inner.size, **cut)
-        elif self.bias:  # cut along both axes: a source is read along one
-            stored: dict[str, tuple[Size, ...]] = {gate_up_bias: (held, both)}
-            make = partial(_columns, gate_up_spans)
-            both_biases = build.precomputed(gate_up_bias, held.size, 2 * inner.size, stored, make, "zeros")
+        own_bias = self.bias and group.on_first_rank(down_bias)
+        cut: dict[str, Any] = {"sources": [gate_up_bias] * len(gate_up_spans), "spans": gate_up_spans, "axis": 1}
 
         weights = build.group(
             MoEWeights, norm=norm_weight(build, prefix, self.norm, hidden, common),
             post_norm=norm_weight(build, prefix, self.post_norm, hidden, common),
             router=router, gate_up=gate_up_linear, down=down_linear, shared_gate_up=shared_gate_up,
-            shared_down=shared_down, shared_gate=shared_gate, **expert_map(build, prefix, held),
+            shared_down=shared_down, shared_gate=shared_gate, **identity_expert_map(group, prefix, count),
             router_bias=bias(f"{prefix}.{self.router}.bias", count) if self.bias else None,
             correction=bias(f"{prefix}.{self.correction}", count, wide=True) if self.correction else None,
-            gate_up_bias=both_biases,
-            down_bias=bias(down_bias, held, hidden) if self.bias and group.on_first_rank(down_bias) else None,
+            gate_up_bias=bias(gate_up_bias, count, 2 * inner.size, build=group, **cut) if self.bias else None,
+            down_bias=bias(down_bias, count, hidden, build=group) if own_bias else None,
         )  # fmt: skip
         static: MoEStatic = {
             **common, "experts": count, "top": self.top, "scoring": self.scoring, "groups": self.groups,
@@ -155,22 +147,15 @@ class MoEConfig:
         return gate_up, down, gate
 
 
-def _columns(spans: Sequence[Span], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    import torch
-
-    return torch.cat([tensors[0][:, span.start : span.stop] for span in spans], dim=1)
-
-
-def expert_map(build: Builder, prefix: str, held: Span) -> dict[str, Table]:
-    """The expert map in which every expert of this rank has one slot, in order, and the others have none. Each layer
-    has a map of its own, because load balancing changes them layer by layer."""
+def identity_expert_map(build: Builder, prefix: str, experts: int) -> dict[str, Table]:
+    """The expert map in which every expert has one slot, its own number. Each layer has a map of its own, because load
+    balancing changes them layer by layer."""
 
     def slots(device: torch.device) -> torch.Tensor:
         import torch
 
-        own = torch.arange(held.whole, dtype=torch.int32, device=device)[:, None] - held.start
-        return own.masked_fill((own < 0) | (own >= held.size), -1)
+        return torch.arange(experts, dtype=torch.int32, device=device)[:, None]
 
-    found = {"slots": build.table(("expert slots", prefix), held.whole * 4, slots)}
-    copies = build.table(("expert copies", prefix), held.whole * 4, lambda d: (slots(d).squeeze(1) >= 0).int())
+    found = {"slots": build.table(("expert slots", prefix), experts * 4, slots)}
+    copies = build.table(("expert copies", prefix), experts * 4, lambda device: slots(device).squeeze(1) * 0 + 1)
     return {**found, "copies": copies}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from evener.contracts.checkpoint import Headers
@@ -55,12 +54,7 @@ def check_match(
     """
     wanted = dict.fromkeys(name for item in declared for name in stored_names(item, scheme, headers))
     missing = [name for name in wanted if name not in headers]
-    elsewhere = [*other_stages, *(item for item in declared if isinstance(item, StackedWeight) and item.held)]
-    everyones = [
-        replace(item, experts=item.stored.whole, held=None) if isinstance(item, StackedWeight) else item
-        for item in elsewhere
-    ]
-    others = {name for item in everyones for name in stored_names(item, scheme, headers)} | set(ties or ())
+    others = {name for item in other_stages for name in stored_names(item, scheme, headers)} | set(ties or ())
     pattern = re.compile("|".join(f"(?:{p})" for p in (*IGNORABLE_BUFFERS, *ignored)))
     extra = [n for n in headers if n not in wanted and n not in others and not pattern.fullmatch(n)]
     misshapen = [line for item in declared for line in _misshapen(item, headers, scheme)]
@@ -103,10 +97,10 @@ def _misshapen(item: Declared, headers: Headers, scheme: QuantScheme) -> Iterato
             stored = " + ".join(str(list(shape)) for shape in shapes)
             yield f"{' + '.join(item.sources)} is {stored}, not {list(wanted or item.shape)}"
     elif isinstance(item, StackedWeight):
-        for declared, cut in item.pieces():
-            whole = "{}" not in declared.name
-            for expert in item.numbers(declared):
-                yield from _misfit(declared, cut, declared.name.format(expert), item, whole, headers, scheme)
+        for part, cut in item.pieces():
+            whole = "{}" not in part.name
+            for n in range(1 if whole else item.experts):
+                yield from _misfit(part, cut, part.name.format(item.held.start + n), item, whole, headers, scheme)
     elif isinstance(item, LinearWeight):
         for declared, cut in item.pieces():
             yield from _misfit(declared, cut, declared.name, item, False, headers, scheme)
@@ -124,8 +118,8 @@ def _misfit(
     wanted = wanted if cut is None else list(cut.full_shape(wanted))
     if isinstance(item, StackedWeight) and whole:
         wanted = wanted[::-1] if item.transposed and part.format.plain else wanted
-        if any(shape[0] != item.stored.whole for shape in shapes):
-            yield f"{name} is {', '.join(map(str, shapes))}, not {[item.stored.whole, *wanted]}"
+        if any(shape[0] != (item.held.whole or item.experts) for shape in shapes):
+            yield f"{name} is {', '.join(map(str, shapes))}, not {[item.held.whole or item.experts, *wanted]}"
             return
     if [part.rows, part.columns] != wanted:
         yield f"{name} is {', '.join(map(str, shapes))}, not {wanted}"

@@ -89,7 +89,6 @@ class CheckpointView(Checkpoint):
         """(optional) How the files of ``checkpoint``, as it is stored, divide the layers among pipeline stages: their
         number of layers, or none for equal numbers. Default: None, they can be read with any division.
         """
-        del checkpoint
         return None
 
     def reslice(self, weights: Sequence[Declared]) -> None:

@@ -16,7 +16,7 @@ from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
-from evener.contracts.declared import LinearWeight, StackedWeight
+from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device
 from evener.contracts.experts import Placement
 from evener.contracts.graph import GraphCapture
@@ -133,7 +133,7 @@ def assemble(
     if headers and isinstance(checkpoint, CheckpointView):
         checkpoint.reslice(build.weights)
     other_stages = [other for other, _ in declared if other is not build]
-    if infer.ep_size > 1 and not any(isinstance(w, StackedWeight) for each, _ in declared for w in each.weights):
+    if infer.ep_size > 1 and not any(site.op == "moe_block" for each, _ in declared for site in each.sites):
         raise ConfigError(f"infer.ep_size={infer.ep_size}: {config.model} has no experts; leave infer.ep_size out")
     sampler = Sampler(build, model.vocab_size)
     encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]
@@ -204,14 +204,15 @@ def declare_model(
     """A pipeline stage's part of a model, declared; ``head``: as in ``Builder``."""
     infer, world = config.config.infer, ranks.world
     checkpoint, headers, scheme, family = stored
-    build = Builder(
+    made = Builder if infer.ep_size == 1 else installed_catalog().need(
+        "placement of experts", "ranks", "infer.ep_size", "evener-offload")(infer.ep_size)  # fmt: skip
+    build = made(
         config.dtype, config.max_seq_len, (lambda name: scheme.part(name, headers)) if headers else None,
         ranks.tp, absorb=infer.mla_absorb,
         index_top=None if infer.index_topk == "auto" else infer.index_topk,
         snapshot_every=infer.snapshot_every,
         state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
         stage=(stage, world.pp_size), partition=layer_partition(infer), predicts=infer.proposes == "mtp",
-        ep_size=infer.ep_size,
     )  # fmt: skip
     build.head, build.chosen = head, layer_numbers("infer.layers", infer.layers)
     model = family(checkpoint.config, build)
