@@ -131,9 +131,9 @@ class _ExpertGroup(ExpertRanks):
             """``make`` numbers all experts in order; those of this group are counted from 0."""
             import torch
 
-            every, missing = make(device), -1 if key[0] == "expert slots" else 0
+            every, missing = make(torch.device("cpu")), -1 if key[0] == "expert slots" else 0
             found = torch.full_like(every, missing)
             found[first:last] = every[: last - first]
-            return found
+            return found.to(device)
 
         return super().table(key, nbytes, made)

@@ -80,7 +80,7 @@ class InferConfig(Section):
     dp_size: int = option(
         1, "int", "Data-parallel ranks of attention.", minimum=1, supported=(1,), missing="data parallelism is"
     )  # fmt: skip
-    ep_size: int = option(1, "int", "Groups of tensor-parallel ranks among which the experts of a layer are divided; 1: "
+    ep_size: int = option(1, "int", "Groups of tensor-parallel ranks that divide a layer's experts among them; 1: "
                           "all ranks share each expert; infer.tp_size: each has whole ones.", minimum=1)  # fmt: skip
     task: str = option("auto", "str", "What the model is for; auto: what its folder says.",
                        choices=("auto", "generate", "embed", "score"))  # fmt: skip
