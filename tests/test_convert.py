@@ -81,9 +81,10 @@ def test_a_converted_model_gives_the_tokens_of_the_same_quantization_while_loadi
     source = model(tmp_path / "source", family)
     made = converted(source, tmp_path / "made", quant=quant)
     assert greedy(made) == greedy(source, quant=quant)
-    assert explain(from_overrides(str(made), SMALL))["packings"] == explain(
-        from_overrides(str(source), {**SMALL, "quant": quant})
-    )["packings"]
+    assert (
+        explain(from_overrides(str(made), SMALL))["packings"]
+        == explain(from_overrides(str(source), {**SMALL, "quant": quant}))["packings"]
+    )
 
 
 @pytest.mark.parametrize(
