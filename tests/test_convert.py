@@ -81,9 +81,10 @@ def test_a_converted_model_gives_the_tokens_of_the_same_quantization_while_loadi
     source = model(tmp_path / "source", family)
     made = converted(source, tmp_path / "made", quant=quant)
     assert greedy(made) == greedy(source, quant=quant)
-    assert explain(from_overrides(str(made), SMALL))["packings"] == explain(
-        from_overrides(str(source), {**SMALL, "quant": quant})
-    )["packings"]
+    assert (
+        explain(from_overrides(str(made), SMALL))["packings"]
+        == explain(from_overrides(str(source), {**SMALL, "quant": quant}))["packings"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,20 @@ def test_a_split_model_gives_the_tokens_of_the_whole_one_and_each_file_has_one_r
     assert len(sizes) == tp * pp
     whole = converted(source, tmp_path / "whole", quant=quant) / "model.safetensors"
     assert max(sizes) < 0.8 * whole.stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "quant"), [("GptOss", "auto"), ("Qwen3Moe", "fp8"), ("GptOss", "q4_0")])
+def test_a_split_model_whose_ranks_hold_their_own_experts(
+    family: str, quant: str, tmp_path: Path, one_thread: None
+) -> None:
+    source, ranks = model(tmp_path / "source", family), {"infer.tp_size": 2, "infer.ep_size": 2}
+    made = converted(source, tmp_path / "made", quant=quant, **ranks)
+    assert greedy(made, **ranks) == greedy(source, quant=quant, **ranks)
+    with pytest.raises(ConfigError, match=r"was split for infer.tp_size=2 infer.pp_size=1 infer.ep_size=2; set these"):
+        greedy(made, **{"infer.tp_size": 2})
+    with pytest.raises(ConfigError, match=r"infer.ep_size=2 divides experts among the infer.tp_size ranks"):
+        converted(source, tmp_path / "whole", **{"infer.ep_size": 2})
 
 
 def test_stages_of_a_split_model_have_the_layers_that_it_was_split_for(tmp_path: Path, one_thread: None) -> None:

@@ -108,6 +108,25 @@ def test_every_value_is_restored_bit_for_bit_and_counted_once(huge: str, tmp_pat
         assert tensors and all(map(torch.equal, tensors, held[1][name])), name
 
 
+def test_ranks_with_their_own_experts_have_caches_of_their_own(
+    tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    folder, ids = random_model(tmp_path / "model", "Qwen3Moe"), prompt("Qwen3Moe")
+    keys = {**SMALL, "quant": "q8_0", "infer.tp_size": 2, "model_cache": str(tmp_path / "cache")}
+    asked = [NewRequest(id="a", prompt=ids, max_tokens=2, sampling=Sampling(temperature=0.0))]
+
+    def tokens(groups: int) -> list[int]:
+        with rank_threads(from_overrides(str(folder), {**keys, "infer.ep_size": groups})) as (controller, _):
+            return play(controller, asked).tokens["a"]
+
+    wanted = tokens(1)
+    assert tokens(2) == wanted and len(list((tmp_path / "cache").iterdir())) == 4
+    messages(said)
+    monkeypatch.setattr("evener_backend_cpu.segments.SegmentPacking.pack", refuse)
+    assert tokens(2) == wanted
+    assert messages(said).count("weights from") == 2
+
+
 @pytest.mark.parametrize("kind", ["gptq 4 act", "awq"])
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
 def test_integers_of_a_checkpoint_are_kept_as_they_were_arranged(

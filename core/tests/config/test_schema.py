@@ -108,7 +108,6 @@ def test_a_number_that_is_too_small_or_no_number_is_an_error_that_says_what_it_t
     ("key", "value", "missing"),
     [
         ("infer.dp_size", 2, "data parallelism"),
-        ("infer.ep_size", 2, "expert parallelism"),
         ("trust_model_code", True, "code from a model's folder"),
     ],
 )
@@ -132,8 +131,8 @@ def test_the_config_s_own_text_has_no_secret(nothing_installed: Packages) -> Non
 
 
 def test_building_the_objects_by_hand_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match=r"infer.ep_size=2 is not in this version"):
-        InferConfig(ep_size=2)
+    with pytest.raises(ConfigError, match=r"infer.dp_size=2 is not in this version"):
+        InferConfig(dp_size=2)
     with pytest.raises(ConfigError, match=r"serve.port=70000 is out of range; it takes an integer from 0 to 65535"):
         ServeConfig(port=70000)
     with pytest.raises(ConfigError, match=r"infer.depth=True is not an integer"):

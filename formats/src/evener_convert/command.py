@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from evener_convert.writer import WeightFile
 
 #: Keys that say how a model is stored.
-KEYS = ("quant", "weight_map", "infer.tp_size", "infer.pp_size", "infer.pp_layer_partition")
+KEYS = ("quant", "weight_map", "infer.tp_size", "infer.pp_size", "infer.pp_layer_partition", "infer.ep_size")
 
 
 def main(argv: list[str]) -> int:

@@ -73,18 +73,23 @@ def rank_pieces(weights: Sequence[Declared], checkpoint: Checkpoint, scheme: Qua
             if name in done:
                 continue
             done.add(name)
-            count = item.experts if isinstance(item, StackedWeight) and "{}" in name else 1
-            for expert in range(count):
-                yield _rank_piece(item, name.format(expert) if "{}" in name else name, spans[name], headers, scheme)
+            stack = isinstance(item, StackedWeight) and "{}" in name
+            for n in range(item.experts) if isinstance(item, StackedWeight) and stack else (0,):
+                one = name.format(item.held.start + n) if isinstance(item, StackedWeight) and stack else name
+                yield _rank_piece(item, one, spans[name], headers, scheme)
 
 
 def _rank_piece(item: Declared, name: str, slices: Sequence[Slice], headers: Headers, scheme: QuantScheme) -> Piece:
+    stacked = isinstance(item, StackedWeight) and name in (part.name for part in item.parts)
     judge = scheme_of(name, scheme, headers)
     part = judge.part(name, headers)
     roles = judge.tensors(name, headers)
 
     def make(read: Read) -> Mapping[str, torch.Tensor]:
         tensors: Mapping[str, torch.Tensor] = {role: read(each) for role, each in roles.items()}
+        if stacked and isinstance(item, StackedWeight) and item.held.whole:
+            held = item.held
+            tensors = {role: tensor.narrow(0, held.start, held.size) for role, tensor in tensors.items()}
         if slices and (part is None or part.format.plain or not isinstance(item, LinearWeight)) and len(tensors) == 1:
             tensors = {role: _narrowed(tensor, item, slices) for role, tensor in tensors.items()}
         elif slices and part is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.match import check_match, match_context
 from evener.loading.views import view_checkpoint
+from evener.plugins.discover import installed_catalog
 from evener_convert.pieces import Piece, rank_pieces, whole_pieces
 from evener_convert.split import INDEX, rank_file
 
@@ -59,6 +60,9 @@ def open_source(config: Config) -> Source:
     path = Path(config.model).expanduser()
     if (path / INDEX).is_file():
         raise ConfigError(f"{path} was split for ranks already; convert the original model")
+    if config.infer.tp_size % config.infer.ep_size:
+        raise ConfigError(f"infer.ep_size={config.infer.ep_size} divides experts among the infer.tp_size ranks of a "
+                          "layer; set infer.tp_size to a multiple of it")  # fmt: skip
     checkpoint = open_checkpoint(path)
     loaded = BackendSearch(config.backend).load(config.options)
     target = loaded.architectures.get(checkpoint.architecture)
@@ -82,7 +86,11 @@ def open_source(config: Config) -> Source:
 def declare(source: Source, world: World) -> Builder:
     """What the rank ``world`` declares of the model."""
     infer, headers, scheme = source.config.infer, source.checkpoint.headers, source.scheme
-    build = Builder(
+    made: Callable[..., Builder] = Builder
+    if infer.ep_size > 1 and world.size > 1:
+        divided = installed_catalog().need("placement of experts", "ranks", "infer.ep_size", "evener-offload")
+        made = divided(infer.ep_size)
+    build = made(
         "bfloat16", 2, lambda name: scheme.part(name, headers), _Planned(world) if world.tp_size > 1 else None,
         stage=(world.pp_rank, world.pp_size), partition=layer_partition(infer) if world.pp_size > 1 else (),
     )  # fmt: skip
@@ -148,7 +156,8 @@ def description(source: Source) -> dict[str, Any]:
         "fingerprint": fingerprint(Path(config.model).expanduser()),
         "options": {
             "quant": config.quant, "infer.tp_size": infer.tp_size, "infer.pp_size": infer.pp_size,
-            "infer.pp_layer_partition": list(infer.pp_layer_partition), "weight_map": config.weight_map,
+            "infer.ep_size": infer.ep_size, "infer.pp_layer_partition": list(infer.pp_layer_partition),
+            "weight_map": config.weight_map,
             **{f"{name}.{key}": value for name, each in config.options.items() for key, value in each.items()},
         },
         "versions": {name: importlib_metadata.version(name) for name in packages},

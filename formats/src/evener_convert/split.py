@@ -17,7 +17,7 @@ from evener.config.resolve import layer_partition
 from evener.config.schema import Config
 from evener.contracts.checkpoint import Checkpoint, WeightFile
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
-from evener.contracts.declared import Declared, LinearWeight, Slice, Span, Weight
+from evener.contracts.declared import Declared, LinearWeight, Slice, Span, StackedWeight, Weight
 from evener.distributed.world import World
 from evener.errors import CheckpointError, ConfigError
 from evener.loading.checkpoint import FolderCheckpoint
@@ -51,10 +51,13 @@ class SplitCheckpoint(CheckpointView):
         if made.get("version") != VERSION:
             found = made.get("version")
             raise CheckpointError(f"{path / INDEX} has version {found!r}, not {VERSION}; convert it again")
-        if (made.get("tp_size"), made.get("pp_size")) != (tp_size, pp_size):
+        sizes = {"tp_size": tp_size, "pp_size": pp_size, "ep_size": request.ep_size}
+        split = {key: made.get(key, 1 if key == "ep_size" else None) for key in sizes}
+        if split != sizes:
+            shown = ("tp_size", "pp_size", *(["ep_size"] if split["ep_size"] != request.ep_size else []))
+            asked = " ".join(f"infer.{key}={split[key]}" for key in shown)
             raise ConfigError(
-                f"{path} was split for infer.tp_size={made.get('tp_size')} infer.pp_size={made.get('pp_size')}; set "
-                "these, or convert the original model for this number of ranks"
+                f"{path} was split for {asked}; set these, or convert the original model for this number of ranks"
             )
         partition = made.get("pp_layer_partition")
         if not isinstance(partition, list) or not all(isinstance(each, str) for each in partition):
@@ -83,7 +86,12 @@ class SplitCheckpoint(CheckpointView):
         for item in weights:
             if isinstance(item, (Weight, LinearWeight)):
                 local = tuple(_local(name, cut, spans) for name, cut in named_pieces(item))
+                if isinstance(item, Weight) and item.shapes:
+                    kept = zip(item.shapes, item.pieces(), strict=True)
+                    item.shapes = tuple(_kept(shape, spans[name]) for shape, (name, _) in kept)
                 item.slices = local if any(local) else ()
+                if isinstance(item, StackedWeight) and all("{}" not in part.name for part in item.parts):
+                    item.held = Span(0, 0, 0)  # the file has the stacks of this rank's experts only
 
 
 class _RankFolder(FolderCheckpoint):
@@ -134,11 +142,19 @@ def _local(name: str, cut: Slice | None, spans: Mapping[str, tuple[Slice, ...]])
     return Slice(cut.axis, Span(before, before + cut.span.size, whole))
 
 
+def _kept(shape: tuple[int, ...], slices: Sequence[Slice]) -> tuple[int, ...]:
+    """The shape of a tensor of which these slices were kept."""
+    if not slices:
+        return shape
+    axis = slices[0].axis
+    return (*shape[:axis], sum(each.span.size for each in slices), *shape[axis + 1 :])
+
+
 def split_index(config: Config) -> str:
     """The text of ``evener_split.json``."""
     infer = config.infer
     index: dict[str, Any] = {
         "version": VERSION, "tp_size": infer.tp_size, "pp_size": infer.pp_size,
-        "pp_layer_partition": list(map(str, layer_partition(infer))),
+        "pp_layer_partition": list(map(str, layer_partition(infer))), "ep_size": infer.ep_size,
     }  # fmt: skip
     return json.dumps(index, indent=2) + "\n"

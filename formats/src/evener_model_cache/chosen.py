@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from evener.contracts.declared import Declared, LinearWeight, Slice, StackedWeight, Table, Weight
-from evener.contracts.quant import Packing, QuantScheme
+from evener.contracts.quant import Packing, QuantScheme, WeightPart
 from evener.loading.scheme import scheme_of
 
 
@@ -51,7 +51,7 @@ def worth_saving(
             return False
         if isinstance(item, StackedWeight) and item.transposed:
             return False
-        names = [(name, cut) for part, cut in item.pieces() for name in _names(part.name, item.experts)]
+        names = [(name, cut) for part, cut in item.pieces() for name in _names(item, part)]
         return all(is_stored(name, item.dtype, cut) for name, cut in names)
 
     def is_stored(name: str, dtype: str, cut: Slice | None) -> bool:
@@ -63,8 +63,11 @@ def worth_saving(
     return [item for item in declared if not isinstance(item, Table) and not is_cheap(item)]
 
 
-def _names(name: str, experts: int) -> Iterator[str]:
-    yield from (name.format(n) for n in range(experts)) if "{}" in name else (name,)
+def _names(item: LinearWeight, part: WeightPart) -> Iterator[str]:
+    if isinstance(item, StackedWeight) and "{}" in part.name:
+        yield from (part.name.format(item.held.start + n) for n in range(item.experts))
+    else:
+        yield part.name
 
 
 def numbered(items: Sequence[Weight | LinearWeight]) -> dict[str, Weight | LinearWeight]:

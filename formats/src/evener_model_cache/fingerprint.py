@@ -45,7 +45,8 @@ def slot_name(a: Assembly, host: bool) -> str:
         host: of the weights that the host computes with, beside the device.
     """
     config, world = a.config.config, a.ranks.world
-    place = f"{world.pp_rank}.{world.pp_size}-{world.tp_rank}.{world.tp_size}{'-host' * host}"
+    place = f"{world.pp_rank}.{world.pp_size}-{world.tp_rank}.{world.tp_size}"
+    place += f"-experts.{config.infer.ep_size}" * (config.infer.ep_size > 1) + "-host" * host
     path = Path(a.checkpoint.path).resolve()
     said = repr((str(path), a.loaded.backend.name, a.config.dtype, config.quant, config.weight_map, place))
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem if path.is_file() else path.name)[:80].lstrip(".-") or "model"
@@ -143,8 +144,8 @@ def _declared_text(item: Declared) -> str:
         return repr((item.name, item.shape, item.dtype, item.sources, item.shapes, item.slices, made))
     assert isinstance(item, LinearWeight), "the three kinds of declared weights"
     parts = [(part.name, part.rows, part.columns, part.format) for part in item.parts]
-    turned = isinstance(item, StackedWeight) and item.transposed
-    return repr((item.name, parts, item.dtype, item.layout, item.experts, item.slices, item.normalize_rows, turned))
+    stack = (item.transposed, item.held) if isinstance(item, StackedWeight) else ()
+    return repr((item.name, parts, item.dtype, item.layout, item.experts, item.slices, item.normalize_rows, stack))
 
 
 def _digest(lines: Iterator[str] | list[str]) -> str:

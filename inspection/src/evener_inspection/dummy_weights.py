@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from evener.contracts.declared import Declared, LinearWeight, Slice, Weight
+from evener.contracts.declared import Declared, LinearWeight, Slice, StackedWeight, Weight
 from evener.contracts.quant import Packing, WeightPart
 from evener.loading.loader import Ledger, WeightBytes, fill
 from evener.loading.match import shared_names
@@ -38,7 +38,8 @@ def load_dummy(
 
 def _matrices(item: LinearWeight, noise: _Noise, device: torch.device) -> Iterator[list[WeightPart]]:
     """The parts of one matrix after another; each expert has its own numbers."""
-    for expert in range(max(1, item.experts)):
+    first = item.held.start if isinstance(item, StackedWeight) else 0
+    for expert in range(first, first + max(1, item.experts)):
         named = [(replace(p, name=f"{p.name} {expert}" if item.experts else p.name), cut) for p, cut in item.pieces()]
         yield [noise.part(p, cut, item.dtype, device) for p, cut in named]
 

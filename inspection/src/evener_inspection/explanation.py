@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
 from evener.config.stages import config_of_stage, device_of_rank, has_unlike_stages, stage_part
+from evener.contracts.declared import StackedWeight
 from evener.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def explain(config: Config) -> dict[str, Any]:
         "graphs": {"package": None if offer is None else offer.package, "reason": graphs},
         "memory": {**plan.to_json(), "lines": [*plan.lines(), *_scratch(a, *largest)]},
         "fallbacks": manifest["fallbacks"],
-        "notes": [*manifest["notes"], *notes],
+        "notes": [*manifest["notes"], *notes, *_divided_experts(a)],
         "config": resolved.to_json(),
     }  # fmt: skip
 
@@ -112,6 +113,16 @@ def _stage(a: Assembly, config: ResolvedConfig, plan: MemoryPlan) -> dict[str, A
         "layers": [a.build.held.start, a.build.held.stop], "block_size": a.geometry.block_size,
         "dtype": config.dtype, "graphs": find_graph_capture(a)[1], "memory": plan.to_json(),
     }  # fmt: skip
+
+
+def _divided_experts(a: Assembly) -> Iterator[str]:
+    """Which experts this rank has, if other ranks have others."""
+    held = {w.held for w in a.build.weights if isinstance(w, StackedWeight) and w.held.whole > w.experts}
+    groups = a.config.config.infer.ep_size
+    for each in sorted(held, key=lambda span: (span.whole, span.start)):
+        slices = f", each in {a.config.config.infer.tp_size // groups} slices" if groups < a.ranks.world.tp_size else ""
+        yield (f"rank {a.ranks.world.rank} has experts {each.start} to {each.stop - 1} of {each.whole}{slices}: "
+               f"infer.ep_size={groups}")  # fmt: skip
 
 
 def _has_weights(path: Path) -> bool:

@@ -29,8 +29,9 @@ class LayerFacts:
     Attributes:
         kind: what layers of equal weights and state have in common, for a person: "full attention, experts".
         weights: bytes that every step reads.
-        experts: number of routed experts, 0: none; expert: bytes of one; top: how many a token chooses.
+        experts: number of routed experts of this rank, 0: none; expert: bytes of one; top: how many a token chooses.
         states: the layer's states.
+        everywhere: number of routed experts of all ranks; 0: as many.
     """
 
     number: int
@@ -40,11 +41,12 @@ class LayerFacts:
     expert: int
     top: int
     states: tuple[StateSpec, ...]
+    everywhere: int = 0
 
     def weight_bytes(self, requests: int) -> float:
         """Bytes of weights that a decode step of so many requests reads. Of the experts those that are expected to be
         chosen if all are equally likely."""
-        missed = (1 - self.top / self.experts) ** requests if self.experts else 1.0
+        missed = (1 - self.top / (self.everywhere or self.experts)) ** requests if self.experts else 1.0
         return self.weights + self.experts * self.expert * (1 - missed)
 
     def state_bytes(self, requests: int, context: int) -> int:
@@ -110,7 +112,7 @@ def model_facts(config: Config) -> ModelFacts:
         made.append(LayerFacts(
             number, kinds.name(layers[number], states[number]), sum(_bytes(a, item) for item in plain),
             stacks[0].experts if stacks else 0, sum(_bytes(a, item) for item in stacks), tops.get(number, 0),
-            tuple(states[number]),
+            tuple(states[number]), stacks[0].held.whole if stacks else 0,
         ))  # fmt: skip
     return ModelFacts(tuple(made), head, a.model.max_positions)
 

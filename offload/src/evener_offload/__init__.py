@@ -39,6 +39,7 @@ descriptor = Descriptor(
     placements={
         "host": "evener_offload.host_experts:HostExperts",
         "resident": "evener_offload.resident_experts:ResidentExperts",
+        "ranks": "evener_offload.expert_ranks:builder_of",
     },
     engine_commands={"weights": "evener_weights.commands:WeightCommands"},
     stage_parts={

@@ -22,6 +22,10 @@ def placed_sites(config: ResolvedConfig, own: Builder, builds: Sequence[Builder]
     if has_unlike_stages(config.config):
         raise ConfigError("infer.cpu_layer_num, infer.host_experts and infer.resident_experts are for a run on one "
                           "backend, and infer.stages names several; leave one of them out")  # fmt: skip
+    if (groups := config.config.infer.ep_size) > 1:
+        raise ConfigError(f"infer.ep_size={groups} is for experts on the devices, and infer.cpu_layer_num, "
+                          "infer.host_experts and infer.resident_experts hold them in host memory; leave "
+                          "infer.ep_size out, or these")  # fmt: skip
     chosen = chosen_layers(config.config.infer, [layer_number(site.path) for b in builds for site in _sites(b)])
     return [site for site in _sites(own) if layer_number(site.path) in chosen]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from evener.contracts.declared import LinearWeight, StateSlot, Table, Weight
+from evener.contracts.declared import LinearWeight, StackedWeight, StateSlot, Table, Weight
 from evener.contracts.device import Device
 from evener.contracts.ops import Kernel, OpCall, OpSchema
 from evener.contracts.quant import WeightPart, plain
@@ -89,8 +89,8 @@ class TinyModel:
     ) -> None:  # fmt: skip
         self.device, self.dtype, self.provider, self._seed = device, dtype, provider, seed
         self._memory = memory or GuardedMemory(device, guards=False)
-        self.hidden, self._spread = family.hidden, family.spread
-        self.build = build = Builder(dtype, MAX_POSITIONS, absorb=family.absorb)
+        self.hidden, self._spread, self._divided = family.hidden, family.spread, family.divided
+        self.build = build = (_SecondHalf if family.divided else Builder)(dtype, MAX_POSITIONS, absorb=family.absorb)
         layer: Any = DecoderLayer if isinstance(family.attention, AttentionConfig) else MixerLayer
         self.layers: list[DecoderLayer] = [
             layer(
@@ -144,6 +144,8 @@ class TinyModel:
                 weight.value = weight.make(where)
                 if self._spread:  # changed on the host: the device may lack the ops, or hold no values
                     weight.value = _spread_map(weight.key, weight.make(torch.device("cpu"))).to(where)
+                if self._divided:
+                    weight.value = _second_half(weight.key, weight.make(torch.device("cpu"))).to(where)
                 weight.value = self._memory.place(weight.value, str(weight.key))
                 self.weights.append([])
                 continue
@@ -275,6 +277,22 @@ class TinyModel:
 def _stored_as(parts: Sequence[WeightPart], storage: str) -> tuple[WeightPart, ...]:
     """The parts in the format of ``storage``, whose unit each of their rows is a multiple of."""
     return tuple(replace(part, format=format_of(storage)) for part in parts)
+
+
+class _SecondHalf(Builder):
+    """Declares stacks of the second half of a layer's experts: as on the last of the ranks that divide them."""
+
+    def experts(self, name: str, experts: int, *args: Any, **more: Any) -> StackedWeight:
+        return super().experts(name, experts - experts // 2, *args, **more)
+
+
+def _second_half(key: Any, table: torch.Tensor) -> torch.Tensor:
+    """A table of the expert map for such stacks. Other tables are left as they are."""
+    if key[0] not in ("expert slots", "expert copies"):
+        return table
+    elsewhere = len(table) // 2
+    missing = torch.full_like(table[:elsewhere], -1 if key[0] == "expert slots" else 0)
+    return torch.cat((missing, table[: len(table) - elsewhere]))
 
 
 def _spread_map(key: Any, table: torch.Tensor) -> torch.Tensor:

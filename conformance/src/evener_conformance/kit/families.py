@@ -52,9 +52,10 @@ _DEPENDENT_FIELDS = {
 class Family:
     """One kind of decoder layer.
 
-    ``spread``: its first expert has two copies, and its last one is on another rank. ``storage``: the storage of
-    its linear weights; plain if empty. ``routers``: of its routers too. ``state``: the element type of quantized keys
-    and values; as computed if empty.
+    ``spread``: its first expert has two copies, and its last one is on another rank. ``divided``: its stacks hold the
+    second half of its experts only; another rank has the others. ``storage``: the storage of its linear weights; plain
+    if empty. ``routers``: of its routers too. ``state``: the element type of quantized keys and values; as computed if
+    empty.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Family:
     hidden: int = 96
     vocab: int = 67
     spread: bool = False
+    divided: bool = False
     storage: str = ""
     routers: bool = False
     state: str = ""
@@ -180,6 +182,10 @@ def families() -> tuple[Family, ...]:
         Family(
             "spread expert", AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
             MoEConfig(experts=5, top=3, inner=40), spread=True,
+        ),
+        Family(
+            "divided expert", AttentionConfig(heads=2, kv_heads=1, head_dim=32, rotary=RotaryConfig(32)),
+            MoEConfig(experts=7, top=2, inner=40), divided=True,
         ),
         Family(
             "biased expert",

@@ -62,6 +62,7 @@ class NaiveModel:
         schemas, schemes, providers: for ops, checkpoints and kinds of state that are not built in; those of installed
             packages are found automatically.
         seed: seed of dummy weights.
+        builder: what is constructed in place of a ``Builder``.
         choices: further arguments of the ``Builder`` (``absorb``, ``index_top``, ``state_dtype``).
 
     Attributes:
@@ -74,7 +75,8 @@ class NaiveModel:
         self, source: str | Path | Mapping[str, Any], dtype: str = "float32",
         architecture: type[Architecture] | None = None, *, max_positions: int | None = None,
         schemas: Sequence[OpSchema] = (), schemes: Sequence[QuantScheme] = (),
-        providers: Sequence[StateProvider] = (), seed: int = 0, **choices: Any,
+        providers: Sequence[StateProvider] = (), seed: int = 0,
+        builder: Callable[..., Builder] = Builder, **choices: Any,
     ) -> None:  # fmt: skip
         checkpoint: Checkpoint | None = None
         if isinstance(source, Mapping):
@@ -86,7 +88,7 @@ class NaiveModel:
         made = architecture or find_architecture(self.config["architectures"][0])
         length = max_positions or facts_of("", self.config).max_positions
         assert length is not None, "config.json gives max_position_embeddings"
-        self.build = Builder(
+        self.build = builder(
             dtype, length, (lambda name: scheme.part(name, checkpoint.headers)) if checkpoint else None, **choices
         )
         self.model = made(self.config, self.build)

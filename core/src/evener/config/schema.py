@@ -80,9 +80,8 @@ class InferConfig(Section):
     dp_size: int = option(
         1, "int", "Data-parallel ranks of attention.", minimum=1, supported=(1,), missing="data parallelism is"
     )  # fmt: skip
-    ep_size: int = option(
-        1, "int", "Expert-parallel ranks.", minimum=1, supported=(1,), missing="expert parallelism is"
-    )  # fmt: skip
+    ep_size: int = option(1, "int", "Groups of tensor-parallel ranks that divide a layer's experts among them; 1: "
+                          "all ranks share each expert; infer.tp_size: each has whole ones.", minimum=1)  # fmt: skip
     task: str = option("auto", "str", "What the model is for; auto: what its folder says.",
                        choices=("auto", "generate", "embed", "score"))  # fmt: skip
     pooling: str = option("auto", "str", "Of which tokens the vector of a text is made; auto: what the folder says, or "

@@ -159,15 +159,17 @@ class StackedWeight(LinearWeight):
 
     A part's name has ``{}`` in place of the expert's number in the checkpoint. A name without ``{}`` is one stored
     tensor with the experts along its first axis; with ``transposed`` it is [experts, columns, rows] if unquantized.
+    ``held``: (optional) which of the checkpoint's experts these are; its ``whole`` is 0 if they are all.
     """
 
     op: str = "grouped_linear"
     transposed: bool = False
+    held: Span = Span(0, 0, 0)
 
     def stored_parts(self) -> Iterator[str]:
         """Names of all its tensors in the checkpoint."""
-        for part in self.parts:
-            yield from (part.name.format(n) for n in range(self.experts if "{}" in part.name else 1))
+        for name in (part.name for part in self.parts):
+            yield from (name.format(self.held.start + n) for n in range(self.experts if "{}" in name else 1))
 
 
 @dataclass(eq=False)

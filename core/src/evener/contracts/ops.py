@@ -175,9 +175,8 @@ class OpSchema:
     state: bool = False
     defaults: Mapping[str, Any] = field(default_factory=lambda: STATIC_DEFAULTS)
     cases: str = ""
-    tolerance: Mapping[str, tuple[float, float]] = field(
-        default_factory=lambda: {"float32": (1e-5, 1e-5), "bfloat16": (1.6e-2, 1e-2), "float16": (2e-3, 2e-3)}
-    )
+    tolerance: Mapping[str, tuple[float, float]] = field(default_factory=lambda: {
+        "float32": (1e-5, 1e-5), "bfloat16": (1.6e-2, 1e-2), "float16": (2e-3, 2e-3)})  # fmt: skip
     scratch: float = 8.0
     deterministic: bool = True
     capturable: bool = True

@@ -49,6 +49,7 @@ class Builder:
         predicts: whether the run wants the model's layer for multi-token prediction.
 
     Attributes:
+        rank, ranks: this rank's number among those that share a layer, and how many they are.
         weights, sites, slots, groups: everything declared so far, in order.
         ignored: regular expressions for names of checkpoint tensors that are not read.
         chosen: ascending numbers of the only layers that run (``infer.layers``); empty: all.
@@ -72,6 +73,7 @@ class Builder:
         partition: Sequence[int] = (),
         predicts: bool = False,
     ) -> None:
+        self.rank, self.ranks = (0, 1) if communicator is None else (communicator.rank, communicator.size)
         self.head: Callable[..., Any] | None = None
         self.held = range(0)
         self.chosen: Sequence[int] = ()
@@ -125,13 +127,14 @@ class Builder:
     def replicated(self) -> Builder:
         """A copy without a communicator, for layers that every rank holds whole. It declares into the same lists."""
         twin = copy(self)
-        twin.communicator = None
+        twin.communicator, twin.rank, twin.ranks = None, 0, 1
         return twin
 
-    @property
-    def ranks(self) -> int:
-        """Number of tensor parallel ranks."""
-        return 1 if self.communicator is None else self.communicator.size
+    def expert_group(self, experts: int) -> Builder:
+        """What declares the stacks, the stacked biases and the map of a layer's ``experts``: this builder, because all
+        ranks share every expert. One that divides them among groups of ranks (``infer.ep_size``) returns another, whose
+        ``shard`` and ``on_first_rank`` are about this rank's group."""
+        return self
 
     def shard(self, count: int, what: str, unit: int = 1) -> Span:
         """This rank's part of ``count`` elements, cut at multiples of ``unit``. If the units cannot be shared equally,
@@ -140,13 +143,12 @@ class Builder:
         Raises:
             ConfigError: there are fewer units than ranks.
         """
-        rank, units = 0 if self.communicator is None else self.communicator.rank, -(-count // unit)
+        units = -(-count // unit)
         if units < self.ranks:
-            raise self.tp_size_error(
-                f"{count} {what} in units of {unit} are too few for so many ranks", range(1, units + 1)
-            )
+            raise self.tp_size_error(f"{count} {what} in units of {unit} are too few for so many ranks",
+                                     range(1, units + 1))  # fmt: skip
         each, more = divmod(units, self.ranks)
-        first, last = (r * each + min(r, more) for r in (rank, rank + 1))
+        first, last = (r * each + min(r, more) for r in (self.rank, self.rank + 1))
         return Span(first * unit, min(count, last * unit), count)
 
     def shard_inner(self, count: int, what: str, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> Span:
@@ -189,9 +191,8 @@ class Builder:
     def on_first_rank(self, *names: str) -> bool:
         """Whether this is rank 0, which alone holds what must be added once to a sum over the ranks, e.g. a bias. The
         other ranks ignore the checkpoint's ``names``."""
-        mine = self.communicator is None or self.communicator.rank == 0
-        self.ignored += () if mine else map(re.escape, names)
-        return mine
+        self.ignored += map(re.escape, names) if self.rank else ()
+        return not self.rank
 
     def weight(
         self, name: str, *shape: Size, dummy: str = "noise", sources: Sequence[str] = (), spans: Sequence[Span] = (),

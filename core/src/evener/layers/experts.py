@@ -84,37 +84,39 @@ class MoEConfig:
         gate, up, down = (f"{module}.{{}}.{name}.weight" for name in self.projections)
         router_parts = {f"{prefix}.{self.router}.weight": count}
         gate_up_names, down_names = [gate, up, f"{module}.gate_up_proj"], [down, f"{module}.down_proj"]
-        inner = build.shard_inner(self.inner, "inner features of an expert", gate_up_names, down_names)
+        group = build.expert_group(count)
+        inner = group.shard_inner(self.inner, "features in an expert (see infer.ep_size)", gate_up_names, down_names)
         # Stacked tensors hold all gate rows, then all up rows; for clamped_swiglu, gate and up rows alternate.
         paired, both = self.activation == "clamped_swiglu", 2 * self.inner
         gate_up_spans = [inner * 2] if paired else merge_spans(inner.shifted(first, both) for first in (0, self.inner))
         stacked = [(f"{module}.gate_up_proj", span) for span in gate_up_spans]
         router = build.linear(f"{prefix}.{self.router}", router_parts, hidden, out="float32")
-        gate_up_linear = build.experts(
+        gate_up_linear = group.experts(
             f"{module}.gate_up", count, stacked if paired else {gate: inner, up: inner}, hidden, stacked=stacked,
             transposed=self.transposed,
         )  # fmt: skip
-        down_linear = build.experts(
+        down_linear = group.experts(
             f"{module}.down", count, {down: hidden}, inner, stacked={f"{module}.down_proj": hidden},
             transposed=self.transposed,
         )  # fmt: skip
         shared_gate_up, shared_down, shared_gate = self._declare_shared(build, prefix, hidden)
 
-        def bias(name: str, *shape: int, wide: bool = False, **more: Any) -> Any:
+        def bias(name: str, *shape: int, wide: bool = False, build: Builder = build, **more: Any) -> Any:
             return build.weight(name, *shape, dummy="zeros", dtype="float32" if wide else None, **more)
 
         gate_up_bias, down_bias = f"{module}.gate_up_proj_bias", f"{module}.down_proj_bias"
+        own_bias = self.bias and group.on_first_rank(down_bias)
         cut: dict[str, Any] = {"sources": [gate_up_bias] * len(gate_up_spans), "spans": gate_up_spans, "axis": 1}
 
         weights = build.group(
             MoEWeights, norm=norm_weight(build, prefix, self.norm, hidden, common),
             post_norm=norm_weight(build, prefix, self.post_norm, hidden, common),
             router=router, gate_up=gate_up_linear, down=down_linear, shared_gate_up=shared_gate_up,
-            shared_down=shared_down, shared_gate=shared_gate, **identity_expert_map(build, prefix, count),
+            shared_down=shared_down, shared_gate=shared_gate, **identity_expert_map(group, prefix, count),
             router_bias=bias(f"{prefix}.{self.router}.bias", count) if self.bias else None,
             correction=bias(f"{prefix}.{self.correction}", count, wide=True) if self.correction else None,
-            gate_up_bias=bias(gate_up_bias, count, 2 * inner.size, **cut) if self.bias else None,
-            down_bias=bias(down_bias, count, hidden) if self.bias and build.on_first_rank(down_bias) else None,
+            gate_up_bias=bias(gate_up_bias, count, 2 * inner.size, build=group, **cut) if self.bias else None,
+            down_bias=bias(down_bias, count, hidden, build=group) if own_bias else None,
         )  # fmt: skip
         static: MoEStatic = {
             **common, "experts": count, "top": self.top, "scoring": self.scoring, "groups": self.groups,

@@ -194,7 +194,7 @@ class _Loader:
             found = [self._part(part, cut, item.dtype) for part, cut in item.pieces()]
             yield [_normalize_rows(part) for part in found] if item.normalize_rows else found
             return
-        for expert in range(item.experts):
+        for expert in range(item.held.start, item.held.start + item.experts):
             yield [self._expert_part(item, part, cut, expert) for part, cut in item.pieces()]
 
     def _expert_part(self, item: StackedWeight, part: WeightPart, cut: Slice | None, expert: int) -> WeightPart:

@@ -97,10 +97,10 @@ def _misshapen(item: Declared, headers: Headers, scheme: QuantScheme) -> Iterato
             stored = " + ".join(str(list(shape)) for shape in shapes)
             yield f"{' + '.join(item.sources)} is {stored}, not {list(wanted or item.shape)}"
     elif isinstance(item, StackedWeight):
-        for declared, cut in item.pieces():
-            whole = "{}" not in declared.name
-            for expert in range(1 if whole else item.experts):
-                yield from _misfit(declared, cut, declared.name.format(expert), item, whole, headers, scheme)
+        for part, cut in item.pieces():
+            whole = "{}" not in part.name
+            for n in range(1 if whole else item.experts):
+                yield from _misfit(part, cut, part.name.format(item.held.start + n), item, whole, headers, scheme)
     elif isinstance(item, LinearWeight):
         for declared, cut in item.pieces():
             yield from _misfit(declared, cut, declared.name, item, False, headers, scheme)
@@ -118,8 +118,8 @@ def _misfit(
     wanted = wanted if cut is None else list(cut.full_shape(wanted))
     if isinstance(item, StackedWeight) and whole:
         wanted = wanted[::-1] if item.transposed and part.format.plain else wanted
-        if any(shape[0] != item.experts for shape in shapes):
-            yield f"{name} is {', '.join(map(str, shapes))}, not {[item.experts, *wanted]}"
+        if any(shape[0] != (item.held.whole or item.experts) for shape in shapes):
+            yield f"{name} is {', '.join(map(str, shapes))}, not {[item.held.whole or item.experts, *wanted]}"
             return
     if [part.rows, part.columns] != wanted:
         yield f"{name} is {', '.join(map(str, shapes))}, not {wanted}"

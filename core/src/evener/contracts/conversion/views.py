@@ -41,6 +41,7 @@ class ViewRequest:
         tp: (index, count) of this rank among those that share a layer.
         stage: (index, count) of its pipeline stage.
         partition: number of layers of each stage; empty: equal numbers.
+        ep_size: groups among which the experts of a layer are divided.
     """
 
     checkpoint: Checkpoint
@@ -53,6 +54,7 @@ class ViewRequest:
     tp: tuple[int, int] = (0, 1)
     stage: tuple[int, int] = (0, 1)
     partition: Sequence[int] = ()
+    ep_size: int = 1
 
 
 class CheckpointView(Checkpoint):
@@ -87,7 +89,6 @@ class CheckpointView(Checkpoint):
         """(optional) How the files of ``checkpoint``, as it is stored, divide the layers among pipeline stages: their
         number of layers, or none for equal numbers. Default: None, they can be read with any division.
         """
-        del checkpoint
         return None
 
     def reslice(self, weights: Sequence[Declared]) -> None:

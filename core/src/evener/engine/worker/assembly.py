@@ -133,6 +133,8 @@ def assemble(
     if headers and isinstance(checkpoint, CheckpointView):
         checkpoint.reslice(build.weights)
     other_stages = [other for other, _ in declared if other is not build]
+    if infer.ep_size > 1 and not any(site.op == "moe_block" for each, _ in declared for site in each.sites):
+        raise ConfigError(f"infer.ep_size={infer.ep_size}: {config.model} has no experts; leave infer.ep_size out")
     sampler = Sampler(build, model.vocab_size)
     encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]
     media_rows = max([resolved.step_tokens, *(encoder.rows for encoder in encoders)])
@@ -190,7 +192,7 @@ def view_model(
     checkpoint, scheme = view_checkpoint(ViewRequest(
         checkpoint, family, [p.value for p in loaded.quant_schemes()], config.max_seq_len, quant,
         weight_map, asked.options, (world.tp_rank, world.tp_size), (world.pp_rank, world.pp_size),
-        layer_partition(asked.infer),
+        layer_partition(asked.infer), asked.infer.ep_size,
     ))  # fmt: skip
     return StoredModel(checkpoint, checkpoint.headers, scheme, family)
 
@@ -202,7 +204,9 @@ def declare_model(
     """A pipeline stage's part of a model, declared; ``head``: as in ``Builder``."""
     infer, world = config.config.infer, ranks.world
     checkpoint, headers, scheme, family = stored
-    build = Builder(
+    made = Builder if infer.ep_size == 1 else installed_catalog().need(
+        "placement of experts", "ranks", "infer.ep_size", "evener-offload")(infer.ep_size)  # fmt: skip
+    build = made(
         config.dtype, config.max_seq_len, (lambda name: scheme.part(name, headers)) if headers else None,
         ranks.tp, absorb=infer.mla_absorb,
         index_top=None if infer.index_topk == "auto" else infer.index_topk,

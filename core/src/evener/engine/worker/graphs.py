@@ -108,10 +108,7 @@ class StepGraphs:
             self._replay(forward, lengths)
             if stages is not None and not samples:
                 inputs = captured.inputs
-                parts = {
-                    "sample_slots": inputs.sample_slots[:rows].clone(),
-                    "sample_positions": inputs.sample_positions[:rows].clone(),
-                }
+                parts = {n: getattr(inputs, n)[:rows].clone() for n in ("sample_slots", "sample_positions")}
                 stages.send_stream(captured.outputs["stream"][:tokens].clone(), plan, parts)
                 return PendingStep(plan, None)
 

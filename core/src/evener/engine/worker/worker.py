@@ -103,9 +103,8 @@ class Worker:
         self.facts = WorkerFacts(
             specs=[g.spec for g in a.geometry.groups], cuts=[g.cut for g in a.geometry.groups], blocks=plan.blocks,
             block_size=size, max_reqs=resolved.max_reqs, max_seq_len=resolved.max_seq_len,
-            step_tokens=resolved.step_tokens,
-            media_rows=a.media_rows, info=self._info(a, plan, loaded, time.monotonic() - began),
-            kept_slabs=0 if self.mover is None else self.mover.slabs,
+            step_tokens=resolved.step_tokens, info=self._info(a, plan, loaded, time.monotonic() - began),
+            media_rows=a.media_rows, kept_slabs=0 if self.mover is None else self.mover.slabs,
         )  # fmt: skip
 
     def close(self) -> None:
