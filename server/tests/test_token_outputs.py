@@ -328,7 +328,8 @@ def test_a_vocabulary_of_many_tokens_is_written_in_a_thread_with_the_same_answer
 def test_the_operator_s_limit_of_log_probabilities_holds_for_every_endpoint(make_api: Any, error: Any) -> None:
     api = make_api(options=ServerOptions(max_logprobs=5))
     answers = {
-        "top_logprobs": api.chat(logprobs=True, top_logprobs=6), "logprobs": api.complete(logprobs=6),
+        "top_logprobs": api.chat(logprobs=True, top_logprobs=6),
+        "logprobs": api.complete(logprobs=6),
         "prompt_logprobs": api.complete(prompt_logprobs=6),
     }
     for name, response in answers.items():
@@ -342,8 +343,9 @@ def test_the_operator_s_limit_of_log_probabilities_holds_for_every_endpoint(make
 
 
 def test_the_prompts_and_choices_of_a_request_share_the_room_for_log_probabilities(make_api: Any, error: Any) -> None:
-    size = 100_000
-    api = make_api(FakeEngine(info_overrides={"vocab_size": size}), options=ServerOptions(max_logprobs=-1))
+    size = 20_000
+    engine = FakeEngine(info_overrides={"vocab_size": size, "max_model_len": 1000})
+    api = make_api(engine, options=ServerOptions(max_logprobs=-1))
     most = MAX_LOGPROB_ENTRIES // size
     long, words = "a" * (most // 2 + 1), {"role": "user", "content": "a" * (most // 2 + 1)}
     for fields in ({"prompt": [long, long]}, {"prompt": long, "n": 2}):

@@ -44,7 +44,8 @@ def drafts(naive: NaiveModel, text: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("family", "shape", "depth", "answer"),
-    [("DeepseekV3", SHAPE, 1, 24), ("Glm4Moe", {**SHAPE, "attention_bias": False}, 2, 24),
+    [pytest.param("DeepseekV3", SHAPE, 1, 24, marks=pytest.mark.slow),
+     ("Glm4Moe", {**SHAPE, "attention_bias": False}, 2, 24),
      pytest.param("DeepseekV3", SHAPE, 2, 24, marks=pytest.mark.slow),
      pytest.param("Qwen3Next", RECURRENT, 2, 40, marks=pytest.mark.slow)],
 )  # fmt: skip

@@ -59,7 +59,8 @@ def naive(config: Any) -> NaiveModel:
 @pytest.mark.parametrize(
     ("family", "stored", "options"),
     [
-        ("Llama", "fp8_e4m3", {}), ("Llama", "int8", {"infer.step_tokens": 9, "infer.depth": 3}),
+        pytest.param("Llama", "fp8_e4m3", {}, marks=pytest.mark.slow),
+        ("Llama", "int8", {"infer.step_tokens": 9, "infer.depth": 3}),
         ("Gemma3", "int8", {"infer.step_tokens": 7}),
     ],
 )  # fmt: skip
