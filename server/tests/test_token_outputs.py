@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import tokenizers
-from evener_pooling.rows import MAX_LOGPROB_ENTRIES
+from evener_pooling import rows
 from msgspec.structs import replace
 
 from evener.engine.wire.messages import NewRequest
@@ -342,11 +342,12 @@ def test_the_operator_s_limit_of_log_probabilities_holds_for_every_endpoint(make
         ServerOptions(max_logprobs=-2).check_numbers()
 
 
-def test_the_prompts_and_choices_of_a_request_share_the_room_for_log_probabilities(make_api: Any, error: Any) -> None:
-    size = 20_000
-    engine = FakeEngine(info_overrides={"vocab_size": size, "max_model_len": 1000})
-    api = make_api(engine, options=ServerOptions(max_logprobs=-1))
-    most = MAX_LOGPROB_ENTRIES // size
+def test_the_prompts_and_choices_of_a_request_share_the_room_for_log_probabilities(
+    make_api: Any, error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, most = 3000, 43
+    monkeypatch.setattr(rows, "MAX_LOGPROB_ENTRIES", most * size)
+    api = make_api(FakeEngine(info_overrides={"vocab_size": size}), options=ServerOptions(max_logprobs=-1))
     long, words = "a" * (most // 2 + 1), {"role": "user", "content": "a" * (most // 2 + 1)}
     for fields in ({"prompt": [long, long]}, {"prompt": long, "n": 2}):
         refused = api.complete(**fields, max_tokens=1, prompt_logprobs=-1)
