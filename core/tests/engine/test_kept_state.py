@@ -167,7 +167,9 @@ def test_each_rank_keeps_its_part(sizes: tuple[int, int], make_lively: Any, play
         assert len({id(worker.mover) for worker in ranks.workers}) == 2
 
 
-def test_workers_in_processes_of_their_own_do_as_plans_say(make_lively: Any, play: Any, shrink_pool: Any) -> None:
+def test_workers_in_processes_of_their_own_do_as_plans_say(
+    make_lively: Any, play: Any, shrink_pool: Any, warm_children: None
+) -> None:
     config = make_lively("Llama", executor="process", **HOST)
     controller, _ = build_controller(config)
     try:

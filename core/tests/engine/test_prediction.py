@@ -71,6 +71,7 @@ def test_tokens_are_the_same_and_the_layer_proposes_what_it_would_for_each_text_
     assert controller.scheduler.state.pool.used == 0
 
 
+@pytest.mark.slow  # those of an EAGLE head are quick
 def test_forks_preemptions_and_cached_prefixes_change_no_token(make_lively: Any, play: Any, shrink_pool: Any) -> None:
     config = make_lively("DeepseekV3", SHAPE, **LIMITS, **MTP, **{"infer.block_size": 16})
     prompt, greedy = [1 + i * i % 9 for i in range(33)], Sampling(temperature=0.0)

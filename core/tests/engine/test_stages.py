@@ -155,7 +155,9 @@ def test_stages_give_the_tokens_of_one_rank_under_preemption_and_aborts(
 
 
 def test_consecutive_plans_of_stages_name_different_requests(make_config: Any, play: Any, ranked: Any) -> None:
-    several = ranked(make_config("Llama", **{"infer.pp_size": 2, "infer.pp_layer_partition": "1,2"}))
+    several = ranked(
+        make_config("Llama", {"num_hidden_layers": 3}, **{"infer.pp_size": 2, "infer.pp_layer_partition": "1,2"})
+    )
     plans: list[Any] = []
     submit = several.executor.submit
     several.executor.submit = lambda plan: (plans.append(plan), submit(plan))
@@ -228,7 +230,9 @@ def test_layers_that_cannot_be_divided_are_refused(
     make_config: Any, ranked: Any, infer: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        ranked(make_config("Llama", **{f"infer.{key}": value for key, value in infer.items()}))
+        ranked(
+            make_config("Llama", {"num_hidden_layers": 3}, **{f"infer.{key}": value for key, value in infer.items()})
+        )
 
 
 def test_a_model_without_pipeline_support_is_rejected(
