@@ -20,7 +20,7 @@ LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24
 #: host.
 SHAPE = {"num_hidden_layers": 2, "first_k_dense_replace": 9, "num_nextn_predict_layers": 1, "vocab_size": 11}
 #: Most of its layers are recurrent.
-RECURRENT = {"num_experts": 0, "vocab_size": 11}
+RECURRENT = {"num_hidden_layers": 4, "num_experts": 0, "vocab_size": 11}
 MTP = {"infer.drafter": "mtp"}
 
 
