@@ -116,8 +116,8 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 @pytest.mark.parametrize(
     ("template", "limit", "why"),
     [
-        (ENDLESS, 1.0, "longer than 1 s"),
-        ("{{ 7 ** (9 ** 9) }}", 1.0, "longer than 1 s"),
+        (ENDLESS, 0.25, r"longer than 0\.25 s"),
+        ("{{ 7 ** (9 ** 9) }}", 0.25, r"longer than 0\.25 s"),
         ("{{ 'x' * 10 ** 11 }}", 120.0, "it needs more than 512 MiB of memory"),
     ],
 )

@@ -37,8 +37,11 @@ def drawn(experts: int = EXPERTS) -> dict[str, torch.Tensor]:
     return {"token_embd.weight": torch.randn(VOCAB, WIDTH), **router, **tensors}
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K", "Q6_K", "MXFP4"])
-@pytest.mark.parametrize(("family", "architecture", "router", "name", "words"), FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "architecture", "router", "name", "words", "kind"),
+    [pytest.param(*names, kind, marks=[] if (number, kind) in ((0, "MXFP4"), (1, "Q4_K")) else pytest.mark.slow)
+     for number, names in enumerate(FAMILIES) for kind in ("F32", "Q8_0", "Q4_K", "Q6_K", "MXFP4")],
+)  # fmt: skip
 def test_every_expert_is_a_tensor_with_its_part_of_the_stack(
     family: str, architecture: str, router: str, name: str, words: dict[str, str], kind: str, write_gguf: Write
 ) -> None:

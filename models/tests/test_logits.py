@@ -106,6 +106,7 @@ def test_greedy_tokens_equal_transformers_generate(tiny_model: Any) -> None:
     assert max(ours.greedy_gaps(ids, theirs)) == 0.0
 
 
+@pytest.mark.slow
 def test_a_real_chat_model_answers_like_transformers(smollm2_dir: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

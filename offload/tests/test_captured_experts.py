@@ -40,7 +40,7 @@ def host(family: str = "Qwen3Moe") -> dict[str, Any]:
     return {"infer.cpu_layer_num": FAMILIES[family][1]}
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("family", [pytest.param("Qwen3Moe", marks=pytest.mark.slow), "GptOss"])
 def test_captured_steps_with_experts_on_the_host_give_the_tokens_of_one_device(
     configured: Configured, family: str
 ) -> None:
@@ -145,7 +145,7 @@ def test_a_kernel_of_the_host_that_fails_in_a_replay_is_named(
     ("keys", "why"),
     [
         ({"simulated.host_calls": False}, r"memory, and .* does not call the host \(DeviceCapabilities.host_calls\)"),
-        ({"offload.halves": "on"}, "memory, and offload.halves=on"),
+        pytest.param({"offload.halves": "on"}, "memory, and offload.halves=on", marks=pytest.mark.slow),
     ],
 )
 def test_steps_that_cannot_be_captured_run_eagerly_and_the_manifest_says_why(

@@ -35,7 +35,7 @@ from evener_offload.host_experts import HostExperts
 
 
 @pytest.mark.parametrize(
-    "family", [f if f in ("Qwen3Moe", "DeepseekV3") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+    "family", [f if f == "DeepseekV3" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
 )
 def test_a_chip_too_small_for_the_experts_gives_the_tokens_of_one_that_holds_them(
     configured: Configured, family: str
@@ -59,6 +59,7 @@ def test_a_chip_too_small_for_the_experts_gives_the_tokens_of_one_that_holds_the
     assert memory["host_layers"] == layers and memory["measured_weights"] == memory["weights"]
 
 
+@pytest.mark.slow  # in halves is harder
 def test_two_ranks_each_compute_their_part_of_every_expert(configured: Configured) -> None:
     want = on_the_cpu()
     with rank_threads(configured(**{"infer.tp_size": 2, "infer.cpu_layer_num": 2})) as (controller, ranks):
@@ -172,9 +173,7 @@ def test_the_device_computes_shared_experts_while_rows_are_on_their_way(
 HALVED = {"offload.halves": "on"}
 
 
-@pytest.mark.parametrize(
-    "family", [f if f in ("GptOss", "Mixtral") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", [f if f == "GptOss" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_steps_in_two_halves_give_the_same_tokens(configured: Configured, family: str) -> None:
     """With chunks, preemption, prefix hits and aborts together."""
     want = on_the_cpu(family)
@@ -186,14 +185,13 @@ def test_steps_in_two_halves_give_the_same_tokens(configured: Configured, family
     assert "steps are halved: always" in "\n".join(ready.info.manifest["notes"])
 
 
-def test_ranks_and_stages_compute_their_parts_in_halves(configured: Configured) -> None:
+@pytest.mark.parametrize("groups", ["infer.tp_size", pytest.param("infer.pp_size", marks=pytest.mark.slow)])
+def test_ranks_and_stages_compute_their_parts_in_halves(configured: Configured, groups: str) -> None:
     want = on_the_cpu()
-    for groups in ({"infer.tp_size": 2}, {"infer.pp_size": 2}):
-        config = configured(**groups, **HALVED, **{"infer.cpu_layer_num": 2})
-        with rank_threads(config) as (controller, ranks):
-            assert_same(play(controller, **traffic()), want)
-            placed = [worker.assembly.placement for worker in ranks.workers]
-            assert min(place.counters()["host_expert_halved_steps"] for place in placed if place) > 5
+    with rank_threads(configured(**{groups: 2}, **HALVED, **{"infer.cpu_layer_num": 2})) as (controller, ranks):
+        assert_same(play(controller, **traffic()), want)
+        placed = [worker.assembly.placement for worker in ranks.workers]
+        assert min(place.counters()["host_expert_halved_steps"] for place in placed if place) > 5
 
 
 def test_without_the_key_sizes_are_timed_in_both_ways(configured: Configured) -> None:
@@ -355,10 +353,8 @@ RULES = json.dumps({"re:.*self_attn.*": "none", "re:lm_head.*": "none"})
 PACKED = {"q4_k": 144 / 256, "q8_0": 34 / 32, "fp8": 1.0}
 
 
-@pytest.mark.parametrize("quant", [q if q != "q8_0" else pytest.param(q, marks=pytest.mark.slow) for q in PACKED])
-def test_experts_quantized_while_loading_stay_packed_on_the_host(
-    tmp_path: Path, quant: str
-) -> None:
+@pytest.mark.parametrize("quant", [q if q == "q4_k" else pytest.param(q, marks=pytest.mark.slow) for q in PACKED])
+def test_experts_quantized_while_loading_stay_packed_on_the_host(tmp_path: Path, quant: str) -> None:
     """The chip reads no quantized weights: on it they would be dequantized."""
     config = {**find_architecture("Qwen3MoeForCausalLM").tiny_config(), **HEADS, "head_dim": 16, "hidden_size": 256,
               "moe_intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 8}  # fmt: skip
@@ -377,7 +373,9 @@ def test_experts_quantized_while_loading_stay_packed_on_the_host(
     assert every["memory"]["weights"] > 4 * numbers and every["dequantized"]
 
 
-@pytest.mark.parametrize("placed", [{"infer.cpu_layer_num": 1}, {"infer.resident_experts": 6}])
+@pytest.mark.parametrize(
+    "placed", [{"infer.cpu_layer_num": 1}, pytest.param({"infer.resident_experts": 6}, marks=pytest.mark.slow)]
+)
 def test_a_model_cache_keeps_the_weights_of_the_host_and_of_the_device(
     tmp_path: Path, placed: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -94,6 +94,7 @@ def test_what_the_host_computes_comes_to_the_device_little_by_little(configured:
     assert all(each.copied > each.misses and each.hits for each in layers)
 
 
+@pytest.mark.slow
 def test_two_ranks_let_the_host_compute_their_parts(configured: Configured) -> None:
     want = on_the_cpu()
     keys = {**KEYS, "infer.tp_size": 2, "offload.host_when_sooner": "2"}

@@ -54,16 +54,22 @@ def test_few_slots_for_experts_give_the_tokens_of_a_device_that_holds_all(config
     assert len(layers) == FAMILIES[family][1] and all(layer.residents.hits for layer in layers)
 
 
-def test_only_the_layers_that_are_named_leave_the_device(configured: Configured) -> None:
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [pytest.param({"infer.cpu_layer_num": 1}, (2,), marks=pytest.mark.slow), ({"infer.host_experts": "0-1"}, (0, 1))],
+)
+def test_only_the_layers_that_are_named_leave_the_device(
+    configured: Configured, keys: dict[str, Any], layers: tuple[int, ...]
+) -> None:
     want = on_the_cpu()
-    for keys, layers in (({"infer.cpu_layer_num": 1}, (2,)), ({"infer.host_experts": "0-1"}, (0, 1))):
-        controller, ready = build_controller(configured(**{"infer.resident_experts": 12, **keys}))
-        assert_same(play(controller, **traffic()), want)
-        assert placement_of(controller).layers == layers
-        shown = ",".join(map(str, layers)).replace(",", "-")
-        assert f"12 experts of each of {len(layers)} layers are on the device, the others in host memory: {shown}" in (
-            ready.info.manifest["notes"]
-        )
+    controller, ready = build_controller(configured(**{"infer.resident_experts": 12, **keys}))
+    assert_same(play(controller, **traffic()), want)
+    assert placement_of(controller).layers == layers
+    shown = ",".join(map(str, layers)).replace(",", "-")
+    assert (
+        f"12 experts of each of {len(layers)} layers are on the device, the others in host memory: {shown}"
+        in (ready.info.manifest["notes"])
+    )
 
 
 @pytest.mark.slow
@@ -158,7 +164,9 @@ def test_a_layer_is_guessed_for_only_if_its_experts_and_those_before_are_in_host
     assert all(not layer.residents.guesses for layer in placement_of(controller).layer.values())
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "DeepseekV3"])
+@pytest.mark.parametrize(
+    "family", ["GptOss", *(pytest.param(f, marks=pytest.mark.slow) for f in ("Qwen3Moe", "DeepseekV3"))]
+)
 def test_a_block_gives_the_same_bits_whatever_is_on_the_device(configured: Configured, family: str) -> None:
     """Biases too: random weights have none, so they are set here."""
     draw = torch.Generator().manual_seed(5)
@@ -230,7 +238,11 @@ class OrderedEvent:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"infer.resident_experts": 8}, {"infer.cpu_layer_num": 3, "offload.stream_prompts": "1"}]
+    "keys",
+    [
+        {"infer.resident_experts": 8},
+        pytest.param({"infer.cpu_layer_num": 3, "offload.stream_prompts": "1"}, marks=pytest.mark.slow),
+    ],
 )
 def test_copies_and_products_wait_for_each_other_on_the_device(
     configured: Configured, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]

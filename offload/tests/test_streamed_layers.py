@@ -29,9 +29,7 @@ def placement_of(controller: Any) -> HostExperts:
     return found
 
 
-@pytest.mark.parametrize(
-    "family", [f if f in ("Qwen3Moe", "GptOss") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", [f if f == "GptOss" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_large_steps_on_the_device_and_small_ones_on_the_host_give_the_tokens_of_one_device(
     configured: Configured, family: str
 ) -> None:
@@ -53,7 +51,7 @@ def test_large_steps_on_the_device_and_small_ones_on_the_host_give_the_tokens_of
     assert "for large steps: those with 16 tokens or more" in "\n".join(ready.info.manifest["notes"])
 
 
-@pytest.mark.parametrize("write", [q4_k_m_experts, fp8_folder])
+@pytest.mark.parametrize("write", [q4_k_m_experts, pytest.param(fp8_folder, marks=pytest.mark.slow)])
 def test_packed_experts_are_copied_in_a_layout_of_the_device(tmp_path: Path, write: Any) -> None:
     model = write("DeepseekV3", tmp_path)
     keys = {**LIMITS, "dtype": "float32", "infer.threads": 1}

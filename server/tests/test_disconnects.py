@@ -212,7 +212,7 @@ async def _client(port: int, dice: random.Random) -> str | None:
         writer.close()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_64_clients_with_random_disconnects_leave_no_open_request(
     make_server: Any, eventually: Any, http: httpx.Client, seed: int
 ) -> None:

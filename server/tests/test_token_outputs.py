@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import tokenizers
-from evener_pooling.rows import MAX_LOGPROB_ENTRIES
+from evener_pooling import rows
 from msgspec.structs import replace
 
 from evener.engine.wire.messages import NewRequest
@@ -328,7 +328,8 @@ def test_a_vocabulary_of_many_tokens_is_written_in_a_thread_with_the_same_answer
 def test_the_operator_s_limit_of_log_probabilities_holds_for_every_endpoint(make_api: Any, error: Any) -> None:
     api = make_api(options=ServerOptions(max_logprobs=5))
     answers = {
-        "top_logprobs": api.chat(logprobs=True, top_logprobs=6), "logprobs": api.complete(logprobs=6),
+        "top_logprobs": api.chat(logprobs=True, top_logprobs=6),
+        "logprobs": api.complete(logprobs=6),
         "prompt_logprobs": api.complete(prompt_logprobs=6),
     }
     for name, response in answers.items():
@@ -341,10 +342,12 @@ def test_the_operator_s_limit_of_log_probabilities_holds_for_every_endpoint(make
         ServerOptions(max_logprobs=-2).check_numbers()
 
 
-def test_the_prompts_and_choices_of_a_request_share_the_room_for_log_probabilities(make_api: Any, error: Any) -> None:
-    size = 100_000
+def test_the_prompts_and_choices_of_a_request_share_the_room_for_log_probabilities(
+    make_api: Any, error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, most = 3000, 43
+    monkeypatch.setattr(rows, "MAX_LOGPROB_ENTRIES", most * size)
     api = make_api(FakeEngine(info_overrides={"vocab_size": size}), options=ServerOptions(max_logprobs=-1))
-    most = MAX_LOGPROB_ENTRIES // size
     long, words = "a" * (most // 2 + 1), {"role": "user", "content": "a" * (most // 2 + 1)}
     for fields in ({"prompt": [long, long]}, {"prompt": long, "n": 2}):
         refused = api.complete(**fields, max_tokens=1, prompt_logprobs=-1)

@@ -211,8 +211,11 @@ def test_a_named_call_is_one_call_of_that_tool(says: Callable[..., Any], sse: Ca
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize(
+    ("choice", "stream"),
+    [("required", True), (NAMED, False),
+     *(pytest.param(*each, marks=pytest.mark.slow) for each in (("required", False), (NAMED, True)))],
+)  # fmt: skip
 def test_a_forced_call_that_is_cut_off_before_its_arguments_is_not_sent_as_text(
     says: Callable[..., Any], sse: Callable[..., Any], choice: Any, stream: bool
 ) -> None:
@@ -278,9 +281,7 @@ def test_an_answer_with_a_form_and_tools_is_either(says: Callable[..., Any]) -> 
     assert found["type"] == "sequence", "a forced call is no other answer"
 
 
-def test_strict_is_named_where_a_format_cannot_say_where_calls_begin(
-    says: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_strict_is_named_where_a_format_cannot_say_where_calls_begin(says: Callable[..., Any], tmp_path: Path) -> None:
     template = '{{ tools }}"parameters": dictionary of argument name and its value{% for m in messages %}{% endfor %}'
     api = says("Hi.", write_tiny_tokenizer(tmp_path / "llama", template))
     response = ask(api, tools=[strict()])
@@ -317,8 +318,12 @@ def test_thinking_is_switched_by_its_own_field_or_the_templates(says: Callable[.
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
         ({"tools": [WEATHER], "tool_choice": "required", "min_tokens": 3}, "min_tokens", "forces a call"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}],
-             "tool_choice": "required"}, "tools", "strin",
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "strin",
         ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "not support"),

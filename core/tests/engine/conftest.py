@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,32 @@ def reference(installed_reference: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return installed_reference
 
 
+#: A layer of each kind is enough here: an engine's step costs as many small ops as the model has layers.
+FEW_LAYERS: dict[str, dict[str, Any]] = {
+    "Llama": {"num_hidden_layers": 2},
+    "Gemma2": {"num_hidden_layers": 2},
+    "Gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "DeepseekV2": {"num_hidden_layers": 2},
+    "DeepseekV3": {"num_hidden_layers": 2},
+    "DeepseekV32": {"num_hidden_layers": 2},
+    "Qwen3Next": {
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [],
+    },
+}  # fmt: skip
+
+
 @pytest.fixture
 def make_config(reference: Path, tmp_path: Path) -> Callable[..., Config]:
-    """``make_config("Llama", {"vocab_size": 99}, **{"infer.depth": 1})``; see ``small_config``."""
+    """``make_config("Llama", {"vocab_size": 99}, **{"infer.depth": 1})``; see ``small_config``. A model has few layers
+    unless the changes tell how many."""
     del reference
     numbers = itertools.count()
-    return lambda *args, **overrides: small_config(tmp_path / f"model{next(numbers)}", *args, **overrides)
+
+    def make(family: str = "Llama", changes: Mapping[str, Any] | None = None, **overrides: Any) -> Config:
+        few = {} if changes and {"num_hidden_layers", "layer_types"} & set(changes) else FEW_LAYERS.get(family, {})
+        return small_config(tmp_path / f"model{next(numbers)}", family, {**few, **(changes or {})}, **overrides)
+
+    return make
 
 
 @pytest.fixture

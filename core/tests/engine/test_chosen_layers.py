@@ -25,10 +25,11 @@ from evener_conformance.rank_threads import rank_threads
 #: Dense; dense layers, then experts; windows and full attention; recurrent layers and full attention.
 FAMILIES: dict[str, tuple[dict[str, Any], str, list[int]]] = {
     "Llama": ({"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 5}, "0-1,4", [0, 1, 4]),
-    "DeepseekV3": ({"num_attention_heads": 4, "num_key_value_heads": 4}, "0,2", [0, 2]),
-    "Gemma3": ({"num_attention_heads": 4, "num_key_value_heads": 2}, "1-3", [1, 2, 3]),
+    "DeepseekV3": ({"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3}, "0,2", [0, 2]),
+    "Gemma3": ({"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}, "1-3", [1, 2, 3]),
     "Qwen3Next": (
-        {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "num_hidden_layers": 4},
         "2-3", [2, 3],
     ),
 }  # fmt: skip

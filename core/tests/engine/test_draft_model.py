@@ -57,8 +57,8 @@ def always(controller: Controller) -> Controller:
 @pytest.mark.parametrize(
     ("family", "changes", "depth"),
     [
-        ("Llama", TWO_LAYERS, 1),
-        ("Llama", TWO_LAYERS, 2),
+        pytest.param("Llama", TWO_LAYERS, 1, marks=pytest.mark.slow),
+        pytest.param("Llama", TWO_LAYERS, 2, marks=pytest.mark.slow),
         ("Gemma2", {"sliding_window": 6}, 2),
         ("DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2),
     ],
@@ -115,7 +115,7 @@ def test_preempted_requests_get_right_drafts_again(make_lively: Any, play: Any, 
 
 @pytest.mark.parametrize(
     ("streams", "together"),
-    [(True, True), (False, False), *(pytest.param(not each, each, marks=pytest.mark.slow) for each in (True, False))],
+    [(True, True), *(pytest.param(*e, marks=pytest.mark.slow) for e in ((False, False), (False, True), (True, False)))],
 )
 def test_draft_state_comes_back_from_host_memory_with_the_rest(
     streams: bool, together: bool, make_lively: Any, play: Any, shrink_pool: Any, request: pytest.FixtureRequest
@@ -138,7 +138,11 @@ def test_draft_state_comes_back_from_host_memory_with_the_rest(
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("Llama", TWO_LAYERS), ("DeepseekV3", {**TWO_LAYERS, "first_k_dense_replace": 2})]
+    ("family", "changes"),
+    [
+        pytest.param("Llama", TWO_LAYERS, marks=pytest.mark.slow),
+        ("DeepseekV3", {**TWO_LAYERS, "first_k_dense_replace": 2}),
+    ],
 )
 def test_the_dtype_of_the_models_state_is_not_that_of_the_draft_models(
     family: str, changes: dict[str, int], make_lively: Any, play: Any

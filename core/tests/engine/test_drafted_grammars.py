@@ -81,7 +81,7 @@ def plans(controller: Controller) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tokens_are_the_same_with_drafts_and_without_and_no_forbidden_draft_is_computed(
     opened: Any, play: Any, depth: int
 ) -> None:
@@ -127,7 +127,7 @@ def test_proposals_that_a_grammar_forbids_are_not_computed_and_asked_for_less_an
     assert 0 < Stubborn.asked < 6
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_a_draft_model_proposes_is_held_to_the_grammar(opened: Any, play: Any, depth: int) -> None:
     plain = play(held(strict_controller(opened(depth))[0]), requests())
     controller = held(strict_controller(opened(depth, own=True))[0], ModelDrafter)

@@ -76,6 +76,7 @@ def test_explain_works_with_only_a_config_json(giant: Path, capsys: pytest.Captu
     assert rows["decoder_layer"]["sites"] == 126 and rows["decoder_layer"]["tokens"] == ["1..2048"]
 
 
+@pytest.mark.slow
 def test_explain_text_output_matches_json(giant: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(giant), "--backend", "reference"]) == 1
     text = capsys.readouterr().out

@@ -25,8 +25,12 @@ def samples(forked: bool, count: int = 3, prompt: list[int] = PROMPT) -> list[Ne
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step_tokens", [7, 64])
-@pytest.mark.parametrize("family", ["Llama", "Gemma3", "DeepseekV32", "Qwen3Next"])
+@pytest.mark.parametrize(
+    ("family", "step_tokens"),
+    [("Gemma3", 7), ("DeepseekV32", 7), ("Qwen3Next", 64), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("Llama", 7), ("Llama", 64), ("Gemma3", 64), ("DeepseekV32", 64), ("Qwen3Next", 7),
+    ))],
+)  # fmt: skip
 def test_forked_samples_compute_the_prompt_once_and_match_unforked_ones(
     family: str, step_tokens: int, make_lively: Any, play: Any, one_thread: None
 ) -> None:

@@ -179,7 +179,9 @@ GREEDY = Sampling(temperature=0.0)
 @pytest.fixture
 def gemma(make_config: Any) -> Any:
     limits = {"infer.max_seq_len": 256, "infer.step_tokens": 32, "infer.kv_memory": 2**24}
-    return lambda **more: build_controller(make_config("Gemma3", {"sliding_window": 16}, **limits, **more))[0]
+    return lambda **more: build_controller(
+        make_config("Gemma3", {"sliding_window": 16, "num_hidden_layers": 4}, **limits, **more)
+    )[0]
 
 
 def test_a_long_context_holds_only_its_windows_blocks_in_the_sliding_groups(gemma: Any) -> None:

@@ -75,7 +75,10 @@ def calls(make_config: Any) -> Any:
     return count
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, RANDOM, ADJUSTED], ids=["greedy", "random", "adjusted"])
+@pytest.mark.parametrize(
+    "sampling", [*(pytest.param(s, marks=pytest.mark.slow) for s in (GREEDY, RANDOM)), ADJUSTED],
+    ids=["greedy", "random", "adjusted"],
+)  # fmt: skip
 def test_calls_of_a_decode_step_do_not_grow_with_the_context_or_the_vocabulary(calls: Any, sampling: Sampling) -> None:
     little = calls(100, 1000, sampling)
     assert little.found.total() > 100

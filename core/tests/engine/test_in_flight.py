@@ -133,7 +133,7 @@ def test_depths_agree_on_where_a_stop_token_ends_an_answer(depths: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("index", [1, 7])
+@pytest.mark.parametrize("index", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_depths_agree_up_to_the_token_at_which_a_request_is_aborted(depths: Any, index: int) -> None:
     messages = requests()
     free, _ = depths(messages, depths=(1,))
@@ -257,7 +257,7 @@ def test_the_strict_executor_requires_the_delayed_device(make_config: Any) -> No
         strict_controller(make_config())
 
 
-@pytest.mark.parametrize("index", [2, 6])
+@pytest.mark.parametrize("index", [pytest.param(2, marks=pytest.mark.slow), 6])
 def test_depths_agree_up_to_the_token_at_which_the_front_end_found_a_stop_string(depths: Any, index: int) -> None:
     messages = requests()
     free, _ = depths(messages, depths=(1,))

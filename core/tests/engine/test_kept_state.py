@@ -90,7 +90,7 @@ def tiny_tensors(one_thread: None) -> None:
 
 
 #: What other cases have too, each with something else beside it; an index is kept in blocks as latent state is.
-ALONE = ("full", "full, one plan in flight", "latent", "recurrent", "sparse")
+ALONE = ("full", "full, one plan in flight", "full, three plans in flight", "latent", "recurrent", "sparse")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in ALONE else c for c in CASES])
@@ -157,7 +157,7 @@ def test_a_provider_with_memory_of_its_own_exports_and_imports_its_blocks(
         assert counters(controller)["kv_host_hits"] >= CHATS
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_each_rank_keeps_its_part(sizes: tuple[int, int], make_lively: Any, play: Any, shrink_pool: Any) -> None:
     config = make_lively("Llama", **HOST, **{"infer.tp_size": sizes[0], "infer.pp_size": sizes[1]})
     with rank_threads(config) as (controller, ranks):
@@ -167,7 +167,9 @@ def test_each_rank_keeps_its_part(sizes: tuple[int, int], make_lively: Any, play
         assert len({id(worker.mover) for worker in ranks.workers}) == 2
 
 
-def test_workers_in_processes_of_their_own_do_as_plans_say(make_lively: Any, play: Any, shrink_pool: Any) -> None:
+def test_workers_in_processes_of_their_own_do_as_plans_say(
+    make_lively: Any, play: Any, shrink_pool: Any, warm_children: None
+) -> None:
     config = make_lively("Llama", executor="process", **HOST)
     controller, _ = build_controller(config)
     try:
@@ -180,9 +182,9 @@ def test_workers_in_processes_of_their_own_do_as_plans_say(make_lively: Any, pla
 
 @pytest.mark.parametrize(
     ("family", "together", "blocks"),
-    [("Gemma3", True, 1), ("Gemma3", False, 100), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("Gemma3", True, 100), ("Gemma3", False, 1), ("Llama", True, 1), ("Llama", True, 100), ("Llama", False, 1),
-        ("Llama", False, 100),
+    [("Gemma3", True, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("Gemma3", False, 100), ("Gemma3", True, 100), ("Gemma3", False, 1), ("Llama", True, 1), ("Llama", True, 100),
+        ("Llama", False, 1), ("Llama", False, 100),
     ))],
 )  # fmt: skip
 def test_copies_on_streams_may_take_their_time(
@@ -306,9 +308,7 @@ def test_a_request_that_is_aborted_while_it_waits_gives_its_blocks_back(
         assert played.tokens["long"][-30:] == alone.greedy([4], 60)[-30:]
 
 
-def test_prefixes_of_different_salts_and_adapters_are_not_mixed(
-    make_lively: Any, play: Any, shrink_pool: Any
-) -> None:
+def test_prefixes_of_different_salts_and_adapters_are_not_mixed(make_lively: Any, play: Any, shrink_pool: Any) -> None:
     controller, _ = build_controller(make_lively("Llama", **HOST))
     shrink_pool(controller, least_blocks(controller))
     prompt = chats()[0]
@@ -320,9 +320,7 @@ def test_prefixes_of_different_salts_and_adapters_are_not_mixed(
     assert play(controller, [again]).cached["a"] == 32 and counters(controller)["kv_host_hits"] == before + 1
 
 
-def test_a_host_that_is_too_small_for_all_chats_changes_no_token(
-    make_lively: Any, play: Any, shrink_pool: Any
-) -> None:
+def test_a_host_that_is_too_small_for_all_chats_changes_no_token(make_lively: Any, play: Any, shrink_pool: Any) -> None:
     config = make_lively("Llama", **HOST)
     controller, ready = build_controller(config)
     assert any("blocks that leave the prefix cache go to host memory" in note for note in ready.info.manifest["notes"])
@@ -332,9 +330,7 @@ def test_a_host_that_is_too_small_for_all_chats_changes_no_token(
     assert small.places.used == 0 and 0 < sum(key is not None for key in small.places._keys) <= 6
 
 
-def test_what_cannot_work_is_refused_with_what_to_type(
-    make_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_work_is_refused_with_what_to_type(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"set infer\.prefix_cache=true too"):
         build_controller(make_config(**HOST, **{"infer.prefix_cache": False}))
     with pytest.raises(ConfigError, match=r"infer\.kv_host_memory=\d+ is more than the host has free, \d+ bytes"):

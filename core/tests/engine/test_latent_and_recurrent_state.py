@@ -47,7 +47,10 @@ def requests() -> list[NewRequest]:
 
 
 #: What other cases have too, each with something else beside it.
-ALONE = ("latent", "latent in bf16, expanded", "latent in 8 bits", "sparse, fewer tokens", "recurrent")
+ALONE = (
+    "latent", "latent, expanded", "latent, with products", "latent in bf16, expanded", "latent in 8 bits",
+    "sparse, fewer tokens", "sparse, read densely", "recurrent",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in ALONE else c for c in CASES])

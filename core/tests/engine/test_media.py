@@ -142,7 +142,7 @@ PROMPTS: list[tuple[Part, ...]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(80, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("examples", [4, pytest.param(80, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_random_traffic_with_media_matches_the_naive_engine(
     examples: int, config: Config, naive: NaiveModel, play: Any, shrink_pool: Any
 ) -> None:

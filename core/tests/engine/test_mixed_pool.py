@@ -53,7 +53,7 @@ def test_mixed_model_has_groups_of_every_state_kind_without_enlarging_blocks(mix
     assert len(set(state.cuts)) > 2
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("examples", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_random_traffic_matches_the_naive_engine_and_leaks_no_block(
     examples: int, mixed: Any, naive: NaiveModel, play: Any, shrink_pool: Any
 ) -> None:
@@ -109,7 +109,7 @@ def test_random_traffic_matches_the_naive_engine_and_leaks_no_block(
     assert all(seen.values()), seen
 
 
-@pytest.mark.parametrize("length", [19, 32, 48])
+@pytest.mark.parametrize("length", [19, *(pytest.param(n, marks=pytest.mark.slow) for n in (32, 48))])
 def test_a_fork_diverges_from_copied_state(length: int, mixed: Any, naive: NaiveModel) -> None:
     config: Config = mixed(**{"infer.step_tokens": 64})
     worker = Worker(config, BackendSearch("reference"))

@@ -102,7 +102,7 @@ def test_penalties_change_the_sampled_tokens(naive: Any, kind: str) -> None:
     assert [naive(m) for m in plain] != [naive(m) for m in changed]
 
 
-@pytest.mark.parametrize("kind", PENALTIES)
+@pytest.mark.parametrize("kind", [k if k == "all" else pytest.param(k, marks=pytest.mark.slow) for k in PENALTIES])
 def test_counts_are_right_after_preemption_and_recomputation(depths: Any, naive: Any, kind: str) -> None:
     sampling = greedy(**PENALTIES[kind], bias=[LogitBias(3, 2.0)])
     messages = [

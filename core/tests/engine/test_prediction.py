@@ -20,7 +20,7 @@ LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24
 #: host.
 SHAPE = {"num_hidden_layers": 2, "first_k_dense_replace": 9, "num_nextn_predict_layers": 1, "vocab_size": 11}
 #: Most of its layers are recurrent.
-RECURRENT = {"num_experts": 0, "vocab_size": 11}
+RECURRENT = {"num_hidden_layers": 4, "num_experts": 0, "vocab_size": 11}
 MTP = {"infer.drafter": "mtp"}
 
 
@@ -44,7 +44,8 @@ def drafts(naive: NaiveModel, text: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("family", "shape", "depth", "answer"),
-    [("DeepseekV3", SHAPE, 1, 24), ("Glm4Moe", {**SHAPE, "attention_bias": False}, 2, 24),
+    [pytest.param("DeepseekV3", SHAPE, 1, 24, marks=pytest.mark.slow),
+     ("Glm4Moe", {**SHAPE, "attention_bias": False}, 2, 24),
      pytest.param("DeepseekV3", SHAPE, 2, 24, marks=pytest.mark.slow),
      pytest.param("Qwen3Next", RECURRENT, 2, 40, marks=pytest.mark.slow)],
 )  # fmt: skip
@@ -70,6 +71,7 @@ def test_tokens_are_the_same_and_the_layer_proposes_what_it_would_for_each_text_
     assert controller.scheduler.state.pool.used == 0
 
 
+@pytest.mark.slow  # those of an EAGLE head are quick
 def test_forks_preemptions_and_cached_prefixes_change_no_token(make_lively: Any, play: Any, shrink_pool: Any) -> None:
     config = make_lively("DeepseekV3", SHAPE, **LIMITS, **MTP, **{"infer.block_size": 16})
     prompt, greedy = [1 + i * i % 9 for i in range(33)], Sampling(temperature=0.0)

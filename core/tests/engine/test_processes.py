@@ -98,6 +98,7 @@ def test_a_thread_gives_the_tokens_of_the_inline_engine(make_config: Any, drive:
     assert client.receive(0) == []
 
 
+@pytest.mark.slow
 def test_a_worker_process_gives_the_same_tokens_and_its_death_ends_requests_with_the_reason(
     make_config: Any, drive: Any, expected: Any
 ) -> None:
@@ -226,9 +227,7 @@ def test_no_process_outlives_a_parent_that_is_killed_or_stopped(deed: signal.Sig
         assert parent.stdout.read() == b"closed\n" * stopped and parent.wait(PATIENCE) == (0 if stopped else -deed)
 
 
-def test_a_start_up_error_in_a_child_keeps_its_class_and_message(
-    make_config: Any, warm_children: None
-) -> None:
+def test_a_start_up_error_in_a_child_keeps_its_class_and_message(make_config: Any, warm_children: None) -> None:
     wrong = make_config("Llama", {"architectures": ["LamaForCausalLM"]})
     with pytest.raises(ArchitectureError) as here:
         start_engine(wrong, "inline")

@@ -55,7 +55,7 @@ def test_prompt_logprobs_bypass_the_prefix_cache(make_config: Any, play: Any) ->
     assert played.tokens["scored"] == played.tokens["not"] == first.tokens["first"]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_preemption_does_not_repeat_prompt_logprobs(make_config: Any, play: Any, shrink_pool: Any, depth: int) -> None:
     controller, _ = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED, **{"infer.depth": depth}))
     shrink_pool(controller, 6)

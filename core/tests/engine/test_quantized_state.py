@@ -59,7 +59,8 @@ def naive(config: Any) -> NaiveModel:
 @pytest.mark.parametrize(
     ("family", "stored", "options"),
     [
-        ("Llama", "fp8_e4m3", {}), ("Llama", "int8", {"infer.step_tokens": 9, "infer.depth": 3}),
+        pytest.param("Llama", "fp8_e4m3", {}, marks=pytest.mark.slow),
+        ("Llama", "int8", {"infer.step_tokens": 9, "infer.depth": 3}),
         ("Gemma3", "int8", {"infer.step_tokens": 7}),
     ],
 )  # fmt: skip
@@ -67,11 +68,12 @@ def test_tokens_match_the_naive_engine(
     family: str, stored: str, options: dict[str, Any], make_lively: Any, play: Any, shrink_pool: Any, tmp_path: Path,
     one_thread: None,
 ) -> None:  # fmt: skip
-    plain = make_lively(family, **options)
+    depth = {"num_hidden_layers": {"Llama": 3, "Gemma3": 4}[family]}  # through fewer the rounding changes no token
+    plain = make_lively(family, depth, **options)
     shape = json.loads((Path(plain.model) / "config.json").read_text())
     heads, layers = shape["num_key_value_heads"], shape["num_hidden_layers"]
     file = str(write_scales(tmp_path / "scales.json", layers, heads))
-    config = make_lively(family, **options, **{"infer.kv_dtype": stored, "infer.kv_scales": file})
+    config = make_lively(family, depth, **options, **{"infer.kv_dtype": stored, "infer.kv_scales": file})
     alone, messages = naive(config), requests()
     expected = {m.id: alone.greedy(m.prompt, m.max_tokens) for m in messages}
     controller, _ = build_controller(config)

@@ -58,7 +58,8 @@ def test_two_ranks_match_one_and_the_death_of_either_is_reported_by_name(
         client.close()
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_stopped_rank_times_out_and_all_processes_exit(rank: int, make_config: Any) -> None:
     # A rank of a busy machine is silent for seconds by itself, while it imports torch.
     controller, ready = build_controller(make_config(**{"infer.pp_size": 2, "infer.heartbeat_timeout": 6.0}))

@@ -554,7 +554,7 @@ def traffic(examples: int, steps: int) -> None:
 
 
 def test_random_traffic_gets_its_own_tokens_one_terminal_event_each_and_leaves_no_block_behind() -> None:
-    traffic(150, 25)
+    traffic(60, 25)
 
 
 @pytest.mark.slow

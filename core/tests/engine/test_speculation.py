@@ -48,9 +48,9 @@ def drafted(controller: Controller, length: int = 4, drafter: type[Drafter] = Kn
     ("family", "changes", "depth"),
     [
         ("Llama", {"num_hidden_layers": 2}, 1),
-        ("Llama", {"num_hidden_layers": 2}, 2),
+        pytest.param("Llama", {"num_hidden_layers": 2}, 2, marks=pytest.mark.slow),
         ("Gemma2", {"sliding_window": 6}, 2),
-        ("DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2),
+        pytest.param("DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2, marks=pytest.mark.slow),
         pytest.param("Qwen3Next", {"num_experts": 0}, 1, marks=pytest.mark.slow),
         ("Qwen3Next", {"num_experts": 0}, 2),
     ],
@@ -74,7 +74,7 @@ def test_tokens_are_the_same_with_drafts_and_without(
     assert controller.scheduler.state.pool.used == 0
 
 
-@pytest.mark.parametrize("every", [16, 32])
+@pytest.mark.parametrize("every", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_recurrent_rows_are_those_of_right_tokens_also_in_the_prefix_cache(
     make_lively: Any, play: Any, every: int
 ) -> None:
@@ -174,9 +174,7 @@ def test_a_faulty_drafter_ends_drafts_with_a_warning_and_no_request(
     assert "no more drafts" in line and "Faulty" in line
 
 
-def test_what_is_no_drafter_is_refused_with_its_package(
-    make_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_drafter_is_refused_with_its_package(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = LazyImport(kind="drafter", name="odd", path="json:loads", package="odd", distribution="odd-drafts")
     others = Catalog.lazy_imports
     monkeypatch.setattr(
@@ -247,7 +245,7 @@ class Undecided:
         return self._random.random() < 0.6
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3Next"])
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Qwen3Next", marks=pytest.mark.slow)])
 def test_a_request_waits_for_its_proposed_tokens_though_drafts_do_not_pay_any_more(
     make_lively: Any, play: Any, family: str
 ) -> None:

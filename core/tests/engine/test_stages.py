@@ -25,7 +25,7 @@ from evener_inspection.thread_communicator import ThreadCommunicator
 
 GREEDY = Sampling(temperature=0.0)
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "num_hidden_layers": 3},
     "Qwen3Moe": {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3},
     "DeepseekV3": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "Gemma3": {"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -71,7 +71,7 @@ def same_model(config: Config, **infer: Any) -> Config:
     return from_overrides(flat.pop("model"), flat)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_ranks_give_the_rows_of_prompts_of_one_rank(tp: int, pp: int, make_lively: Any, play: Any, ranked: Any) -> None:
     config = make_lively("Llama", FAMILIES["Llama"])
     messages = [
@@ -89,9 +89,12 @@ def test_ranks_give_the_rows_of_prompts_of_one_rank(tp: int, pp: int, make_livel
         torch.testing.assert_close(*numbers, rtol=1e-3, atol=1e-3)
 
 
-#: Stages alone are slow: two of two ranks each show what they do.
+#: Two stages of two ranks show what stages alone do, and families whose state or experts are divided what others do.
 CASES = [
-    *((family, 2, 2) for family in FAMILIES), ("Llama", 2, 1), ("Llama", 1, 3),
+    *((family, 2, 2) for family in ("DeepseekV3", "Qwen3Next")), ("Llama", 1, 3),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("Llama", 2, 2), ("Qwen3Moe", 2, 2), ("Gemma3", 2, 2), ("Llama", 2, 1),
+    )),
     *(pytest.param(family, 1, 2, marks=pytest.mark.slow) for family in FAMILIES),
 ]  # fmt: skip
 
@@ -114,7 +117,7 @@ def test_ranks_give_the_tokens_of_one_rank(
     assert several.scheduler.stats.prefix_hits or family == "Qwen3Next"
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [*(pytest.param(*e, marks=pytest.mark.slow) for e in ((1, 2), (2, 1))), (2, 2)])
 def test_media_rows_are_used_by_every_rank_of_the_first_stage(
     tp: int, pp: int, make_lively: Any, play: Any, ranked: Any
 ) -> None:
@@ -133,7 +136,7 @@ def test_media_rows_are_used_by_every_rank_of_the_first_stage(
     assert play(several, messages).tokens == expected.tokens
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_stages_give_the_tokens_of_one_rank_under_preemption_and_aborts(
     depth: int, make_lively: Any, play: Any, ranked: Any, shrink_pool: Any
 ) -> None:
@@ -152,7 +155,9 @@ def test_stages_give_the_tokens_of_one_rank_under_preemption_and_aborts(
 
 
 def test_consecutive_plans_of_stages_name_different_requests(make_config: Any, play: Any, ranked: Any) -> None:
-    several = ranked(make_config("Llama", **{"infer.pp_size": 2, "infer.pp_layer_partition": "1,2"}))
+    several = ranked(
+        make_config("Llama", {"num_hidden_layers": 3}, **{"infer.pp_size": 2, "infer.pp_layer_partition": "1,2"})
+    )
     plans: list[Any] = []
     submit = several.executor.submit
     several.executor.submit = lambda plan: (plans.append(plan), submit(plan))
@@ -225,7 +230,9 @@ def test_layers_that_cannot_be_divided_are_refused(
     make_config: Any, ranked: Any, infer: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        ranked(make_config("Llama", **{f"infer.{key}": value for key, value in infer.items()}))
+        ranked(
+            make_config("Llama", {"num_hidden_layers": 3}, **{f"infer.{key}": value for key, value in infer.items()})
+        )
 
 
 def test_a_model_without_pipeline_support_is_rejected(

@@ -130,7 +130,7 @@ class PoolModel(RuleBasedStateMachine):
 
 
 def test_the_block_pool_counts_references_and_remembers_keys_until_a_block_is_given_out_again() -> None:
-    run(PoolModel, 100)
+    run(PoolModel, 50)
 
 
 def test_a_block_with_a_known_prefix_is_given_out_after_those_without_one() -> None:
@@ -297,7 +297,7 @@ class StateModel(RuleBasedStateMachine):
 
 
 def test_sequences_that_grow_fork_and_close_read_their_own_state_only() -> None:
-    run(StateModel, 100)
+    run(StateModel, 50)
 
 
 @pytest.mark.slow

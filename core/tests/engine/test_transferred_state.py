@@ -98,7 +98,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+#: What other cases have too, each with something else beside it.
+ALONE = ("full", "latent")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in ALONE else c for c in CASES])
 def test_an_engine_goes_on_with_prompts_that_another_has_computed(
     case: str, make_lively: Any, play: Any, pair: Any
 ) -> None:
@@ -294,8 +298,8 @@ def test_places_that_a_rank_could_not_be_told_to_forget_are_named_again(
     assert rank._rows == {} and rank._expected == set()
 
 
-#: Families, free blocks and bytes of host memory: each value, and few blocks with each of the others.
-FEW = (("Llama", 9, None), ("Gemma3", 9, 1 << 22), ("Gemma3", 14, None), ("Llama", 10_000, 1 << 22))
+#: Families, free blocks and bytes of host memory: few blocks with and without host memory.
+FEW = (("Llama", 14, None), ("Gemma3", 9, 1 << 22))
 EVERY = itertools.product(("Llama", "Gemma3"), (9, 14, 10_000), (None, 1 << 22))
 
 
@@ -384,7 +388,7 @@ def test_wrong_questions_are_refused_and_the_engine_goes_on(make_lively: Any, pl
     engine_own = engine.scheduler.connector._fingerprint
 
     def refused(where: tuple[str, int], question: Any, why: str) -> None:
-        with (connect(where, KEY, time.monotonic() + 5) as channel, pytest.raises(TransferError, match=why)):
+        with connect(where, KEY, time.monotonic() + 5) as channel, pytest.raises(TransferError, match=why):
             channel.ask(question, Done)
 
     refused((own.host, own.port), Lookup("another", "p", b""), "the servers differ")

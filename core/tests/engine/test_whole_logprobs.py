@@ -55,7 +55,7 @@ def check(entries: list[dict[int, float]], text: list[int], first: int, count: i
         assert sorted(found.values(), reverse=True)[:count] == pytest.approx(row.topk(count).values.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_request_gets_the_whole_vocabulary_and_those_beside_it_what_they_ask_for(
     make_config: Any, play: Any, depth: int
 ) -> None:
@@ -109,7 +109,7 @@ def test_preemption_and_drafts_keep_the_whole_vocabulary(make_config: Any, play:
         check(samples, [*message.prompt, *played.tokens[message.id]], len(message.prompt))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_ranks_give_the_distributions_of_one_rank(tp: int, pp: int, make_lively: Any, play: Any) -> None:
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2}
     messages = [asks("whole", PROMPT, logprobs=VOCABULARY, prompt_logprobs=VOCABULARY)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from evener.contracts.adapters import AdapterLimits, AdapterTensor
@@ -44,17 +45,17 @@ def played(run: Any, names: list[str], sampling: Sampling = GREEDY) -> dict[str,
 RANKS = {"a": 2, "b": 5, "c": 8}
 
 
-def test_captured_and_eager_tokens_of_adapters_are_equal(start: Any) -> None:
-    for sampling in (GREEDY, WARM):
-        runs = [start(**{"infer.max_loras": 2, **options}) for options in ({}, EAGER)]
-        names = ["a", "", "b", "a", "c", "", "b", "c"]
-        captured, eager = (played(run, names, sampling) for run in runs)
-        assert captured == eager
-        plain = start().play(requests([""] * len(names), sampling), every=2)
-        assert [captured[f"{i}"] == plain[f"{i}"] for i in range(len(names))] == [not name for name in names]
-        kinds = {key.adapted for key in runs[0].worker.graphs._captured}
-        assert kinds == {True, False} and sum(replay.runs for replay in runs[0].replays) > 10
-        assert runs[1].replays == []
+@pytest.mark.parametrize("sampling", [GREEDY, pytest.param(WARM, marks=pytest.mark.slow)], ids=["greedy", "random"])
+def test_captured_and_eager_tokens_of_adapters_are_equal(start: Any, sampling: Any) -> None:
+    runs = [start(**{"infer.max_loras": 2, **options}) for options in ({}, EAGER)]
+    names = ["a", "", "b", "a", "c", "", "b", "c"]
+    captured, eager = (played(run, names, sampling) for run in runs)
+    assert captured == eager
+    plain = start().play(requests([""] * len(names), sampling), every=2)
+    assert [captured[f"{i}"] == plain[f"{i}"] for i in range(len(names))] == [not name for name in names]
+    kinds = {key.adapted for key in runs[0].worker.graphs._captured}
+    assert kinds == {True, False} and sum(replay.runs for replay in runs[0].replays) > 10
+    assert runs[1].replays == []
 
 
 def test_steps_without_an_adapter_are_replayed_as_those_of_a_model_without_places(start: Any) -> None:

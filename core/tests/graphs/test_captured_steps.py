@@ -44,9 +44,10 @@ def requests(count: int, *kinds: Sampling) -> list[NewRequest]:
 
 @pytest.mark.parametrize(
     "kinds",
-    [(GREEDY,), (WARM,), (GREEDY, WARM), (PENALIZED,), (GREEDY, PENALIZED, BIASED)],
+    [(GREEDY,), (WARM,), *(pytest.param(k, marks=pytest.mark.slow) for k in ((GREEDY, WARM), (PENALIZED,))),
+     (GREEDY, PENALIZED, BIASED)],
     ids=["greedy", "random", "mixed", "penalized", "all"],
-)
+)  # fmt: skip
 def test_captured_and_eager_tokens_are_equal_at_every_batch_size(start: Any, kinds: tuple[Sampling, ...]) -> None:
     captured, eager = start("Llama", ONE_LAYER), start("Llama", ONE_LAYER, **EAGER)
     assert captured.play(requests(9, *kinds), every=1) == eager.play(requests(9, *kinds), every=1)
@@ -77,7 +78,10 @@ def prompt_replays(run: Any) -> int:
     return sum(r.runs for key, step in captured.items() if key.prompt and step for r in step.replays)
 
 
-@pytest.mark.parametrize("kind", [GREEDY, WARM, PENALIZED, BIASED], ids=["greedy", "random", "penalized", "biased"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in (GREEDY, WARM)), PENALIZED, BIASED],
+    ids=["greedy", "random", "penalized", "biased"],
+)  # fmt: skip
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma3", marks=pytest.mark.slow)])
 def test_short_prompts_that_come_alone_are_captured_and_their_tokens_are_equal(
     start: Any, family: str, kind: Sampling
@@ -104,7 +108,10 @@ def test_a_prompt_with_a_mask_is_captured(start: Any) -> None:
     assert prompt_replays(captured) >= 4
 
 
-@pytest.mark.parametrize("kind", [GREEDY, WARM, PENALIZED], ids=["greedy", "random", "penalized"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in (GREEDY, WARM)), PENALIZED],
+    ids=["greedy", "random", "penalized"],
+)  # fmt: skip
 def test_steps_of_one_request_with_drafts_are_captured(start: Any, kind: Sampling) -> None:
     messages = [NewRequest(id=f"r{n}", prompt=list(range(3, 3 + n)), max_tokens=16, sampling=kind) for n in (5, 20)]
     plain = start("Llama", **EAGER)
@@ -120,7 +127,9 @@ def test_steps_of_one_request_with_drafts_are_captured(start: Any, kind: Samplin
     assert 6 <= steps < 24, "several steps with drafts, and fewer than tokens"
 
 
-@pytest.mark.parametrize("kinds", [(GREEDY,), (GREEDY, WARM)], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "kinds", [pytest.param((GREEDY,), marks=pytest.mark.slow), (GREEDY, WARM)], ids=["all", "some"]
+)
 def test_steps_of_a_draft_model_are_captured(start: Any, kinds: tuple[Sampling, ...]) -> None:
     settings = {**ONE_LAYER, "vocab_size": VOCAB}
     plain = start("Llama", settings, **EAGER)

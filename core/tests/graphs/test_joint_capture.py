@@ -41,7 +41,9 @@ def test_a_capture_that_fails_on_one_rank_fails_on_all() -> None:
     assert all(capture.released for capture in inner)
 
 
-@pytest.mark.parametrize("fails", [{0}, {1}, {2, 3}], ids=["forward", "sample", "two sizes"])
+@pytest.mark.parametrize(
+    "fails", [{0}, {1}, pytest.param({2, 3}, marks=pytest.mark.slow)], ids=["forward", "sample", "two sizes"]
+)
 def test_tokens_are_right_where_one_rank_cannot_capture_some_steps(
     start: Any, monkeypatch: pytest.MonkeyPatch, fails: set[int]
 ) -> None:

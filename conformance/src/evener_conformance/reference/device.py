@@ -52,6 +52,10 @@ _HOST_READ_METHODS = {
 }
 _REPEATS = {_ATEN.repeat_interleave.Tensor, _ATEN.repeat_interleave.self_Tensor}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+#: What is looked at more closely: every call of a step comes by, and most need one lookup. Ops are known by identity,
+#: because torch computes their hash in Python.
+_LOOKED_AT = {id(op) for op in (*_SYNCHRONIZING, *_REPEATS, _ATEN.index.Tensor, _ATEN.index_put_.default)}
+_METHODS_LOOKED_AT = _HOST_READ_METHODS | _INDEXING
 
 
 class HostDevice(Device):
@@ -92,7 +96,7 @@ class ForbidHostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _SYNCHRONIZING or _needs_host_count(func, args, kwargs):
+        if id(func) in _LOOKED_AT and (func in _SYNCHRONIZING or _needs_host_count(func, args, kwargs)):
             raise EngineError(f"{func} reads a value on the host during a step")
         return func(*args, **kwargs)
 
@@ -115,7 +119,7 @@ class _ForbidReadingMethods(TorchFunctionMode):
     """While active, a method of a host tensor that reads a value raises."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _HOST_READ_METHODS or (func in _INDEXING and _sliced_by_tensor(args[1])):
+        if func in _METHODS_LOOKED_AT and (func not in _INDEXING or _sliced_by_tensor(args[1])):
             raise EngineError(f"Tensor.{func.__name__} reads a value on the host during a step")
         return func(*args, **(kwargs or {}))
 
