@@ -35,7 +35,7 @@ def test_paths_with_special_characters_are_kept_verbatim(path: str, nothing_inst
     assert typed(model=path, packages=nothing_installed).model == path
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.text(alphabet="ab=,'\"\\ [](){}:%#~+-/\n\té", min_size=1, max_size=8))
 def test_any_text_is_kept_verbatim(text: str) -> None:
     if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:

@@ -46,7 +46,7 @@ def damaged(data: st.DataObject, whole: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_corrupted_file_opens_or_is_refused_within_bounded_memory(
     name: str, data: st.DataObject, tmp_path: Path, config: dict[str, Any]
