@@ -3,6 +3,7 @@
 #pragma once
 #include "ahead.h"
 #include "amx.h"
+#include "panels.h"
 #include "simd.h"
 #ifdef EVENER_LANES256
 #include "corners.h"
@@ -67,10 +68,6 @@ void tile(const T* const w[4], const T* const x[MR], long K, v4* out, Ahead* ahe
   for (int j = 0; j < MR; j++) out[j] = sums(a[0][j], a[1][j], a[2][j], a[3][j]);
 }
 
-template <class T, class O> INLINE void put_sums(v4 sum, const T* bias, O* y, int count) {
-  for (int i = 0; i < count; i++) put(y + i, bias ? sum[i] + wide(bias[i]) : sum[i]);
-}
-
 template <class T, class O, int MR, bool ROW_BY_ROW = false>
 INLINE void put_tile(const T* const w[4], const T* x, long ldx, Rows in, long K, const T* bias, O* y, long ldy, Rows out, int count,
                      Ahead* ahead = nullptr) {
@@ -81,16 +78,6 @@ INLINE void put_tile(const T* const w[4], const T* x, long ldx, Rows in, long K,
   tile<T, MR, ROW_BY_ROW>(w, at, K, sum, ahead);
   for (int j = 0; j < MR; j++) put_sums(sum[j], bias, y + out[j] * ldy, count);
 }
-
-// Prefetches the data of the next tile during this one, spread over its steps.
-struct Prefetcher {
-  const char *p, *end;
-  long each;
-  Prefetcher(const void* from, long bytes, long steps) : p((const char*)from), end(p + bytes), each((bytes / 64 + steps - 1) / steps * 64) {}
-  MEMBER void step() {
-    for (const char* to = p + each < end ? p + each : end; p < to; p += 64) __builtin_prefetch(p, 0, 2);
-  }
-};
 
 // y[out[m], n - n0] = x[in[m]] · w[n] for weight rows n0 <= n < n1; ``w`` and ``bias`` point to row 0, ``y`` to column n0. ``next``: has these
 // rows, and what is used after them.
@@ -104,6 +91,11 @@ __attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, lo
     if (M > 0 && tiles_usable() && (M > 16 ? many_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out)
                                            : few_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out, next ? *next : own)))
       return;
+#endif
+#ifdef EVENER_PANELS
+  // Without memory for its copies a product goes on below, with the same bits.
+  if constexpr (in_panels<T>)
+    if (M >= PANEL_LEAST && panel_product<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out)) return;
 #endif
   long panel = 393216 / (K * (long)sizeof(T)) & ~3L;
   if (panel < 32) panel = 32;
