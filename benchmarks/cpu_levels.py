@@ -1,7 +1,7 @@
 """Prompts at each level of instructions, and decode steps, beside other engines on the CPU: one command.
 
-    python benchmarks/cpu_levels.py MODELS [--parts prompts decode files] [--levels avx2 avx512 ...] [--repeats 3]
-                                    [--out docs/results/cpu-levels.jsonl]
+    python benchmarks/cpu_levels.py MODELS [--parts prompts decode files] [--levels avx2 avx512 ...]
+                                    [--lengths 512 ...] [--repeats 3] [--out docs/results/cpu-levels.jsonl]
 
 ``MODELS`` is the folder of ``make model``. Engines take turns, each in a process of its own; medians of seconds and of
 processor time, which other programs disturb less. "prompts": SmolLM2-135M in bfloat16, 128, 512 and 1,024 tokens, with
@@ -38,7 +38,7 @@ TORCH = {
     "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512"),
 }
 _SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-_PROMPTS, _REQUESTS, _NEW = (128, 512, 1024), (1, 16), 32
+_REQUESTS, _NEW = (1, 16), 32
 #: Files of ``make model`` by the name in a record; the second is made from SmolLM2's.
 FILES = (
     ("SmolLM2-135M-Instruct, Q8_0", "SmolLM2-135M-Instruct.Q8_0.gguf"),
@@ -154,11 +154,14 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument(
         "--levels", nargs="+", choices=(*TORCH, "auto"), default=["auto", "avx512_bf16", "avx512", "avx2"]
     )
+    made.add_argument("--lengths", nargs="+", type=int, default=[128, 512, 1024], help="of prompts")
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     made.add_argument("--only", default="", help="only models whose name has this text")
-    made.add_argument("--out", type=Path, help="file to which the lines are appended")
+    made.add_argument("--out", type=Path, help="file that is written anew")
     args = made.parse_args(argv)
+    if args.out:
+        args.out.write_text("")
     folder, files = args.models / SMALL, args.models / "gguf"
     source = files / FILES[1][1]
     plain = requantized(source, files, "BF16")
@@ -174,11 +177,11 @@ def main(argv: Sequence[str]) -> int:
         beside = {"evener": Entry("evener"), "transformers": Entry("transformers"),
                   "in float32": Entry("transformers", "float32"), "llama.cpp": whole}  # fmt: skip
         for level in args.levels:
-            put(f"{SMALL}, bfloat16", level, beside, [(1, prompt, 1) for prompt in _PROMPTS], folder)
+            put(f"{SMALL}, bfloat16", level, beside, [(1, prompt, 1) for prompt in args.lengths], folder)
     jobs = [(requests, 128, _NEW) for requests in _REQUESTS] if "decode" in args.parts else []
     if jobs:
         put(f"{SMALL}, bfloat16", "auto", {"evener": Entry("evener"), "llama.cpp": whole}, jobs, folder)
-    jobs += [(1, prompt, 1) for prompt in _PROMPTS[1:]] if "files" in args.parts else []
+    jobs += [(1, prompt, 1) for prompt in args.lengths if prompt > 128] if "files" in args.parts else []
     for model, name in FILES if jobs else ():
         file = files / name
         put(model, "auto", {"evener": Entry("evener"), "llama.cpp": Entry("llamacpp", name.split(".")[-2])}, jobs, file)

@@ -61,13 +61,3 @@ class Ahead {
     fetch();
   }
 };
-
-// Prefetches what is used next, spread over its steps.
-struct Prefetcher {
-  const char *p, *end;
-  long each;
-  Prefetcher(const void* from, long bytes, long steps) : p((const char*)from), end(p + bytes), each((bytes / 64 + steps - 1) / steps * 64) {}
-  MEMBER void step() {
-    for (const char* to = p + each < end ? p + each : end; p < to; p += 64) __builtin_prefetch(p, 0, 2);
-  }
-};

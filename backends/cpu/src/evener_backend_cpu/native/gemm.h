@@ -79,6 +79,16 @@ INLINE void put_tile(const T* const w[4], const T* x, long ldx, Rows in, long K,
   for (int j = 0; j < MR; j++) put_sums(sum[j], bias, y + out[j] * ldy, count);
 }
 
+// Prefetches the data of the next tile during this one, spread over its steps.
+struct Prefetcher {
+  const char *p, *end;
+  long each;
+  Prefetcher(const void* from, long bytes, long steps) : p((const char*)from), end(p + bytes), each((bytes / 64 + steps - 1) / steps * 64) {}
+  MEMBER void step() {
+    for (const char* to = p + each < end ? p + each : end; p < to; p += 64) __builtin_prefetch(p, 0, 2);
+  }
+};
+
 // y[out[m], n - n0] = x[in[m]] · w[n] for weight rows n0 <= n < n1; ``w`` and ``bias`` point to row 0, ``y`` to column n0. ``next``: has these
 // rows, and what is used after them.
 template <class T, class O>

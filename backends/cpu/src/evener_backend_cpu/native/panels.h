@@ -2,7 +2,6 @@
 // weights keeps its sums in registers. A sum takes the same products in the same order as in ``tile`` of gemm.h, so the bits are equal and few rows
 // may take the other way. bfloat16 goes here where the processor has no products of it, or slower ones than of float32 (isa.py).
 #pragma once
-#include "ahead.h"
 #include "scratch.h"
 #include "simd.h"
 
@@ -96,6 +95,21 @@ INLINE void panel_tiles(const float* w, const float* x, long rows, long columns,
   if (rows == 1) panel_tile<1>(w, x, columns, sum, first);
 }
 
+// Prefetches ``bytes`` of each of some rows, which are ``ld`` bytes apart, spread over ``steps``.
+struct NextRows {
+  const char* row;
+  long ld, rows, bytes, each, done = 0;
+  NextRows(const void* from, long ld, long rows, long bytes, long steps)
+      : row((const char*)from), ld(ld), rows(rows), bytes(bytes), each((rows * (bytes / 64 + 1) + steps - 1) / steps) {}
+  MEMBER void step() {
+    for (long i = 0; i < each && rows > 0; i++) {
+      __builtin_prefetch(row + done, 0, 2);
+      done += 64;
+      if (done >= bytes) done = 0, row += ld, rows--;
+    }
+  }
+};
+
 // y = sums + bias.
 template <class T, class O> INLINE void put_line(const float* sums, long count, const T* bias, O* y) {
   long i = 0;
@@ -121,14 +135,18 @@ static __attribute__((noinline)) bool panel_product(const T* x, long ldx, long M
   float *panel = (float*)base, *rows = (float*)(base + w_bytes);
   float(*sum)[4][16] = (float(*)[4][16])(base + w_bytes + x_bytes), line[many];
   for (long n = n0; n < n1; n += many) {
-    const long count = n1 - n < many ? n1 - n : many, quads = (count + 3) / 4, later = n1 - n - count < many ? n1 - n - count : many;
-    Prefetcher next(w + (n + count) * K, later * K * (long)sizeof(T), ((M + group - 1) / group) * quads * blocks);
+    const long count = n1 - n < many ? n1 - n : many, quads = (count + 3) / 4;
     for (long m0 = 0; m0 < M; m0 += most) {
       const long some = M - m0 < most ? M - m0 : most;
       for (long k = 0; k < padded; k += wide) {
         const long here = padded - k < wide ? padded - k : wide, given = K - k < here ? K - k : here;
         if (blocks > 1 || m0 == 0)
           for (long i = 0; i < quads * 4; i++) widen(w + (n + (i < count ? i : 0)) * K + k, i < count ? given : 0, here, panel + i * here);
+        // What is widened next: the same rows' next columns, their first ones for further rows of x, or the next rows.
+        const bool on = k + wide < padded, again = !on && m0 + most < M, over = !on && !again;
+        const long least = again && blocks == 1 ? 0 : over ? n1 - n - count : count, from = on ? k + wide : 0;
+        NextRows next(w + (over ? n + count : n) * K + from, K * (long)sizeof(T), least < many ? least : many,
+                      (K - from < wide ? K - from : wide) * (long)sizeof(T), (some + group - 1) / group * quads);
         for (long g = 0; g < some; g += group) {
           const long these = some - g < group ? some - g : group;
           for (long m = 0; m < these; m++) widen(x + in[m0 + g + m] * ldx + k, given, here, rows + m * here);
