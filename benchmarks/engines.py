@@ -19,14 +19,23 @@ from workload import Job, fixed
 Run = Callable[[Job], tuple[float, float]]
 #: Callbacks of C code, which Python must not collect.
 _KEPT: list[Any] = []
+#: Processor time of this process for the parts of the last job.
+_SPENT: list[float] = []
 
 
 def _timed(generate: Callable[[list[list[int]], list[int]], float]) -> Run:
     """Run a job twice: with one new token for each request, for the time of the prompts, then in full."""
 
+    def part(job: Job, counts: list[int]) -> float:
+        began = time.process_time()
+        seconds = generate(job.prompts, counts)
+        _SPENT.append(time.process_time() - began)
+        return seconds
+
     def run(job: Job) -> tuple[float, float]:
-        first = generate(job.prompts, [1] * len(job.prompts))
-        return first, generate(job.prompts, job.counts) if max(job.counts) > 1 else first
+        _SPENT.clear()
+        first = part(job, [1] * len(job.prompts))
+        return first, part(job, job.counts) if max(job.counts) > 1 else first
 
     return run
 
@@ -237,7 +246,8 @@ def main(argv: list[str]) -> int:
     print(json.dumps({"label": label}), file=answers, flush=True)
     for line in sys.stdin:
         first, total = run(Job(**json.loads(line)))
-        print(json.dumps({"first_s": first, "total_s": total}), file=answers, flush=True)
+        answer = {"first_s": first, "total_s": total, "processor_s": [_SPENT[0], _SPENT[-1]] if _SPENT else None}
+        print(json.dumps(answer), file=answers, flush=True)
     return 0
 
 

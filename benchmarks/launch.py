@@ -50,10 +50,14 @@ class EngineChild:
 
     def run(self, job: Job) -> tuple[float, float]:
         """(seconds until every request has its first token, seconds in total)."""
+        answer = self.answer(job)
+        return float(answer["first_s"]), float(answer["total_s"])
+
+    def answer(self, job: Job) -> dict[str, Any]:
+        """``first_s`` and ``total_s`` as of ``run``, and ``processor_s``: of both; None of a server."""
         assert self._process.stdin is not None
         print(json.dumps(job.to_json()), file=self._process.stdin, flush=True)
-        answer = self._answer()
-        return float(answer["first_s"]), float(answer["total_s"])
+        return self._answer()
 
     def close(self) -> None:
         """End it."""

@@ -80,11 +80,12 @@ def test_linear(device: CpuDevice, dtype: str, tokens: int, rows: int, columns: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_is_batch_invariant(device: CpuDevice, dtype: str) -> None:
-    x, w = noise(70, 200, dtype=dtype), noise(100, 200, dtype=dtype)
-    run = built(device, "linear", {"rows": 100, "columns": 200, "dtype": dtype, "out": dtype})
+@pytest.mark.parametrize(("rows", "columns"), [(100, 200), (71, 2085)])
+def test_linear_is_batch_invariant(device: CpuDevice, dtype: str, rows: int, columns: int) -> None:
+    x, w = noise(70, columns, dtype=dtype), noise(rows, columns, dtype=dtype)
+    run = built(device, "linear", {"rows": rows, "columns": columns, "dtype": dtype, "out": dtype})
     whole = run(x, packed(w))
-    for count in (1, 2, 3, 4, 7):
+    for count in (1, 2, 3, 4, 7, 15, 16, 17, 23, 67):
         assert torch.equal(run(x[:count].clone(), packed(w)), whole[:count])
 
 

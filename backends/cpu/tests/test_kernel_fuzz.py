@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from evener.backend.native_code import compile_library
+from evener_backend_cpu.isa import LIMITS, VARIABLE
 from evener_backend_cpu.native_library import SOURCES, compile_flags
 
 HERE = Path(__file__).parent
@@ -20,8 +21,10 @@ CASES = 40
 
 @pytest.fixture(scope="module")
 def library() -> Path:
-    """The kernels with AddressSanitizer, compiled into a folder of their own in about a minute, once."""
-    flags = ["-O1" if flag == "-O3" else flag for flag in compile_flags()]
+    """The kernels with AddressSanitizer, compiled into a folder of their own in about a minute, once; for the level of
+    ``EVENER_CPU_ISA``, if it names one."""
+    level = LIMITS.get(os.environ.get(VARIABLE, "auto"))
+    flags = ["-O1" if flag == "-O3" else flag for flag in compile_flags(level)]
     made = compile_library(
         SOURCES / "kernels.cpp", (*flags, "-g1", "-fsanitize=address"), "cpu-kernels-sanitized", "kernels to be fuzzed",
         compiler="g++",

@@ -251,6 +251,8 @@ def load(processor: Processor, compiler: str | None = None) -> Native | Unavaila
     # "-march=native" gives other code on another machine, which may share this home folder.
     depends = (processor.name, *sorted(processor.features)) if processor.limit is None else ()
     flags = compile_flags(None if processor.limit is None else LIMITS[processor.limit])
+    if "avx512_bf16" in processor.slower:
+        flags = (*flags, "-mno-avx512bf16")
     path = compile_library(SOURCES / "kernels.cpp", flags, "cpu-kernels", "the kernels", depends, compiler)
     if isinstance(path, Unavailable):
         return path

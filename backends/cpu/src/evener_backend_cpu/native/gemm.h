@@ -3,6 +3,7 @@
 #pragma once
 #include "ahead.h"
 #include "amx.h"
+#include "panels.h"
 #include "simd.h"
 #ifdef EVENER_LANES256
 #include "corners.h"
@@ -67,10 +68,6 @@ void tile(const T* const w[4], const T* const x[MR], long K, v4* out, Ahead* ahe
   for (int j = 0; j < MR; j++) out[j] = sums(a[0][j], a[1][j], a[2][j], a[3][j]);
 }
 
-template <class T, class O> INLINE void put_sums(v4 sum, const T* bias, O* y, int count) {
-  for (int i = 0; i < count; i++) put(y + i, bias ? sum[i] + wide(bias[i]) : sum[i]);
-}
-
 template <class T, class O, int MR, bool ROW_BY_ROW = false>
 INLINE void put_tile(const T* const w[4], const T* x, long ldx, Rows in, long K, const T* bias, O* y, long ldy, Rows out, int count,
                      Ahead* ahead = nullptr) {
@@ -104,6 +101,11 @@ __attribute__((noinline)) void gemm(const T* x, long ldx, long M, const T* w, lo
     if (M > 0 && !tiles_error() && (M > 16 ? many_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out)
                                            : few_rows<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out, next ? *next : own)))
       return;
+#endif
+#ifdef EVENER_PANELS
+  // Without memory for its copies a product goes on below, with the same bits.
+  if constexpr (in_panels<T>)
+    if (M >= PANEL_LEAST && panel_product<O>(x, ldx, M, w, n0, n1, K, bias, y, ldy, in, out)) return;
 #endif
   long panel = 393216 / (K * (long)sizeof(T)) & ~3L;
   if (panel < 32) panel = 32;

@@ -47,8 +47,10 @@ INLINE void gemm_parallel(WorkQueue& queue, long threads, const T* x, const Quan
 
 static const long FEW = 4, MLP_PANEL = 256;
 // Rows of gate and up that a thread multiplies before it applies the activation.
-#ifdef EVENER_AMX
+#if defined(EVENER_AMX)
 static const long MLP_ROWS = 32;
+#elif defined(EVENER_PANELS)
+static const long MLP_ROWS = PANEL_WEIGHTS;
 #else
 static const long MLP_ROWS = 16;
 #endif

@@ -2,8 +2,6 @@
 // multiply: one for each block of ``high`` rows by ``wide`` columns. An element becomes T without rounding; the products of a block are
 // summed in float32 and then scaled.
 #pragma once
-#include <cstdlib>
-
 #include "gemm.h"
 
 // Of Segment::kind, beside those of quant_blocks.h.
@@ -14,20 +12,6 @@ struct Stored {
   const uint8_t* weight;
   const float* scale;
   int64_t high, wide, blocks;
-};
-
-struct Scratch {
-  char* data = nullptr;
-  size_t size = 0;
-  ~Scratch() { free(data); }
-  char* reserve(size_t n) {
-    if (n > size) {
-      free(data);
-      data = (char*)aligned_alloc(64, (n + 63) / 64 * 64);
-      size = data ? n : 0;
-    }
-    return data;
-  }
 };
 
 // Sixteen bytes as integers. GCC converts vectors of bytes one by one.
