@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Set
+from functools import cache
 from traceback import walk_tb
 from types import ModuleType
 from typing import Any
@@ -51,6 +52,7 @@ _READ: Mapping[str, Mapping[str, type]] = {
 _UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
+@cache
 def hook_arguments() -> dict[str, tuple[str, ...]]:
     """Every hook and its arguments, read from ``evener.contracts.hooks``."""
     return {

@@ -38,6 +38,15 @@ class Sizes:
         return Sizes(self.outputs, self.outputs) if "R" in leading and "T" not in leading else self
 
 
+@dataclass(frozen=True, eq=False)
+class _Counted:
+    """Bytes of an op's inputs and outputs, its sizes, and those of its parts."""
+
+    nbytes: int
+    sizes: Sizes
+    parts: Sizes
+
+
 class StepFootprint:
     """Adds up what a step holds, while its ops are resolved. Call sites run one after another, so the largest counts.
 
@@ -52,8 +61,9 @@ class StepFootprint:
     def __init__(self, largest: Sizes) -> None:
         self.workspace, self.workspace_owner = 0, ""
         self._largest, self._held, self._peak, self._stream = largest, 0, 0, 0
-        #: Sizes of the op that is being resolved, and of its parts; None outside of call sites.
-        self._sizes: tuple[Sizes, Sizes] | None = None
+        #: The op that is being resolved; None outside of call sites.
+        self._inside: _Counted | None = None
+        self._counted: dict[Any, _Counted] = {}
 
     @property
     def activations(self) -> int:
@@ -62,25 +72,34 @@ class StepFootprint:
 
     @contextmanager
     def inside(
-        self, schema: OpSchema, static: Mapping[str, Any], bucket: Bucket, known: Mapping[str, int] | None
+        self, schema: OpSchema, static: Mapping[str, Any], number: int, bucket: Bucket, known: Mapping[str, int] | None
     ) -> Iterator[None]:
-        """Within the block the op's inputs and outputs are held; ``known``: as ``Use`` was given."""
-        before, largest = (self._held, self._sizes), self._largest
-        step = Sizes(min(bucket.high, largest.tokens), min(bucket.high, largest.outputs))
-        sizes = (step if self._sizes is None else self._sizes[1]).scaled(known or {})
-        if self._sizes is None:
-            self._stream = max(self._stream, stream_bytes(schema, static, sizes))
-        self._held, self._sizes = self._held + activation_bytes(schema, static, sizes), (sizes, sizes.for_parts(schema))
+        """Within the block the op's inputs and outputs are held; ``number``: the same for parameters that are alike;
+        ``known``: as ``Use`` was given."""
+        before = self._held, self._inside
+        # Layers are alike, so most ops come again.
+        key = schema.name, number, bucket.high, before[1], *(known or {}).items()
+        if (found := self._counted.get(key)) is None:
+            found = self._counted[key] = self._count(schema, static, bucket, known or {})
+        self._held, self._inside = self._held + found.nbytes, found
         self._peak = max(self._peak, self._held)
         try:
             yield
         finally:
-            self._held, self._sizes = before
+            self._held, self._inside = before
+
+    def _count(self, schema: OpSchema, static: Mapping[str, Any], bucket: Bucket, known: Mapping[str, int]) -> _Counted:
+        largest, parent = self._largest, self._inside
+        step = Sizes(min(bucket.high, largest.tokens), min(bucket.high, largest.outputs))
+        sizes = (step if parent is None else parent.parts).scaled(known)
+        if parent is None:
+            self._stream = max(self._stream, stream_bytes(schema, static, sizes))
+        return _Counted(activation_bytes(schema, static, sizes), sizes, sizes.for_parts(schema))
 
     def add_reference_scratch(self, schema: OpSchema, static: Mapping[str, Any]) -> None:
         """The op that is being resolved is served by its reference."""
-        assert self._sizes is not None, "the resolver calls it inside of an op"
-        self._peak = max(self._peak, self._held + scratch_bytes(schema, static, self._sizes[0]))
+        assert self._inside is not None, "the resolver calls it inside of an op"
+        self._peak = max(self._peak, self._held + scratch_bytes(schema, static, self._inside.sizes))
 
     def add_workspace(self, nbytes: int, owner: str) -> None:
         """A kernel that was built asks for ``nbytes`` of scratch."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, Variant
 from evener.contracts.quant import QuantFormat, WeightPart, plain
@@ -17,8 +19,7 @@ REFERENCE = "reference"
 EXPANDED = "expanded"
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """The provider of one call site at one bucket.
 
     Attributes:
@@ -37,7 +38,7 @@ class Choice:
     refused: tuple[tuple[str, str], ...] = ()
     capturable: bool = True
     why: str = ""
-    variant: Variant = field(default_factory=dict, hash=False)
+    variant: Variant = {}
 
 
 @dataclass

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from evener.contracts.declared import CallSite, LinearWeight, StateSlot
 from evener.contracts.ops import Bucket, OpCall, OpFunction, OpSchema, Use, Variant
 from evener.contracts.quant import WeightPart, plain
@@ -14,7 +16,7 @@ from evener.contracts.quantized.state import unscaled
 from evener.contracts.state import StateProvider, required_interface
 from evener.errors import ResolveError, UnknownNameError
 from evener.ops.composites import linear_static
-from evener.ops.parts import communicators, load_reference
+from evener.ops.parts import communicators, load_reference, static_content
 from evener.plugins.catalog import Provided
 from evener.plugins.hook_check import check_supports
 from evener.resolution.attribution import Attribution, attributed_errors
@@ -49,6 +51,10 @@ class Resolver:
         self.manifest, self.attribution = Manifest(), Attribution(available.states)
         self.footprint = StepFootprint(available.sizes)
         self.tables: dict[Any, OpFunction] = {}
+        #: Layers are alike, so most calls come again. Numbers of static parameters, and what was chosen for each op,
+        #: bucket and number.
+        self._numbers: dict[Any, int] = {}
+        self._chosen: dict[tuple[str, int, int], tuple[Provided[Any] | None, OpCall, Choice]] = {}
 
     def states(self, slots: Sequence[StateSlot]) -> None:
         """Give every slot its provider; equal spec and attention get the same.
@@ -120,19 +126,23 @@ class Resolver:
             raise UnknownNameError(
                 "op", op, self.available.schemas, f"It is called at {path}; install the package that defines it."
             )
-        with self.footprint.inside(schema, static, bucket, known):
+        number = self._numbers.setdefault(static_content(static), len(self._numbers))
+        with self.footprint.inside(schema, static, number, bucket, known):
             if op == "routed_experts" and static["placement"] is not None:
                 return static["placement"].resolve(op, path, static, bucket)  # type: ignore[no-any-return]
-            call = op_call(self.available, schema, static, bucket)
-            candidate, variant = self._choose(schema, path, call)
+            if (found := self._chosen.get((op, bucket.low, number))) is None:
+                found = self._choose(schema, path, op_call(self.available, schema, static, bucket))
+                self._chosen[op, bucket.low, number] = found
+            candidate, like, choice = found
+            self.manifest.choices.append(structs.replace(choice, path=path))
             if candidate is not None:
-                return self.build(candidate, replace(call, variant=variant) if variant else call)
+                return self.build(candidate, replace(like, static=static))
             if not schema.composite:
                 self.footprint.add_reference_scratch(schema, static)
             return self.reference(schema, path, static, bucket)
 
-    def _choose(self, schema: OpSchema, path: str, call: OpCall) -> tuple[Provided[Any] | None, Variant]:
-        """The best that may serve, with its variant; None is the reference, which may always. The manifest has why."""
+    def _choose(self, schema: OpSchema, path: str, call: OpCall) -> tuple[Provided[Any] | None, OpCall, Choice]:
+        """The best that may serve, the call with its variant, and why; None is the reference, which may always."""
         refused: dict[tuple[str, str], None] = {}
         for candidate, variant, why in self._ranking(schema, call):
             provider = candidate.label if candidate else reference_provider(schema)
@@ -142,11 +152,9 @@ class Resolver:
                 continue
             version, maker = (candidate.version, candidate.value) if candidate else (self.available.version, schema)
             capturable = maker.capturable and all(each.capabilities.capturable for each in communicators(call.static))
-            self.manifest.choices.append(
-                Choice(schema.name, path, call.bucket, provider, version, tuple(refused), capturable, why, variant)
-            )
             break
-        return candidate, variant
+        choice = Choice(schema.name, path, call.bucket, provider, version, tuple(refused), capturable, why, variant)
+        return candidate, replace(call, variant=variant), choice
 
     def _ranking(self, schema: OpSchema, call: OpCall) -> Iterator[tuple[Provided[Any] | None, Variant, str]]:
         """Candidates, best first, each with its variant and why it stands there: tuning files, then priorities, then
