@@ -5,11 +5,10 @@ The memory plan (``engine.worker.memory``) reads ``StepFootprint.activations`` a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from evener.contracts.ops import Bucket, OpSchema, Tensor
@@ -27,6 +26,11 @@ class Sizes:
     tokens: int
     outputs: int
     others: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def rows(self) -> Mapping[str, int]:
+        """By the names of dynamic dimensions."""
+        return {**self.others, "T": self.tokens, "R": self.outputs, "…": self.tokens}
 
     def scaled(self, known: Mapping[str, int]) -> Sizes:
         """Sizes of one op whose caller gives ``known`` (see ``Use``)."""
@@ -109,8 +113,15 @@ class StepFootprint:
 
 def activation_bytes(schema: OpSchema, static: Mapping[str, Any], sizes: Sizes) -> int:
     """Bytes of inputs and outputs; an output that may be written over its input counts once."""
-    donated, read = (sum(_nbytes(t, static, sizes) for t in schema.inputs if t.donated is on) for on in (True, False))
-    return read + max(donated, sum(_nbytes(tensor, static, sizes) for tensor in schema.outputs))
+    donated = read = written = 0
+    for tensor in schema.inputs:
+        if tensor.donated:
+            donated += _nbytes(tensor, static, sizes)
+        else:
+            read += _nbytes(tensor, static, sizes)
+    for tensor in schema.outputs:
+        written += _nbytes(tensor, static, sizes)
+    return read + max(donated, written)
 
 
 def scratch_bytes(schema: OpSchema, static: Mapping[str, Any], sizes: Sizes) -> int:
@@ -134,13 +145,15 @@ def _nbytes(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
     if not _grows(tensor):
         return 0
     dtype = {"*": static.get("dtype", "float32"), "out": static.get("out", "float32")}.get(tensor.dtype, tensor.dtype)
-    return int(_elements(tensor, static, sizes) * DTYPE_BYTES.get(dtype, 4))
+    return _elements(tensor, static, sizes) * DTYPE_BYTES.get(dtype, 4)
 
 
 def _elements(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
-    rows: dict[str, int] = {**sizes.others, "T": sizes.tokens, "R": sizes.outputs, "…": sizes.tokens}
-    found = (f if isinstance(f, int) else rows.get(f, static.get(f, 1)) for f in _factors(tensor.shape))
-    return math.prod(number if isinstance(number, int) else 1 for number in found)
+    total = 1
+    for factor in _factors(tensor.shape):
+        number = factor if isinstance(factor, int) else sizes.rows.get(factor, static.get(factor))
+        total *= number if isinstance(number, int) else 1
+    return total
 
 
 @cache

@@ -146,7 +146,8 @@ class Resolver:
         refused: dict[tuple[str, str], None] = {}
         for candidate, variant, why in self._ranking(schema, call):
             provider = candidate.label if candidate else reference_provider(schema)
-            reason = refusal(self.available, candidate, replace(call, variant=variant)) if candidate else None
+            asked = replace(call, variant=variant) if variant else call
+            reason = refusal(self.available, candidate, asked) if candidate else None
             if reason is not None:
                 refused[provider, reason] = None
                 continue
@@ -154,7 +155,7 @@ class Resolver:
             capturable = maker.capturable and all(each.capabilities.capturable for each in communicators(call.static))
             break
         choice = Choice(schema.name, path, call.bucket, provider, version, tuple(refused), capturable, why, variant)
-        return candidate, replace(call, variant=variant), choice
+        return candidate, asked, choice
 
     def _ranking(self, schema: OpSchema, call: OpCall) -> Iterator[tuple[Provided[Any] | None, Variant, str]]:
         """Candidates, best first, each with its variant and why it stands there: tuning files, then priorities, then
