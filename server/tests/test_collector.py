@@ -3,10 +3,11 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 
-from evener_server.collector import collector_paused
+from evener_server.collector import collector_paused, not_looked_at
 
 
 def test_the_collector_pauses_and_goes_on_also_after_an_error() -> None:
@@ -29,6 +30,20 @@ def test_a_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_a_start_made_is_looked_at_again_after_its_answers() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    before, inside = weakref.ref(Cycle()), None
+    with not_looked_at():
+        inside = weakref.ref(Cycle())
+        gc.collect()
+        assert before() is not None and inside() is None
+    gc.collect()
+    assert before() is None
 
 
 def test_what_is_left_at_the_end_of_a_process_is_not_collected() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -17,7 +18,7 @@ from evener.cli.command import Command, read_config
 from evener.config.schema import Config
 from evener.errors import ConfigError, EngineError, EvenerError
 from evener.logs import set_up_logging
-from evener_server.collector import collector_paused, end_without_collection
+from evener_server.collector import collector_paused, end_without_collection, not_looked_at
 from evener_server.run_outputs import open_outputs
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ async def _answer(config: Config, arguments: argparse.Namespace, params: Samplin
         from evener.async_llm import AsyncLLM
 
         llm = await AsyncLLM.start(config, "thread")
+        kept = contextlib.ExitStack()
+        kept.enter_context(not_looked_at())
     try:
         if llm.tokenizer is None:
             params = dataclasses.replace(params, detokenize=False)
@@ -181,6 +184,7 @@ async def _answer(config: Config, arguments: argparse.Namespace, params: Samplin
             answer.prompt_tokens = len(stream.prompt_token_ids)
             await _read(stream, answer, show=not arguments.json)
     finally:
+        kept.close()
         await llm.close()
     return answer
 

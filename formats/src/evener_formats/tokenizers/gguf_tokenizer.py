@@ -6,6 +6,7 @@ words, and SentencePiece BPE ("llama"), for which merges follow from the scores 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -98,7 +99,7 @@ class _GgufTokenizer:
         self._metadata, self.where = metadata, where
         tokens: list[str] = self.get("tokens", list)
         types = self.get("token_type", Sequence, [NORMAL] * len(tokens))
-        if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
+        if len(types) != len(tokens) or not set(map(type, tokens)) <= {str}:
             raise CheckpointError(f"{where}: the lists of its tokenizer differ in length or type; fetch the file again")
         self.pieces = Pieces(tokens, (), types)
         self.kind = str(metadata.get("tokenizer.ggml.pre", "default"))
@@ -121,11 +122,11 @@ class _GgufTokenizer:
 
     def added(self) -> list[dict[str, Any]]:
         """Entries of ``added_tokens``: tokens that are found in a text before it is split."""
-        named = {self.id(name) for name in ("bos", "eos", "eot", "eom")}
+        named = {number for name in ("bos", "eos", "eot", "eom") if (number := self.id(name)) is not None}
         return [
-            added_token(number, text, special=self.pieces.types[number] != USER)
-            for number, text in enumerate(self.pieces.texts)
-            if text and (self.pieces.types[number] in (CONTROL, USER, UNKNOWN) or number in named)
+            added_token(number, self.pieces.texts[number], special=self.pieces.types[number] != USER)
+            for number in sorted({*self.pieces.of_type(CONTROL, USER, UNKNOWN), *named})
+            if self.pieces.texts[number]
         ]
 
     def post_processor(self, add_bos: bool) -> dict[str, Any] | None:
@@ -178,7 +179,7 @@ def _byte_level(source: _GgufTokenizer) -> dict[str, Any]:
             "(or give the folder of the model's own tokenizer: tokenizer=FOLDER)"
         )
     pairs = [merge.partition(" ") for merge in source.get("merges", list)]
-    if not all(space for _, space, _ in pairs):
+    if not all(map(operator.itemgetter(1), pairs)):
         raise CheckpointError(f"{source.where}: a merge of its tokenizer is not two tokens; fetch the file again")
     known = source.pieces.ids
     splits = [

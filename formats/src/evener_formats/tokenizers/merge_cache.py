@@ -41,10 +41,10 @@ class MergeCache:
         """The place for a vocabulary; None for one of fewer than ``LEAST_PIECES`` pieces."""
         if len(texts) < LEAST_PIECES:
             return None
-        digest = hashlib.sha256(b"merges 1")
-        for text in texts:
-            # With its length: a piece may hold any character.
-            digest.update(b"%d " % len(text) + text.encode("utf-8", "surrogatepass"))
+        digest = hashlib.sha256(b"merges 2")
+        # With their lengths: a piece may hold any character.
+        digest.update(np.fromiter(map(len, texts), dtype="<i8", count=len(texts)).tobytes())
+        digest.update("".join(texts).encode("utf-8", "surrogatepass"))
         digest.update(np.asarray(scores, dtype="<f8").tobytes() + np.asarray(types, dtype="<i8").tobytes())
         return cls(cache_folder("tokenizers") / f"{digest.hexdigest()[:40]}.merges", len(texts))
 

@@ -39,14 +39,17 @@ class Pieces:
     @cached_property
     def ids(self) -> dict[str, int]:
         """Ids by text; of equal texts, the first one's."""
-        found: dict[str, int] = {}
+        found = dict(zip(self.texts, range(len(self.texts)), strict=True))
+        if len(found) == len(self.texts):
+            return found
+        found = {}
         for number, text in enumerate(self.texts):
             found.setdefault(text, number)
         return found
 
     def of_type(self, *types: int) -> list[int]:
         """The ids of pieces of these types."""
-        return [number for number, kind in enumerate(self.types) if kind in types]
+        return np.flatnonzero(np.isin(np.asarray(self.types), types)).tolist()  # type: ignore[no-any-return]
 
     def model(self, unknown: str | None, whole_words: bool = False) -> dict[str, Any]:
         """The model of a ``tokenizer.json``; ``whole_words``: a word that is a piece is not merged from letters."""
@@ -63,8 +66,8 @@ class Pieces:
             pairs = self._pairs()
             if cache is not None:
                 cache.write(pairs)
-        text = self.texts.__getitem__
-        return list(zip(map(text, pairs[:, 0].tolist()), map(text, pairs[:, 1].tolist()), strict=True))
+        texts = np.array(self.texts, dtype=object)
+        return list(zip(texts[pairs[:, 0]].tolist(), texts[pairs[:, 1]].tolist(), strict=True))
 
     def _pairs(self) -> np.ndarray:
         """The merges as ids, int32 [merges, 2].
