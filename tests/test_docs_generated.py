@@ -14,7 +14,7 @@ from source_tree import ROOT
 
 from evener.contracts.descriptor import Descriptor, Option
 from evener.ops.schemas import BUILTIN
-from evener.plugins.hook_check import hook_arguments
+from evener.plugins.hook_check import HOOK_ARGUMENTS
 
 _LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
 _FOLDERS = (r"core|formats|generation|models|inspection|offload|deploy|conformance|server|backends|tests|scripts"
@@ -29,7 +29,7 @@ def test_a_generated_page_is_what_the_source_gives(path: Path) -> None:
 
 def test_every_hook_field_and_op_stands_in_the_reference() -> None:
     text = (DOCS / "contracts.md").read_text("utf-8")
-    for name, arguments in hook_arguments().items():
+    for name, arguments in HOOK_ARGUMENTS.items():
         heading = next(line for line in text.splitlines() if line.startswith(f"### `{name}("))
         assert all(f"{argument}:" in heading for argument in arguments), heading
     fields = [*Descriptor.__dataclass_fields__, *Option.__dataclass_fields__]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from evener.contracts.communicator import Communicator
-from evener.contracts.declared import LinearWeight, StateSlot
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpFunction, OpSchema
 
 
@@ -29,24 +29,6 @@ def communicators(static: Mapping[str, Any]) -> list[Communicator]:
 def adapted(static: Mapping[str, Any]) -> bool:
     """Whether a call site computes with a weight that has adapters."""
     return any(isinstance(value, LinearWeight) and value.adapters is not None for _, value in walk_static(static))
-
-
-def static_content(value: Any) -> Any:
-    """A hashable value that is equal for static parameters that differ in no more than the names of weights and state.
-    Equal numbers of unlike types differ, and so does what cannot be compared."""
-    if isinstance(value, (int, str, float)) or value is None:
-        return type(value), value
-    if isinstance(value, LinearWeight):
-        parts = tuple((part.rows, part.columns, part.format) for part in value.parts)
-        inside = (value.op, value.rows, value.columns, value.dtype, value.out, value.layout, value.experts)
-        return type(value), parts, inside, value.slices, value.normalize_rows, id(value.adapters), id(value.placement)
-    if isinstance(value, StateSlot):
-        return value.spec, value.attention, id(value.provider), value.scales
-    if isinstance(value, Mapping):
-        return tuple((name, static_content(inner)) for name, inner in value.items())
-    if isinstance(value, tuple):
-        return tuple(map(static_content, value))
-    return value if value.__hash__ else object()
 
 
 def load_reference(schema: OpSchema) -> Any:

@@ -94,5 +94,4 @@ def _give_up(who: str, end_process: Callable[[int], NoReturn]) -> None:
 
 def printable(text: str) -> str:
     """``text`` with control characters escaped: a package's text must not move a terminal's cursor."""
-    shown = (each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
-    return text if text.isprintable() else "".join(shown)
+    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Set
-from functools import cache
 from traceback import walk_tb
 from types import ModuleType
 from typing import Any
@@ -52,14 +51,12 @@ _READ: Mapping[str, Mapping[str, type]] = {
 _UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
-@cache
-def hook_arguments() -> dict[str, tuple[str, ...]]:
-    """Every hook and its arguments, read from ``evener.contracts.hooks``."""
-    return {
-        name: tuple(inspect.signature(function).parameters)
-        for name, function in vars(hooks).items()
-        if getattr(function, _SPEC, None) is not None
-    }
+#: Every hook and its arguments, read from ``evener.contracts.hooks``.
+HOOK_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(inspect.signature(function).parameters)
+    for name, function in vars(hooks).items()
+    if getattr(function, _SPEC, None) is not None
+}
 
 
 def check_hooks(package: Package, module: ModuleType) -> frozenset[str]:
@@ -69,7 +66,7 @@ def check_hooks(package: Package, module: ModuleType) -> frozenset[str]:
         HookError: something in ``module`` looks like a hook but would not be called, or not with all its arguments.
         DescriptorError: the hooks do not fit what the descriptor announces, or the package's group.
     """
-    known = hook_arguments()
+    known = HOOK_ARGUMENTS
     implemented: set[str] = set()
     for attribute, value in vars(module).items():
         at = f"{package}: {module.__name__}.{attribute}"

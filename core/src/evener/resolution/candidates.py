@@ -69,9 +69,8 @@ class Candidates:
                 raise UnknownNameError("op", op, [*self.schemas, "attention"], "Set ops.<op>=<provider>.")
             known = {REFERENCE} | {name for candidate in self.of_op(op) for name in candidate.names}
             if wanted not in known:
-                raise UnknownNameError(
-                    f"provider of {op}", wanted, known, f"Set ops.{op}=reference to use the reference."
-                )
+                how = f"Set ops.{op}=reference to use the reference."
+                raise UnknownNameError(f"provider of {op}", wanted, known, how)
         for candidate in self.states:
             if candidate.value.graph not in get_args(GraphSupport):
                 raise ResolveError(
@@ -140,7 +139,7 @@ def kernel_refusal(schema: OpSchema, kernel: Kernel, call: OpCall) -> str | None
     for name, layout in call.layouts.items():
         if accepted and layout not in accepted:
             return f"does not read {name} in layout {layout!r}"
-    for name, value in walk_static(call.static):
+    for name, value in walk_static(call.static) if schema.defaults else ():
         if name not in kernel.non_default and value != schema.defaults.get(name, value):
             return f"does not know {name}={value}"
     return check_supports(kernel, kernel.supports(call))

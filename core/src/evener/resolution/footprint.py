@@ -5,10 +5,11 @@ The memory plan (``engine.worker.memory``) reads ``StepFootprint.activations`` a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from evener.contracts.ops import Bucket, OpSchema, Tensor
@@ -27,11 +28,6 @@ class Sizes:
     outputs: int
     others: Mapping[str, int] = field(default_factory=dict)
 
-    @cached_property
-    def rows(self) -> Mapping[str, int]:
-        """By the names of dynamic dimensions."""
-        return {**self.others, "T": self.tokens, "R": self.outputs, "…": self.tokens}
-
     def scaled(self, known: Mapping[str, int]) -> Sizes:
         """Sizes of one op whose caller gives ``known`` (see ``Use``)."""
         return Sizes(self.tokens * known.get("T", 1), self.outputs * known.get("R", 1), known)
@@ -40,15 +36,6 @@ class Sizes:
         """Sizes of a composite's parts; of a composite over output rows, the parts have no more rows than that."""
         leading = {tensor.shape[0] for tensor in (*schema.inputs, *schema.outputs) if tensor.shape}
         return Sizes(self.outputs, self.outputs) if "R" in leading and "T" not in leading else self
-
-
-@dataclass(frozen=True, eq=False)
-class _Counted:
-    """Bytes of an op's inputs and outputs, its sizes, and those of its parts."""
-
-    nbytes: int
-    sizes: Sizes
-    parts: Sizes
 
 
 class StepFootprint:
@@ -64,10 +51,10 @@ class StepFootprint:
 
     def __init__(self, largest: Sizes) -> None:
         self.workspace, self.workspace_owner = 0, ""
+        self._counted: dict[tuple[Any, ...], tuple[int, tuple[Sizes, Sizes]]] = {}
         self._largest, self._held, self._peak, self._stream = largest, 0, 0, 0
-        #: The op that is being resolved; None outside of call sites.
-        self._inside: _Counted | None = None
-        self._counted: dict[Any, _Counted] = {}
+        #: Sizes of the op that is being resolved, and of its parts; None outside of call sites.
+        self._sizes: tuple[Sizes, Sizes] | None = None
 
     @property
     def activations(self) -> int:
@@ -76,34 +63,31 @@ class StepFootprint:
 
     @contextmanager
     def inside(
-        self, schema: OpSchema, static: Mapping[str, Any], number: int, bucket: Bucket, known: Mapping[str, int] | None
+        self, schema: OpSchema, static: Mapping[str, Any], bucket: Bucket, known: Mapping[str, int] | None
     ) -> Iterator[None]:
-        """Within the block the op's inputs and outputs are held; ``number``: the same for parameters that are alike;
-        ``known``: as ``Use`` was given."""
-        before = self._held, self._inside
-        # Layers are alike, so most ops come again.
-        key = schema.name, number, bucket.high, before[1], *(known or {}).items()
-        if (found := self._counted.get(key)) is None:
-            found = self._counted[key] = self._count(schema, static, bucket, known or {})
-        self._held, self._inside = self._held + found.nbytes, found
+        """Within the block the op's inputs and outputs are held; ``known``: as ``Use`` was given."""
+        before, high, largest = (self._held, self._sizes), bucket.high, self._largest
+        numbers = (item for item in static.items() if isinstance(item[1], (int, str)))
+        # Layers are alike, so most ops come again. What is kept here keeps the ``id`` of sizes.
+        key = (schema.name, high, id(self._sizes), *(known or {}).items(), None, *numbers)
+        if key not in self._counted:
+            whole = self._sizes[1] if self._sizes else Sizes(min(high, largest.tokens), min(high, largest.outputs))
+            sizes = whole.scaled(known or {})
+            if self._sizes is None:
+                self._stream = max(self._stream, stream_bytes(schema, static, sizes))
+            self._counted[key] = activation_bytes(schema, static, sizes), (sizes, sizes.for_parts(schema))
+        nbytes, self._sizes = self._counted[key]
+        self._held += nbytes
         self._peak = max(self._peak, self._held)
         try:
             yield
         finally:
-            self._held, self._inside = before
-
-    def _count(self, schema: OpSchema, static: Mapping[str, Any], bucket: Bucket, known: Mapping[str, int]) -> _Counted:
-        largest, parent = self._largest, self._inside
-        step = Sizes(min(bucket.high, largest.tokens), min(bucket.high, largest.outputs))
-        sizes = (step if parent is None else parent.parts).scaled(known)
-        if parent is None:
-            self._stream = max(self._stream, stream_bytes(schema, static, sizes))
-        return _Counted(activation_bytes(schema, static, sizes), sizes, sizes.for_parts(schema))
+            self._held, self._sizes = before
 
     def add_reference_scratch(self, schema: OpSchema, static: Mapping[str, Any]) -> None:
         """The op that is being resolved is served by its reference."""
-        assert self._inside is not None, "the resolver calls it inside of an op"
-        self._peak = max(self._peak, self._held + scratch_bytes(schema, static, self._inside.sizes))
+        assert self._sizes is not None, "the resolver calls it inside of an op"
+        self._peak = max(self._peak, self._held + scratch_bytes(schema, static, self._sizes[0]))
 
     def add_workspace(self, nbytes: int, owner: str) -> None:
         """A kernel that was built asks for ``nbytes`` of scratch."""
@@ -113,15 +97,8 @@ class StepFootprint:
 
 def activation_bytes(schema: OpSchema, static: Mapping[str, Any], sizes: Sizes) -> int:
     """Bytes of inputs and outputs; an output that may be written over its input counts once."""
-    donated = read = written = 0
-    for tensor in schema.inputs:
-        if tensor.donated:
-            donated += _nbytes(tensor, static, sizes)
-        else:
-            read += _nbytes(tensor, static, sizes)
-    for tensor in schema.outputs:
-        written += _nbytes(tensor, static, sizes)
-    return read + max(donated, written)
+    donated, read = (sum(_nbytes(t, static, sizes) for t in schema.inputs if t.donated is on) for on in (True, False))
+    return read + max(donated, sum(_nbytes(tensor, static, sizes) for tensor in schema.outputs))
 
 
 def scratch_bytes(schema: OpSchema, static: Mapping[str, Any], sizes: Sizes) -> int:
@@ -145,15 +122,13 @@ def _nbytes(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
     if not _grows(tensor):
         return 0
     dtype = {"*": static.get("dtype", "float32"), "out": static.get("out", "float32")}.get(tensor.dtype, tensor.dtype)
-    return _elements(tensor, static, sizes) * DTYPE_BYTES.get(dtype, 4)
+    return int(_elements(tensor, static, sizes) * DTYPE_BYTES.get(dtype, 4))
 
 
 def _elements(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
-    total = 1
-    for factor in _factors(tensor.shape):
-        number = factor if isinstance(factor, int) else sizes.rows.get(factor, static.get(factor))
-        total *= number if isinstance(number, int) else 1
-    return total
+    rows: dict[str, int] = {**sizes.others, "T": sizes.tokens, "R": sizes.outputs, "…": sizes.tokens}
+    found = [f if isinstance(f, int) else rows.get(f, static.get(f, 1)) for f in _factors(tensor.shape)]
+    return math.prod([number if isinstance(number, int) else 1 for number in found])
 
 
 @cache

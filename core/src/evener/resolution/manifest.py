@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, Variant
 from evener.contracts.quant import QuantFormat, WeightPart, plain
@@ -19,7 +17,8 @@ REFERENCE = "reference"
 EXPANDED = "expanded"
 
 
-class Choice(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Choice:
     """The provider of one call site at one bucket.
 
     Attributes:
@@ -38,7 +37,7 @@ class Choice(msgspec.Struct, frozen=True):
     refused: tuple[tuple[str, str], ...] = ()
     capturable: bool = True
     why: str = ""
-    variant: Variant = {}
+    variant: Variant = field(default_factory=dict, hash=False)
 
 
 @dataclass

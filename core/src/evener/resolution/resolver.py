@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from msgspec import structs
-
 from evener.contracts.declared import CallSite, LinearWeight, StateSlot
 from evener.contracts.ops import Bucket, OpCall, OpFunction, OpSchema, Use, Variant
 from evener.contracts.quant import WeightPart, plain
@@ -16,7 +14,7 @@ from evener.contracts.quantized.state import unscaled
 from evener.contracts.state import StateProvider, required_interface
 from evener.errors import ResolveError, UnknownNameError
 from evener.ops.composites import linear_static
-from evener.ops.parts import communicators, load_reference, static_content
+from evener.ops.parts import communicators, load_reference
 from evener.plugins.catalog import Provided
 from evener.plugins.hook_check import check_supports
 from evener.resolution.attribution import Attribution, attributed_errors
@@ -51,10 +49,6 @@ class Resolver:
         self.manifest, self.attribution = Manifest(), Attribution(available.states)
         self.footprint = StepFootprint(available.sizes)
         self.tables: dict[Any, OpFunction] = {}
-        #: Layers are alike, so most calls come again. Numbers of static parameters, and what was chosen for each op,
-        #: bucket and number.
-        self._numbers: dict[Any, int] = {}
-        self._chosen: dict[tuple[str, int, int], tuple[Provided[Any] | None, OpCall, Choice]] = {}
 
     def states(self, slots: Sequence[StateSlot]) -> None:
         """Give every slot its provider; equal spec and attention get the same.
@@ -95,15 +89,13 @@ class Resolver:
             ResolveError: ``max_fallback`` is "none" and a primitive fell back to the reference.
         """
         for site in sites:
-            site.table = tuple(
-                self.resolve(site.op, site.path, site.static, bucket) for bucket in self.available.buckets
-            )
+            found = (self.resolve(site.op, site.path, site.static, bucket) for bucket in self.available.buckets)
+            site.table = tuple(found)
         fallbacks = self.manifest.fallback_lines()
         if fallbacks and self.available.max_fallback == "none":
-            raise ResolveError(
-                f"max_fallback=none, but only the reference serves {', '.join(fallbacks)}; "
-                "install a kernel package that serves them (or announce them in yours), or set --max-fallback any"
-            )
+            raise ResolveError(f"max_fallback=none, but only the reference serves {', '.join(fallbacks)}; install a "
+                               "kernel package that serves them (or announce them in yours), or set --max-fallback "
+                               "any")  # fmt: skip
 
     def resolve(
         self, op: str, path: str, static: Mapping[str, Any], bucket: Bucket, known: Mapping[str, int] | None = None
@@ -123,26 +115,21 @@ class Resolver:
             return getattr(static["state"].provider, op.removeprefix("state."))  # type: ignore[no-any-return]
         schema = self.available.schemas.get(op)
         if schema is None:
-            raise UnknownNameError(
-                "op", op, self.available.schemas, f"It is called at {path}; install the package that defines it."
-            )
-        number = self._numbers.setdefault(static_content(static), len(self._numbers))
-        with self.footprint.inside(schema, static, number, bucket, known):
+            where = f"It is called at {path}; install the package that defines it."
+            raise UnknownNameError("op", op, self.available.schemas, where)
+        with self.footprint.inside(schema, static, bucket, known):
             if op == "routed_experts" and static["placement"] is not None:
                 return static["placement"].resolve(op, path, static, bucket)  # type: ignore[no-any-return]
-            if (found := self._chosen.get((op, bucket.low, number))) is None:
-                found = self._choose(schema, path, op_call(self.available, schema, static, bucket))
-                self._chosen[op, bucket.low, number] = found
-            candidate, like, choice = found
-            self.manifest.choices.append(structs.replace(choice, path=path))
+            call = op_call(self.available, schema, static, bucket)
+            candidate, variant = self._choose(schema, path, call)
             if candidate is not None:
-                return self.build(candidate, replace(like, static=static))
+                return self.build(candidate, replace(call, variant=variant) if variant else call)
             if not schema.composite:
                 self.footprint.add_reference_scratch(schema, static)
             return self.reference(schema, path, static, bucket)
 
-    def _choose(self, schema: OpSchema, path: str, call: OpCall) -> tuple[Provided[Any] | None, OpCall, Choice]:
-        """The best that may serve, the call with its variant, and why; None is the reference, which may always."""
+    def _choose(self, schema: OpSchema, path: str, call: OpCall) -> tuple[Provided[Any] | None, Variant]:
+        """The best that may serve, with its variant; None is the reference, which may always. The manifest has why."""
         refused: dict[tuple[str, str], None] = {}
         for candidate, variant, why in self._ranking(schema, call):
             provider = candidate.label if candidate else reference_provider(schema)
@@ -153,9 +140,11 @@ class Resolver:
                 continue
             version, maker = (candidate.version, candidate.value) if candidate else (self.available.version, schema)
             capturable = maker.capturable and all(each.capabilities.capturable for each in communicators(call.static))
+            self.manifest.choices.append(
+                Choice(schema.name, path, call.bucket, provider, version, tuple(refused), capturable, why, variant)
+            )
             break
-        choice = Choice(schema.name, path, call.bucket, provider, version, tuple(refused), capturable, why, variant)
-        return candidate, asked, choice
+        return candidate, variant
 
     def _ranking(self, schema: OpSchema, call: OpCall) -> Iterator[tuple[Provided[Any] | None, Variant, str]]:
         """Candidates, best first, each with its variant and why it stands there: tuning files, then priorities, then
@@ -281,10 +270,8 @@ def _layout(available: Candidates, weight: LinearWeight) -> tuple[str, str]:
             if reason is None:
                 return layout, why if parts != weight.parts else ""
             refused.append(f"{layout}: {reason}")
-    raise ResolveError(
-        f"no packing can hold {weight.name} for compute in {weight.dtype} ({'; '.join(refused)}); "
-        "set another dtype, or install a kernel package with a packing for it"
-    )
+    raise ResolveError(f"no packing can hold {weight.name} for compute in {weight.dtype} ({'; '.join(refused)}); "
+                       "set another dtype, or install a kernel package with a packing for it")  # fmt: skip
 
 
 def _unserved(
