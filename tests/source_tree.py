@@ -9,7 +9,7 @@ import re
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +55,11 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, filename=self.where)
 
+    @cached_property
+    def statements(self) -> list[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+        """Its imports: the statement, whether it is inside a function, and whether it is for type checkers only."""
+        return list(_statements(self.tree.body, lazy=False, typing=False))
+
     @property
     def package(self) -> str:
         """What relative imports start from."""
@@ -76,7 +81,7 @@ def imports(module: Module, known: Iterable[str]) -> list[Import]:
     """The modules that ``module`` imports. ``from a import b`` is ``a.b`` if that is one of ``known``, else ``a``."""
     known = set(known)
     found = []
-    for node, lazy, typing in _statements(module.tree.body, lazy=False, typing=False):
+    for node, lazy, typing in module.statements:
         if isinstance(node, ast.Import):
             targets = {alias.name for alias in node.names}
         else:
@@ -121,12 +126,16 @@ def _statements(
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node, lazy, typing
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        elif isinstance(node, ast.If) and any(_names_checking(part) for part in ast.walk(node.test)):
             yield from _statements(node.body, lazy=lazy, typing=True)
             yield from _statements(node.orelse, lazy=lazy, typing=typing)
         elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):  # no statement is inside an expression
             inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             yield from _statements(ast.iter_child_nodes(node), lazy=inside, typing=typing)
+
+
+def _names_checking(node: ast.AST) -> bool:
+    return "TYPE_CHECKING" in (getattr(node, "id", ""), getattr(node, "attr", ""))
 
 
 def cycle(graph: Mapping[str, Iterable[str]]) -> list[str] | None:
@@ -158,6 +167,7 @@ def words(line: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", line)}
 
 
+@cache
 def code_lines(module: Module) -> int:
     """Lines that hold code: neither blank, nor comment, nor docstring."""
     docstrings = set().union(*(_docstring_lines(node) for node in ast.walk(module.tree)), set())

@@ -68,7 +68,9 @@ def theirs(model: Any, prompt: list[int], options: BeamOptions, stops: list[int]
     return [text[: end + 1] for text, end in zip(texts, ends, strict=True)]
 
 
-@pytest.mark.parametrize("stops", [[2], [2, 5, 9, 11]], ids=["one stop token", "four"])
+@pytest.mark.parametrize(
+    "stops", [pytest.param([2], marks=pytest.mark.slow), [2, 5, 9, 11]], ids=["one stop token", "four"]
+)
 def test_the_algorithm_returns_the_texts_of_transformers(model: Any, stops: list[int]) -> None:
     for prompt, options in itertools.product(prompts()[:2], OPTIONS):
         search = BeamSearch(options, stops, MOST)
@@ -82,9 +84,7 @@ def test_the_algorithm_returns_the_texts_of_transformers(model: Any, stops: list
         assert [list(beam.ids) for beam in search.finished] == theirs(model, prompt, options, stops), options
 
 
-def test_on_an_engine_it_returns_the_texts_of_transformers_and_leaves_nothing_open(
-    model: Any, folder: Path
-) -> None:
+def test_on_an_engine_it_returns_the_texts_of_transformers_and_leaves_nothing_open(model: Any, folder: Path) -> None:
     async def search() -> list[list[list[int]]]:
         keys = {"dtype": "float32", "infer.kv_memory": "4MiB"}
         config = from_overrides(str(folder), keys)

@@ -57,6 +57,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     return folder / "there", refused
 
 
+@pytest.mark.slow
 def test_plain_modules_are_compiled_and_the_others_stay_sources(compiled: tuple[Path, list[str]]) -> None:
     folder, refused = compiled
     names = {path.name for path in (folder / "small").iterdir()} - {"__pycache__"}
@@ -66,6 +67,7 @@ def test_plain_modules_are_compiled_and_the_others_stay_sources(compiled: tuple[
     assert refused in ([], ["small.counts"])
 
 
+@pytest.mark.slow
 def test_a_compiled_package_runs_and_its_signatures_can_be_read(compiled: tuple[Path, list[str]]) -> None:
     code = (
         "import inspect, runpy; from small import Size, sizes\n"

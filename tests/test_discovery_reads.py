@@ -59,7 +59,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-@pytest.mark.parametrize("start", PROGRAMS)
+@pytest.mark.parametrize(
+    "start", [pytest.param(each, marks=pytest.mark.slow) if each == "LLM" else each for each in PROGRAMS]
+)
 def test_a_start_reads_entry_points_once(start: str, model: Path) -> None:
     # ``LLM`` in a new Python, where what modules read as they are imported counts, too.
     program = sys.executable if start == "LLM" else warm() / "python"

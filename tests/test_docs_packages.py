@@ -288,7 +288,7 @@ INIT, PROBE, DEVICE, HOOKS, KERNELS = (
     ("error", "edits"),
     [
         ("import", (INIT, "from evener", "raise RuntimeError('no beads')\nfrom evener")),
-        ("torch", (INIT, "from evener", "import torch\nfrom evener")),
+        pytest.param("torch", (INIT, "from evener", "import torch\nfrom evener"), marks=pytest.mark.slow),
         pytest.param("contract", (INIT, '"device": 2', '"device": 3'), marks=pytest.mark.slow),
     ],
 )

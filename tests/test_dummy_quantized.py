@@ -58,8 +58,10 @@ def described(folder: Path, family: str, settings: Mapping[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", [pytest.param("Qwen3", marks=pytest.mark.slow), "Qwen3Moe"])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("gptq 3 act", "awq") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_the_plan_is_that_of_the_real_checkpoint(kind: str, family: str, tmp_path: Path, one_thread: None) -> None:
     _, real = checkpoint(tmp_path / "real", family, kind)
     folder = described(tmp_path / "described", family, KINDS[kind][1])
@@ -72,7 +74,9 @@ def test_the_plan_is_that_of_the_real_checkpoint(kind: str, family: str, tmp_pat
     assert ready.info.memory["weights"] == held(found)
 
 
-@pytest.mark.parametrize("kind", MORE)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("fp8 blocks", "w4afp8") else pytest.param(kind, marks=pytest.mark.slow) for kind in MORE]
+)
 def test_weights_of_every_method_are_made_and_computed_with(kind: str, tmp_path: Path, one_thread: None) -> None:
     settings, storage = MORE[kind]
     folder = described(tmp_path, "Qwen3Moe", settings)

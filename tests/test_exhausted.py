@@ -26,7 +26,9 @@ def limited(limit: str, *words: str | Path, to: str | None = None) -> subprocess
     )
 
 
-@pytest.mark.parametrize("command", ["doctor", "plugins", "version"])
+@pytest.mark.parametrize(
+    "command", ["version", *(pytest.param(each, marks=pytest.mark.slow) for each in ("doctor", "plugins"))]
+)
 def test_a_full_disk_under_the_output_is_one_line(command: str) -> None:
     done = limited("-n 1024", command, to="/dev/full")
     assert done.returncode == 1
@@ -35,6 +37,7 @@ def test_a_full_disk_under_the_output_is_one_line(command: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_takes_less_memory_under_a_limit_of_the_address_space(tiny: Path) -> None:
     words = ("run", tiny, "load=dummy", "--prompt", "hello", "--max-tokens", "2", "--ignore-eos")
     done = limited("-v 4000000", *words, "--json")

@@ -65,6 +65,7 @@ def test_a_model_of_671_billion_parameters_is_explained_and_does_not_fit_here(tm
     assert "does not fit" in found["memory"]["problem"] and "GiB" in found["memory"]["problem"]
 
 
+@pytest.mark.slow
 def test_a_rank_of_eight_is_explained_with_its_share_of_the_weights(tmp_path: Path) -> None:
     published = Path(__file__).parent.parent / "models" / "tests" / "data" / "deepseek_v3_config.json"
     (tmp_path / "config.json").write_bytes(published.read_bytes())

@@ -116,8 +116,9 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("Qwen3", kind) for kind in KINDS] + [("Qwen3Moe", "blocks"), ("DeepseekV3", "blocks"), ("DeepseekV3", "rows")],
-)
+    [*(("Qwen3", kind) for kind in KINDS), ("Qwen3Moe", "blocks"), ("DeepseekV3", "blocks"),
+     pytest.param("DeepseekV3", "rows", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_logits_and_tokens_are_those_of_the_dequantized_weights(
     family: str, kind: str, tmp_path: Path, one_thread: None
 ) -> None:
@@ -131,7 +132,9 @@ def test_logits_and_tokens_are_those_of_the_dequantized_weights(
     result.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "blocks" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_the_cpu_keeps_eight_bits_a_weight(kind: str, tmp_path: Path) -> None:
     # Matrices of two layers. Qwen: QKV, output, gate and up, down. DeepSeek: four of attention, two of the MLP; one
     # layer has shared experts as well. Routers, the embedding and the head are not quantized.
@@ -141,7 +144,9 @@ def test_the_cpu_keeps_eight_bits_a_weight(kind: str, tmp_path: Path) -> None:
         assert found["packings"]["cpu.stored"] == count and not found["dequantized"]
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe", "DeepseekV3"])
+@pytest.mark.parametrize(
+    "family", ["DeepseekV3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("Qwen3", "Qwen3Moe"))]
+)
 def test_two_ranks_cut_the_blocks_and_give_the_same_tokens(family: str, tmp_path: Path, one_thread: None) -> None:
     _, folder = checkpoint(tmp_path, family, "blocks")
     ids = prompt_of(find_architecture(f"{family}ForCausalLM").tiny_config()["vocab_size"])

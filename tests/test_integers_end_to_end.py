@@ -108,9 +108,12 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("Qwen3", kind) for kind in KINDS] + [("Qwen3Moe", "gptq 4 act"), ("Qwen3Moe", "packed 4")]
-    + [(family, kind) for family in ("Mixtral", "DeepseekV3") for kind in ("gptq 4", "awq", "packed 4")],
-)
+    ("family", "kind"),
+    [*(("Qwen3", kind) for kind in KINDS), ("Qwen3Moe", "gptq 4 act"), ("DeepseekV3", "awq"),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+         ("Qwen3Moe", "packed 4"), ("DeepseekV3", "gptq 4"), ("DeepseekV3", "packed 4"),
+         *(("Mixtral", kind) for kind in ("gptq 4", "awq", "packed 4"))))],
+)  # fmt: skip
 def test_logits_and_tokens_are_those_of_the_dequantized_weights(
     family: str, kind: str, tmp_path: Path, one_thread: None
 ) -> None:
@@ -124,7 +127,9 @@ def test_logits_and_tokens_are_those_of_the_dequantized_weights(
     result.check()
 
 
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("gptq 3 act", "awq") else pytest.param(kind, marks=pytest.mark.slow) for kind in KERNELS]
+)
 def test_the_cpu_keeps_the_integers_packed(kind: str, tmp_path: Path) -> None:
     for family in ("Qwen3", "Qwen3Moe"):
         _, folder = checkpoint(tmp_path / family, family, kind)
@@ -135,7 +140,11 @@ def test_the_cpu_keeps_the_integers_packed(kind: str, tmp_path: Path) -> None:
         assert ready.info.memory["weights"] == found["memory"]["weights"]
 
 
-@pytest.mark.parametrize("kind", ["gptq 4", "gptq 4 act", "gptq 3 act", "awq", "packed 4 act", "nvfp4"])
+@pytest.mark.parametrize(
+    "kind",
+    ["gptq 3 act", "awq",
+     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gptq 4", "gptq 4 act", "packed 4 act", "nvfp4"))],
+)  # fmt: skip
 @pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Qwen3", marks=pytest.mark.slow)])
 def test_two_ranks_cut_the_groups_and_give_the_same_tokens(
     family: str, kind: str, tmp_path: Path, one_thread: None

@@ -56,7 +56,7 @@ class Zoo:
     merged: dict[str, Path]
 
     def names(self) -> list[str]:
-        """"" for the model itself, then its adapters."""
+        """ "" for the model itself, then its adapters."""
         return ["", *self.adapters]
 
 
@@ -140,7 +140,7 @@ def mixed_steps(controller: Controller) -> list[set[int]]:
     return seen
 
 
-@pytest.mark.parametrize("impl", ["auto", "ref"])
+@pytest.mark.parametrize("impl", ["auto", pytest.param("ref", marks=pytest.mark.slow)])
 def test_three_adapters_of_different_ranks_share_a_step_with_rows_without_one(zoo: Zoo, impl: str) -> None:
     controller, info = start(zoo.model, **{"infer.op_impl": impl})
     steps = mixed_steps(controller)
@@ -205,9 +205,7 @@ def kept(controller: Controller) -> set[str]:
     return set(executor.worker.runner.adapters._kept)
 
 
-def test_an_adapter_is_sent_once_in_pieces_between_which_steps_run(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_is_sent_once_in_pieces_between_which_steps_run(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it gets a place again, a plan has only its name."""
     controller, info = start(zoo.model, slots=1)
     orders: list[Any] = []
@@ -256,7 +254,7 @@ def test_ranks_keep_only_their_parts_of_an_adapter(zoo: Zoo) -> None:
         assert all(worker.runner.adapters._kept == {} for worker in executor.workers)
 
 
-@pytest.mark.parametrize("impl", ["auto", "ref"])
+@pytest.mark.parametrize("impl", ["auto", pytest.param("ref", marks=pytest.mark.slow)])
 def test_two_ranks_give_the_tokens_of_merged_weights(zoo: Zoo, impl: str) -> None:
     requests = [request(f"{i}{name}", name, prompt(i + len(name))) for i in range(2) for name in zoo.names()]
     keys = {**SMALL, "infer.max_loras": 2, "infer.tp_size": 2, "infer.op_impl": impl}
@@ -277,8 +275,9 @@ def test_pipeline_stages_give_the_tokens_of_merged_weights(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("Qwen2", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 60}), ("Phi3", {}),
-     ("Gemma3", {}), ("Qwen3Next", {"mlp_only_layers": [0, 1, 2, 3], "vocab_size": 211})],
+    [("Phi3", {}), ("Qwen3Next", {"mlp_only_layers": [0, 1, 2, 3], "vocab_size": 211}),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+         ("Qwen2", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 60}), ("Gemma3", {})))],
 )  # fmt: skip
 def test_models_with_merged_projections_biases_and_norms_take_adapters(
     family: str, changes: dict[str, Any], tmp_path: Path

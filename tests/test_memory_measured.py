@@ -109,8 +109,8 @@ def test_a_tiny_model_with_random_weights_takes_what_was_planned(tmp_path: Path,
     compare(tmp_path, load="dummy", dtype=dtype, **keys)
 
 
-@pytest.mark.parametrize("impl", ["auto", "ref"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("impl", ["auto", pytest.param("ref", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_tiny_model_with_experts_takes_what_was_planned(tmp_path: Path, dtype: str, impl: str) -> None:
     shape = {**find_architecture("Qwen2MoeForCausalLM").tiny_config(), "hidden_size": 96, "head_dim": 16}
     shape |= {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}

@@ -62,11 +62,12 @@ def refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("a weight was packed")
 
 
-@pytest.mark.parametrize("huge", ["auto", "off"])
+@pytest.mark.parametrize("huge", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("family", "quant"),
-    [("Qwen3", "q8_0"), ("Qwen3", "int4"), ("Qwen3", "fp8"), ("Qwen3Moe", "q8_0"), ("Qwen3Moe", "int8")],
-)
+    [("Qwen3", "int4"), ("Qwen3", "fp8"), ("Qwen3Moe", "q8_0"),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("Qwen3", "q8_0"), ("Qwen3Moe", "int8")))],
+)  # fmt: skip
 def test_the_second_start_gives_the_same_tokens_and_packs_nothing(
     family: str, quant: str, huge: str, tmp_path: Path, said: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch, one_thread: None,
@@ -127,8 +128,8 @@ def test_ranks_with_their_own_experts_have_caches_of_their_own(
     assert messages(said).count("weights from") == 2
 
 
-@pytest.mark.parametrize("kind", ["gptq 4 act", "awq"])
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("kind", ["gptq 4 act", pytest.param("awq", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", [pytest.param("Qwen3", marks=pytest.mark.slow), "Qwen3Moe"])
 def test_integers_of_a_checkpoint_are_kept_as_they_were_arranged(
     family: str, kind: str, tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
     one_thread: None,

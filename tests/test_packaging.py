@@ -17,6 +17,7 @@ SHARED = ("core", "formats", "generation", "models", "inspection", "offload", "d
 FOLDERS = [*(ROOT / name for name in SHARED), *(p.parent for p in ROOT.glob("backends/*/pyproject.toml"))]
 
 
+#: Building all wheels takes ten seconds: the tests of them are slow.
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return build(FOLDERS, tmp_path_factory.mktemp("wheels"))
@@ -36,11 +37,13 @@ def installed(target: Path) -> dict[str, Distribution]:
     return {found.name: found for found in distributions(path=[str(target)])}
 
 
+@pytest.mark.slow
 def test_there_is_a_wheel_for_each_folder_with_a_project(installed: dict[str, Distribution]) -> None:
     assert len(installed) == len(FOLDERS)
     assert set(installed) >= {"evener", "evener-models", "evener-server", "evener-backend-cpu"}
 
 
+@pytest.mark.slow
 def test_an_installed_copy_is_imported_from_where_it_was_installed(target: Path) -> None:
     names = sorted(path.parent.name for path in target.glob("evener*/__init__.py"))
     script = (
@@ -70,6 +73,7 @@ MORE_PACKAGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_its_typed_packages_its_licence_and_no_tests(wheels: list[Path]) -> None:
     for path in wheels:
         names = zipfile.ZipFile(path).namelist()
@@ -81,6 +85,7 @@ def test_a_wheel_holds_its_typed_packages_its_licence_and_no_tests(wheels: list[
         assert not [name for name in names if "/tests/" in name or "__pycache__" in name], path.name
 
 
+@pytest.mark.slow
 def test_the_server_s_wheel_holds_the_whole_page_and_the_licences_of_its_libraries(target: Path) -> None:
     def files(folder: Path) -> dict[str, bytes]:
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -91,6 +96,7 @@ def test_the_server_s_wheel_holds_the_whole_page_and_the_licences_of_its_librari
     assert {path.name for path in licences.iterdir()} == {"dompurify", "highlight", "katex", "marked"}
 
 
+@pytest.mark.slow
 def test_no_wheel_can_make_a_resolver_replace_torch(installed: dict[str, Distribution]) -> None:
     for name, found in installed.items():
         for line in found.requires or []:
@@ -98,6 +104,7 @@ def test_no_wheel_can_make_a_resolver_replace_torch(installed: dict[str, Distrib
             assert need.name != "torch" or not (need.specifier or need.url), f"{name} pins {line}"
 
 
+@pytest.mark.slow
 def test_the_entry_points_of_a_wheel_name_torch_free_descriptors_of_its_own(installed: dict[str, Distribution]) -> None:
     for name, found in installed.items():
         points = [point for point in found.entry_points if point.group.startswith("evener.")]

@@ -115,7 +115,9 @@ def logits(folder: Path, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("Qwen2", GPTQ), ("Qwen2", AWQ), ("Gemma3", AWQ), ("Qwen3", AWQ), ("Qwen3Moe", GPTQ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("Qwen2", GPTQ), ("Qwen2", AWQ), ("Qwen3", AWQ))),
+        ("Gemma3", AWQ),
+        ("Qwen3Moe", GPTQ),
         ("Qwen3", Settings("gptq", 3, 32, symmetric=False, order="groups", tokens=1200, window=128)),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.method}{value.bits}",
@@ -138,7 +140,7 @@ def test_the_engine_and_transformers_read_it_and_it_is_closer_than_rounding_to_n
     assert (found - true).square().mean() < 0.9 * (logits(rounded, ids) - true).square().mean()
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Gemma3"])
+@pytest.mark.parametrize("family", [pytest.param("Qwen2", marks=pytest.mark.slow), "Gemma3"])
 def test_folded_scales_change_no_result(family: str, tmp_path: Path, one_thread: None) -> None:
     from evener_convert.source import open_source
     from evener_quantize.chosen import choose
@@ -230,7 +232,7 @@ def test_config_tokenizer_and_source_come_along_and_the_command_says_what_it_wro
 
 
 # In the first layer; in the second one, which is written, before its stream is; in the last one.
-@pytest.mark.parametrize("at", [("run", 4), ("run", 17), ("replace", 10)])
+@pytest.mark.parametrize("at", [pytest.param(("run", 4), marks=pytest.mark.slow), ("run", 17), ("replace", 10)])
 def test_interrupted_it_goes_on_behind_the_last_written_layer_and_the_result_is_the_same(
     at: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
@@ -260,9 +262,7 @@ def test_interrupted_it_goes_on_behind_the_last_written_layer_and_the_result_is_
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
 
 
-def test_what_other_settings_or_another_text_left_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_other_settings_or_another_text_left_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, built, init = model(tmp_path / "source"), [], Stage.__init__
 
     def begun(self: Stage, config: Any, search: Any, index: int, *more: Any) -> None:

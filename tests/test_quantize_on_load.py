@@ -106,8 +106,9 @@ def greedy(folder: Path, ids: Sequence[int], count: int = 12, **more: Any) -> li
 
 @pytest.mark.parametrize(
     ("family", "quant"),
-    [("Qwen3", each) for each in ROUNDED] + [("Qwen3Moe", "q8_0"), ("Qwen3Moe", "fp8"), ("GptOss", "q4_0"),
-                                             ("GptOss", "int8"), ("GptOss", "int4")],
+    [*(("Qwen3", each) for each in ROUNDED), ("Qwen3Moe", "q8_0"), ("GptOss", "q4_0"),
+     *(pytest.param(*case, marks=pytest.mark.slow)
+       for case in (("Qwen3Moe", "fp8"), ("GptOss", "int8"), ("GptOss", "int4")))],
 )  # fmt: skip
 def test_tokens_are_those_of_the_rounded_weights(family: str, quant: str, tmp_path: Path, one_thread: None) -> None:
     plain, rounded = folders(tmp_path, family, quant)
@@ -116,8 +117,10 @@ def test_tokens_are_those_of_the_rounded_weights(family: str, quant: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("family", "quant"), [("Qwen3", "q8_0"), ("Qwen3Moe", "int8"), ("Qwen3", "fp8"), ("Qwen3", "int4")]
-)
+    ("family", "quant"),
+    [("Qwen3Moe", "int8"), ("Qwen3", "int4"),
+     *(pytest.param("Qwen3", quant, marks=pytest.mark.slow) for quant in ("q8_0", "fp8"))],
+)  # fmt: skip
 def test_two_ranks_cut_what_was_quantized_and_give_one_ranks_tokens(
     family: str, quant: str, tmp_path: Path, one_thread: None
 ) -> None:

@@ -111,7 +111,9 @@ def test_logits_and_sixty_four_greedy_tokens_are_the_oracles_with_images_whereve
     assert float((first[0] - first[1]).abs().max()) > 0.1, "the model sees"
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(3, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp"), [(3, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 1), (1, 2)))]
+)
 def test_every_rank_that_embeds_encodes_for_itself(tp: int, pp: int, oracle: WithImages, tmp_path: Path) -> None:
     text = prompt_of(200, 20)
     asked = {"a": prompt_with(text[:9], 0, text[9:14], 1), "b": prompt_with(text[:9], 2, text[9:14])}

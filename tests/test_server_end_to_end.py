@@ -402,7 +402,7 @@ def test_sigterm_lets_a_stream_end_and_the_next_server_takes_the_port(folder: Pa
         assert again.stop(signal.SIGINT) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_while_the_engine_starts_ends_every_process_with_one_line(
     folder: Path, number: signal.Signals
 ) -> None:

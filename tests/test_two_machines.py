@@ -46,6 +46,7 @@ def ask(tmp_path: Path) -> Iterator[Callable[[Any], Any]]:
         assert both.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_prompt_goes_over_the_cable_between_two_machines(ask: Callable[[Any], Any]) -> None:
     (token,) = ask([0, {"id": "p", "prompt": PROMPT, "max_tokens": 1, "transfer": "hold"}])["tokens"]
     source = f"{ADDRESSES[0]}:{PORT}/p"

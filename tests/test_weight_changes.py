@@ -147,7 +147,7 @@ BROKEN: dict[Callable[[Path], None], str] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", RANKS[:2], ids=["one", "tp"])
+@pytest.mark.parametrize("ranks", [RANKS[0], pytest.param(RANKS[1], marks=pytest.mark.slow)], ids=["one", "tp"])
 def test_a_folder_that_does_not_fit_is_refused_and_the_old_weights_serve(
     ranks: dict[str, Any], old: Path, new: Path, tmp_path: Path
 ) -> None:
@@ -202,6 +202,7 @@ def test_processes_replace_weights_while_others_wait_and_end_what_is_too_long(
         config = from_overrides(str(old), {**KEYS, "infer.tp_size": 2})
         llm = await AsyncLLM.start(config, "process")
         try:
+
             async def ask() -> list[int]:
                 return [o async for o in llm.generate(PROMPT, GREEDY)][-1].outputs[0].token_ids
 

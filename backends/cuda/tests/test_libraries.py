@@ -84,7 +84,10 @@ def test_a_library_provider_keeps_the_state_contract(
     assert report.refused == []
 
 
-@pytest.mark.parametrize("make", [FlashAttentionState, FlashInferState, FlashMLAState])
+@pytest.mark.parametrize(
+    "make",
+    [FlashInferState, *(pytest.param(make, marks=pytest.mark.slow) for make in (FlashAttentionState, FlashMLAState))],
+)
 def test_shapes_without_a_kernel_are_refused_with_a_reason(
     make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -84,7 +84,8 @@ def test_draws_under_all_filters_penalties_and_biases_have_the_exact_distributio
     assert not fits(found, [p or 1e-9 for p in exact()])
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param(FILTERS[-1], marks=pytest.mark.slow)], ids=["free", "filtered"])
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, FILTERS[-1]], ids=["free", "filtered"])
 def test_draws_of_allowed_tokens_have_the_exact_distribution(settings: dict[str, Any], searches: Any) -> None:
     mask = torch.tensor([[sum(1 << i for i in ALLOWED)]], dtype=torch.int32)
     logits = kernel("apply_mask")(LOGITS[None], mask)

@@ -58,11 +58,13 @@ def primitives() -> list[Any]:
                                               "add_adapters")}  # fmt: skip
     # Stored elements have tests of their own (test_triton_stored.py, test_triton_packed.py): the ops' cases are plain.
     plain = [k for k in host_kernels(composite=False) if STORED not in k.packings or PLAIN in k.packings]
-    few = [pytest.param(k, 3, id=f"{k.name}-few", marks=slow.get(k.op, [])) for k in plain]
+    few = [pytest.param(k, 3, id=f"{k.name}-few", marks=pytest.mark.slow) for k in plain]
+    # Quick: one type and one size, of kernels that no other quick test launches in so many forms.
+    quick = [pytest.param(k, 0, id=f"{k.name}-one type") for k in plain if k.op not in slow]
     # A program of the others takes one row. Of those that take several, in tiles whose size depends on the type,
     # ``linear`` has all its rows in both types anyway.
     tiled = [k for k in plain if k.op in TILED_BY_TYPE]
-    return few + [pytest.param(k, 17, id=f"{k.name}-17 narrow rows", marks=pytest.mark.slow) for k in tiled]
+    return quick + few + [pytest.param(k, 17, id=f"{k.name}-17 narrow rows", marks=pytest.mark.slow) for k in tiled]
 
 
 @pytest.mark.parametrize(("kernel", "narrow"), primitives())
@@ -71,24 +73,27 @@ def test_a_kernel_agrees_with_its_reference(kernel: Any, narrow: int) -> None:
     # each other; products choose their tiles by the number of rows, others of the narrow type take those of float32.
     wide = 3 if kernel.op in SLOW_PER_ROW else 17
     rows = {"float32": wide, "bfloat16": wide if kernel.op == "linear" else min(wide, narrow)}
+    dtypes: tuple[str, ...] = DTYPES
+    if not narrow:
+        rows, dtypes = {"bfloat16": 3}, ("bfloat16",)
     # Scores are numbers of float32 once they are loaded: the hundreds of draws that show slightly wrong ones need no
     # other type. Each takes two searches of 32 passes.
     most = {"float32": 1 << 16, "bfloat16": MANY_DRAWS - 1 if kernel.op == "sample" else 1 << 16}
     results = []
     with nullcontext() if kernel.op in UNCHECKED else every_access_checked():
-        for dtype in DTYPES:
+        for dtype in dtypes:
             results += check_kernel(
                 kernel, schemas()[kernel.op], HostDevice(0), (dtype,), sizes=(rows[dtype],), nearest=False,
                 most_numbers=most[dtype],
             )  # fmt: skip
     assert not [str(r) for r in results if r.outcome == "failed"]
     passed = Counter(r.dtype for r in results if r.outcome == "passed")
-    assert set(passed) == set(DTYPES), f"{kernel.name} was never computed: {sorted({r.detail for r in results})}"
+    assert set(passed) == set(dtypes), f"{kernel.name} was never computed: {sorted({r.detail for r in results})}"
     draws = [r for r in results if r.dtype == "float32" and r.case.startswith("128 rows") and r.outcome == "passed"]
     assert len(draws) == (2 if kernel.op == "sample" else 0), "many draws, with and without filters"
 
 
-@pytest.mark.parametrize("op", ["penalize", "grouped_linear"])
+@pytest.mark.parametrize("op", ["penalize", pytest.param("grouped_linear", marks=pytest.mark.slow)])
 def test_chunked_kernels_match_their_reference(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evener_kernels_triton.logits._ROWS_PER_COUNT", 4)
     monkeypatch.setattr("evener_kernels_triton.experts.MAX_PAIRS", 20)
@@ -130,7 +135,11 @@ def test_a_block_with_stored_weights_agrees_with_its_expansion(op: str, monkeypa
     assert sum(r.outcome == "passed" for r in results) >= len(kinds)
 
 
-@pytest.mark.parametrize(("steps", "apart"), [(((3, 2),), False), (((17, 5),), True)], ids=["few", "more"])
+@pytest.mark.parametrize(
+    ("steps", "apart"),
+    [(((3, 2),), False), pytest.param(((17, 5),), True, marks=pytest.mark.slow)],
+    ids=["few", "more"],
+)
 def test_few_tokens_have_the_activation_in_the_product_with_stored_gate_and_up(
     steps: tuple[tuple[int, ...], ...], apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

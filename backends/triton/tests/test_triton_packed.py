@@ -209,9 +209,10 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("op", "kind", "whole"),
-    [("linear", "rounded", False), ("grouped_linear", "rounded", False),
+    [("grouped_linear", "rounded", False),
      *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-         ("linear", "rounded", True), ("grouped_linear", "rounded", True), ("grouped_linear", "act", True)))],
+         ("linear", "rounded", False), ("linear", "rounded", True),
+         ("grouped_linear", "rounded", True), ("grouped_linear", "act", True)))],
 )  # fmt: skip
 def test_the_kit_passes_products_of_four_bits_with_rounded_activations_and_of_experts_in_act_order(
     op: str, kind: str, whole: bool, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def test_long_queries_over_pages(requests: Any, page: int, window: int, n: int, 
     torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
 
 
+@pytest.mark.slow
 def test_more_requests_than_one_search_takes() -> None:
     got, wanted = attention_on_host([(1 + i % 3, i % 5) for i in range(131)], 4, 0)
     torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)

@@ -111,9 +111,7 @@ def test_products_are_those_of_rounded_activations(
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("activation", ["", "silu", "clamped_swiglu"])
-def test_products_of_experts_are_those_of_rounded_activations(
-    form: tuple[str, int, int, int], activation: str
-) -> None:
+def test_products_of_experts_are_those_of_rounded_activations(form: tuple[str, int, int, int], activation: str) -> None:
     tokens, columns, experts, top, rows = 20, 256, 3, 2, 64
     matrices = [[rounding_part(rows * (2 if activation else 1), columns, form, seed)] for seed in range(experts)]
     weight = STORED.pack_stack(iter(matrices), experts, "float32", HOST).data
@@ -180,7 +178,7 @@ ROUNDING = tuple(name for name, form in blocks.SCALED.items() if form.activation
 @pytest.mark.parametrize(
     "names", [ROUNDING[-1:], pytest.param(ROUNDING, marks=pytest.mark.slow)], ids=["integers", "every format"]
 )
-@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+@pytest.mark.parametrize("op", [pytest.param("linear", marks=pytest.mark.slow), "grouped_linear"])
 def test_the_kit_passes_products_of_rounded_activations(
     op: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,8 +200,9 @@ def test_the_kit_passes_products_of_rounded_activations(
 @pytest.mark.parametrize(
     ("op", "kind"),
     [
-        ("mlp_block", "float8 rounding quantized"), ("attention_block", "int8 rounding quantized"),
-        ("moe_block", "float8 rounding quantized expert"),
+        ("attention_block", "int8 rounding quantized"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("mlp_block", "float8 rounding quantized"), ("moe_block", "float8 rounding quantized expert"))),
     ],
 )  # fmt: skip
 def test_the_kit_passes_blocks_that_round_activations(op: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +231,7 @@ def test_the_kit_allows_the_jumps_of_rounding_in_bfloat16(monkeypatch: pytest.Mo
     assert judged_in_bfloat16(monkeypatch) == ["passed"]
 
 
-@pytest.mark.parametrize("fault", ["groups", "scales"])
+@pytest.mark.parametrize("fault", ["groups", pytest.param("scales", marks=pytest.mark.slow)])
 def test_the_kit_finds_wrong_scales_of_activations_in_bfloat16(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = composites.act_round
 
@@ -262,9 +261,10 @@ def stand_in(
 
 @pytest.mark.parametrize(
     ("form", "columns", "tokens", "bias"),
-    [(FORMS[0], 96, 65, True), (FORMS[2], 512, 66, True),
+    [(FORMS[0], 96, 65, True),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-         (FORMS[0], 96, 65, False), (FORMS[2], 512, 66, False), (FORMS[2], 1024, 80, False), (FORMS[2], 1024, 80, True)
+         (FORMS[2], 512, 66, True), (FORMS[0], 96, 65, False), (FORMS[2], 512, 66, False),
+         (FORMS[2], 1024, 80, False), (FORMS[2], 1024, 80, True)
      ))], ids=str,
 )  # fmt: skip
 def test_many_tokens_are_multiplied_by_the_library_where_the_device_has_the_product(

@@ -192,7 +192,9 @@ def interpreted_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thr
 
 @pytest.mark.parametrize(
     ("family", "kind", "layers"),
-    [("Qwen3", "modelslim", 1), ("Qwen3Moe", "fp8 blocks", 1), ("Qwen3", "w4afp8", 1), ("Qwen3Moe", "w4a8", 1),
+    [("Qwen3Moe", "fp8 blocks", 1),
+     *(pytest.param(*case, 1, marks=pytest.mark.slow)
+       for case in (("Qwen3", "modelslim"), ("Qwen3", "w4afp8"), ("Qwen3Moe", "w4a8"))),
      *(pytest.param("Qwen3", kind, 2, marks=pytest.mark.slow) for kind in KINDS),
      *(pytest.param("Qwen3Moe", kind, 2, marks=pytest.mark.slow) for kind in ("fp8 blocks", "w4a8"))],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ from evener_conformance.kit.subject import open_subject
 from evener_conformance.reference.device import HostDevice
 
 SCHEMAS = {schema.name: schema for schema in BUILTIN}
+
+
+def few(names: Iterable[str], *quick: str) -> list[Any]:
+    """All names as parameters; those that are not ``quick`` take the same paths of the kit and are slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 class Expansion(Kernel):
@@ -65,7 +71,9 @@ def small_families() -> list[str]:
     return [family.name for family in families() if family.hidden < 128]
 
 
-@pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])
+@pytest.mark.parametrize(
+    "op", few((schema.name for schema in COMPOSITES), "norm_qkv_rotary_write", "moe_block", "head")
+)
 def test_the_expansion_of_every_composite_passes_over_narrow_layers(op: str) -> None:
     """Wide layers, in float32: ``test_a_kernel_for_multiples_of_64_can_pass``."""
     kinds = small_families()
@@ -101,7 +109,9 @@ def test_a_composite_that_writes_in_front_of_what_it_is_given_is_found() -> None
     assert [r.detail for r in results] == ["it writes in front of the hidden states"]
 
 
-@pytest.mark.parametrize("op", [schema.name for schema in COMPOSITES])
+@pytest.mark.parametrize(
+    "op", few((schema.name for schema in COMPOSITES), "norm_qkv_rotary_write", "moe_block", "head")
+)
 def test_a_composite_that_is_two_percent_off_is_found(op: str) -> None:
     kinds = small_families()
     results = check_composite(Expansion(op, 1.02), BUILTIN, HostDevice(0), [], dtypes=["float32"], kinds=kinds)
@@ -136,7 +146,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    "op", [pytest.param(op, marks=pytest.mark.slow) if op == "latent_attend" else op for op in OTHERS]
+    "op", few(OTHERS, "index_block", "gated_attention_block", "all_reduce_norm", "vocab_embedding", "vocab_greedy")
 )
 def test_composites_of_other_mixers_and_of_ranks_pass_when_right_and_fail_when_wrong(op: str, plan: Any) -> None:
     right = plan(Expansion(op), "float32", "bfloat16")
@@ -148,7 +158,7 @@ def test_composites_of_other_mixers_and_of_ranks_pass_when_right_and_fail_when_w
 
 @pytest.mark.parametrize(
     "op",
-    ["attention_block", "mlp_block", *(pytest.param(op, marks=pytest.mark.slow) for op in ("decoder_layer", "head"))],
+    few(("attention_block", "mlp_block", "decoder_layer", "head"), "mlp_block"),
 )
 def test_a_variant_that_a_kernel_does_not_know_is_not_applicable(op: str) -> None:
     kernel = Expansion(op)
@@ -210,8 +220,8 @@ def right() -> list[CaseResult]:
 
 @pytest.mark.parametrize(
     ("forgets", "instead"),
-    [("gate_up_bias", {}), ("down_bias", {}), ("post_norm", {"post_norm": False}), ("", {"offset": 0.0}),
-     ("", {"eps": 1e-6})],
+    [("gate_up_bias", {}), ("post_norm", {"post_norm": False}), ("", {"offset": 0.0}),
+     pytest.param("down_bias", {}, marks=pytest.mark.slow), pytest.param("", {"eps": 1e-6}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_options_of_refused_families_are_checked_one_at_a_time(
     forgets: str, instead: dict[str, Any], right: list[CaseResult]
@@ -277,16 +287,15 @@ def test_a_failure_names_the_parameters_by_which_a_kernel_may_take_another_path(
     ]
 
 
-#: The widths are the same for each of them and for these: parts of a layer, and of a block of experts.
-PARTS = ("norm_qkv_rotary_write", "attention_block", "mlp_block", "routed_experts", "latent_attend")
-
-
+#: The widths are the same for each of the others.
 @pytest.mark.parametrize(
     "op",
-    [
-        pytest.param(op, marks=pytest.mark.slow) if op in PARTS else op
-        for op in (*(schema.name for schema in COMPOSITES), *(op for op, count in OTHERS.items() if count))
-    ],
+    few(
+        (*(schema.name for schema in COMPOSITES), *(op for op, count in OTHERS.items() if count)),
+        "decoder_layer",
+        "head",
+        "index_block",
+    ),
 )
 def test_a_kernel_for_multiples_of_64_can_pass(op: str) -> None:
     class Tiles(Expansion):

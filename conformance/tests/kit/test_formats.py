@@ -161,8 +161,9 @@ def failed_cases(found: Sequence[CaseResult]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("op", "whole"),
-    [("linear", False), ("grouped_linear", False),
-     *(pytest.param(op, True, marks=pytest.mark.slow) for op in ("linear", "grouped_linear"))],
+    [("linear", False),
+     *(pytest.param(*case, marks=pytest.mark.slow)
+       for case in (("grouped_linear", False), ("linear", True), ("grouped_linear", True)))],
 )  # fmt: skip
 def test_a_correct_packing_is_asked_for_every_format_and_for_merged_weights_of_several(
     op: str, whole: bool, monkeypatch: pytest.MonkeyPatch
@@ -585,7 +586,7 @@ def towards_zero(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> 
     return (x.float() / most).trunc() * most if how == Rounding("int8") else rounded(x, how, scale)
 
 
-@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+@pytest.mark.parametrize("op", ["linear", pytest.param("grouped_linear", marks=pytest.mark.slow)])
 def test_a_kernel_that_rounds_activations_as_the_reference_passes(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rounding_results(op, rounded, True, monkeypatch)
     assert not failures(found)
@@ -595,8 +596,10 @@ def test_a_kernel_that_rounds_activations_as_the_reference_passes(op: str, monke
 @pytest.mark.parametrize(
     ("fault", "caught"),
     [
-        (of_the_next_token, ("x by 128", "x by token")), (of_the_other_group, ("x by 128",)),
-        (without_the_fixed_scale, ("x fixed",)), (of_the_first_part, ("x fixed",)), (towards_zero, ("int8",)),
+        (of_the_other_group, ("x by 128",)), (of_the_first_part, ("x fixed",)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (of_the_next_token, ("x by 128", "x by token")), (without_the_fixed_scale, ("x fixed",)),
+            (towards_zero, ("int8",)))),
     ],
 )  # fmt: skip
 def test_wrongly_rounded_activations_are_found(
@@ -608,7 +611,7 @@ def test_wrongly_rounded_activations_are_found(
         assert any(word in case and case.startswith("37 tokens") for case in found)
 
 
-@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("says", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_kernel_that_says_otherwise_than_it_rounds_is_found(says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
         return x

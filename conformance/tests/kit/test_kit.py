@@ -571,6 +571,7 @@ def test_a_graph_hook_that_returns_none_is_distinguished_from_a_missing_hook(sub
         Checklist(replace(subject, loaded=loaded), CheckRequest(1, ("graphs",)))
 
 
+@pytest.mark.slow  # a Python of its own, in which torch is imported anew
 def test_the_torch_profiler_does_not_write_into_the_progress_output(tmp_path: Path) -> None:
     code = (
         "import sys; from evener_conformance.command import main\n"

@@ -143,7 +143,7 @@ class Eighths(Packing):
 
 
 @pytest.mark.parametrize("packing", [PLAIN, Eighths()], ids=["plain", "blocks only"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_linear_kernel_that_widens_a_weight_and_names_no_workspace_fails(
     device: SimulatedDevice, packing: Packing, dtype: str
 ) -> None:

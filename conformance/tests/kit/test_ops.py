@@ -51,7 +51,9 @@ def failures(op: str, change: Callable[[OpFunction], OpFunction], **claims: Any)
     return "\n".join(str(r) for r in results if r.outcome == "failed")
 
 
-@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), pytest.param(("float16",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16",), *(pytest.param((dtype,), marks=pytest.mark.slow) for dtype in ("float32", "float16"))]
+)
 @pytest.mark.parametrize("op", [op for op in SCHEMAS if has_cases(SCHEMAS[op])])
 def test_the_reference_of_every_op_passes_in_every_dtype(op: str, dtypes: tuple[str, ...]) -> None:
     results = check(Wrapped(op, lambda run: run, packings=(PLAIN,)), *dtypes)
@@ -139,7 +141,11 @@ def test_a_false_claim_of_batch_invariance_is_found() -> None:
     assert {r.outcome for r in check(Wrapped("softcap", crowded))} == {"passed"}
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm", "linear", "grouped_linear", "head_linear"])
+@pytest.mark.parametrize(
+    "op",
+    ["rms_norm", "add_rms_norm", "layer_norm", "linear",
+     *(pytest.param(op, marks=pytest.mark.slow) for op in ("grouped_linear", "head_linear"))],
+)  # fmt: skip
 def test_each_size_meets_each_number_of_rows(op: str) -> None:
     met: dict[str, set[int]] = {}
     for result in check(Wrapped(op, lambda run: run, packings=(PLAIN,))):
@@ -153,7 +159,9 @@ def test_each_size_meets_each_number_of_rows(op: str) -> None:
     assert [sizes for sizes, rows in others.items() if max(rows) and not set(FEW_ROW_COUNTS) <= rows] == []
 
 
-@pytest.mark.parametrize("op", ["linear", "grouped_linear", "head_linear"])
+@pytest.mark.parametrize(
+    "op", ["linear", *(pytest.param(op, marks=pytest.mark.slow) for op in ("grouped_linear", "head_linear"))]
+)
 @pytest.mark.parametrize(("size", "limit"), [("columns", 4096), ("rows", 8192)])
 def test_products_with_deep_and_wide_matrices_are_checked(op: str, size: str, limit: int) -> None:
     class Limited(Wrapped):
@@ -179,7 +187,7 @@ def test_a_float32_result_that_was_rounded_to_the_compute_dtype_is_found() -> No
     assert failed and all("out=float32" in r.case for r in failed)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_scores_that_are_rounded_before_a_draw_are_found(dtype: str) -> None:
     def rounded(run: OpFunction) -> OpFunction:
         def go(logits: torch.Tensor, temperature: torch.Tensor, *rest: torch.Tensor) -> Any:
@@ -258,7 +266,10 @@ def _adapters(*, skips: int | None = None, half: bool = False, moved: bool = Fal
 
 
 @pytest.mark.parametrize(
-    "fault", [{"skips": -1}, {"skips": 0}, {"half": True}, {"moved": True}, {"alone": True}], ids=str
-)
+    "fault",
+    [{"skips": 0}, {"half": True},
+     *(pytest.param(fault, marks=pytest.mark.slow) for fault in ({"skips": -1}, {"moved": True}, {"alone": True}))],
+    ids=str,
+)  # fmt: skip
 def test_wrong_adapters_are_found(fault: dict[str, Any]) -> None:
     assert "elements differ; worst at" in failures("add_adapters", _adapters(**fault))

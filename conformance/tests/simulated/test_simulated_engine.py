@@ -36,8 +36,11 @@ def both(start: Any, messages: Sequence[NewRequest], *args: Any, **options: Any)
     return run
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("depth", "sampling"),
+    [(2, WARM), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, WARM), (1, GREEDY), (2, GREEDY)))],
+    ids=["2-sampled", "1-sampled", "1-greedy", "2-greedy"],
+)
 def test_every_constraint_is_on_and_the_tokens_are_right(start: Any, sampling: Sampling, depth: int) -> None:
     run = both(start, requests(sampling=sampling), "Llama", **{"infer.depth": depth})
     assert run.device.host_fallbacks() == 0, run.device.fallbacks()
@@ -47,7 +50,7 @@ def test_every_constraint_is_on_and_the_tokens_are_right(start: Any, sampling: S
     assert sum(r.runs for r in replays) > 5 and all(r.updates == r.runs for r in replays)
 
 
-@pytest.mark.parametrize("chip", ["older", "newer"])
+@pytest.mark.parametrize("chip", ["older", pytest.param("newer", marks=pytest.mark.slow)])
 def test_chips_of_one_backend_differ_by_variant_types_and_captures(start: Any, chip: str) -> None:
     run = both(start, requests(6), "Llama", ONE_LAYER, **{"simulated.chip": chip, "infer.max_reqs": 6})
     can = run.device.capabilities
