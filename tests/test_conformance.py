@@ -8,6 +8,7 @@ import pytest
 
 from evener.builtin import BUILTINS
 from evener.plugins.discover import installed_catalog
+from evener_conformance.kit import formats
 from evener_conformance.kit.checklist import Checklist, CheckRequest
 from evener_conformance.kit.outcome import Check
 from evener_conformance.kit.subject import Subject, open_subject
@@ -51,7 +52,11 @@ FEW = {"composites": ("decoder_layer", "moe_block"), "formats": ("linear",)}
 
 @pytest.mark.parametrize("area", ["device", "primitives", "attention", "composites", "formats", "model"])
 @pytest.mark.parametrize("backend", HOSTS)
-def test_a_host_backend_passes_the_kit(backend: str, area: str) -> None:
+def test_a_host_backend_passes_the_kit(backend: str, area: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Deep and wide matrices of a few blocks; as large as the kit has them they are slow.
+    monkeypatch.setattr(formats, "_DEEP", 768)
+    monkeypatch.setattr(formats, "_WIDE", 273)
+    monkeypatch.setattr(formats, "_large_parts", formats._large_parts.__wrapped__)  # others keep theirs
     few = {"formats": ("bfloat16",), "composites": ("float32",), "primitives": ("bfloat16",)}
     assert wrong(backend, area, few.get(area, ()), of=FEW.get(area)) == []
 

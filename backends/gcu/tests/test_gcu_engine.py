@@ -79,6 +79,7 @@ def test_fp8_state_becomes_int8_which_the_log_says_and_gives_the_cpus_tokens_L3(
     assert caplog.text.count(f"{said} does not store") == 1
 
 
+@pytest.mark.slow
 def test_state_passes_the_conformance_kit_in_wide_and_in_int8_elements_L3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:

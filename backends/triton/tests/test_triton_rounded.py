@@ -91,7 +91,7 @@ def test_activations_are_rounded_as_by_the_reference(form: tuple[str, int, int, 
     torch.testing.assert_close(got, rounded(x, how, weight.fixed), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("tuning", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("tuning", [pytest.param(SMALL, marks=pytest.mark.slow), LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("tokens", "columns"), [(17, 200), (70, 256)])
 def test_products_are_those_of_rounded_activations(
@@ -110,7 +110,7 @@ def test_products_are_those_of_rounded_activations(
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("activation", ["", "silu", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", ["", pytest.param("silu", marks=pytest.mark.slow), "clamped_swiglu"])
 def test_products_of_experts_are_those_of_rounded_activations(form: tuple[str, int, int, int], activation: str) -> None:
     tokens, columns, experts, top, rows = 20, 256, 3, 2, 64
     matrices = [[rounding_part(rows * (2 if activation else 1), columns, form, seed)] for seed in range(experts)]
@@ -130,8 +130,8 @@ def test_products_of_experts_are_those_of_rounded_activations(form: tuple[str, i
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("columns", [200, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [200, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_norms_and_activations_are_rounded_in_the_same_launch(
     form: tuple[str, int, int, int], columns: int, dtype: torch.dtype
 ) -> None:

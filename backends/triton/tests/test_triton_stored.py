@@ -68,7 +68,7 @@ def test_a_stored_matrix_of_two_parts_has_their_values(
         torch.testing.assert_close(dequantized(SMALL, packed(parts), torch.float32), want, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("tuning", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("tuning", [pytest.param(SMALL, marks=pytest.mark.slow), LARGE], ids=["small", "large"])
 @pytest.mark.parametrize(("group", "high"), FORMS)
 @pytest.mark.parametrize("storage", KINDS)
 @pytest.mark.parametrize("tokens", [1, 17])
@@ -84,7 +84,7 @@ def test_products_with_a_stored_matrix_are_those_of_its_values(
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("tuning", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("tuning", [pytest.param(SMALL, marks=pytest.mark.slow), LARGE], ids=["small", "large"])
 @pytest.mark.parametrize(("group", "high"), FORMS)
 @pytest.mark.parametrize("storage", KINDS)
 def test_one_token_with_a_norm_before_and_an_activation_after(
@@ -126,7 +126,7 @@ def test_an_activation_in_a_product_of_one_token_with_long_rows() -> None:
     assert set(programs) == {"stored_gemv_kernel"}
 
 
-@pytest.mark.parametrize("tuning", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("tuning", [pytest.param(SMALL, marks=pytest.mark.slow), LARGE], ids=["small", "large"])
 @pytest.mark.parametrize(("group", "high"), FORMS)
 @pytest.mark.parametrize("columns", [200, 1280], ids=["one span", "several spans"])
 def test_an_activation_in_a_product_of_a_few_tokens(tuning: Tuning, group: int, high: int, columns: int) -> None:
