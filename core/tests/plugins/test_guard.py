@@ -12,7 +12,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from warm import warm
 
 from evener.plugins.guard import guarded, printable
 from evener_conformance.distributions import write_distribution
@@ -42,14 +41,14 @@ def install(folder: Path, before: str = "", summary: str = "Odd.", body: str = "
     (folder / "odd_backend/probe.py").write_text(PROBE.format(body=body, reason=reason))
 
 
-def doctor(folder: Path, limit: float = 20.0, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+def doctor(folder: Path, limit: float = 20.0) -> subprocess.CompletedProcess[str]:
     program = (
         f"import sys; from evener.plugins import guard; guard.SECONDS = {limit}; "
         "from evener.cli.main import main; sys.exit(main(['doctor']))"
     )
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
-    return subprocess.run([python, "-c", program], env=environ, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_a_package_that_hangs_is_named_and_the_command_fails(where: str, what: s
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "body"])
 def test_a_package_that_ends_the_process_is_a_broken_package(where: str, tmp_path: Path) -> None:
     install(tmp_path, **{where: "import os; os._exit(0)"})
-    done = doctor(tmp_path, python=str(warm() / "python") if where == "body" else sys.executable)
+    done = doctor(tmp_path)
     assert "os._exit(0), which would end the process" in " ".join(done.stdout.split())
     assert "\nbackend: cpu (" in done.stdout
 
@@ -118,7 +117,7 @@ def test_a_chosen_package_that_cannot_be_imported_is_an_error_of_doctor_too(tmp_
 
 def test_escapes_in_a_packages_texts_reach_no_terminal(tmp_path: Path) -> None:
     install(tmp_path, summary="Nice\x1b[2J\x07.", reason="\x1b]0;title\x07 no\x9bchip")
-    done = doctor(tmp_path, python=str(warm() / "python"))
+    done = doctor(tmp_path)
     assert "\\x1b[2J" in done.stdout
     assert not set(done.stdout + done.stderr) & {"\x1b", "\x07", "\x9b"}
 
