@@ -10,7 +10,6 @@ process's begin, imports included, to an engine that is ready. Readings take tur
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import os
@@ -19,12 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from machine import OtherProcesses, cpu_name, record, versions
-from model_cache import once
+from machine import OtherProcesses
+from model_cache import once, record_models
 
 READERS, CHUNK = 4, 4 << 20
 #: Pages of a file that may stay in the cache: somebody else may have them mapped.
@@ -82,46 +80,28 @@ def direct_read(files: Sequence[Path]) -> float:
     return time.perf_counter() - began
 
 
-def measure(model: Path, keys: dict[str, str], repeats: int) -> dict[str, Any]:
+def measure(model: str, keys: dict[str, str], repeats: int) -> dict[str, Any]:
     """Medians of one model."""
-    files = weight_files(model)
+    files = weight_files(Path(model))
     times: dict[str, list[float]] = {"direct_s": [], "cold_s": [], "cold_weights_s": [], "warm_s": []}
-    once(str(model), keys)  # fills the other caches
+    once(model, keys)  # fills the other caches
     with OtherProcesses() as others:
         for _ in range(repeats):
             evict(files)
             times["direct_s"].append(direct_read(files))
             evict(files)
-            weights, ready, _ = once(str(model), keys)
+            weights, ready, _ = once(model, keys)
             times["cold_s"].append(ready)
             times["cold_weights_s"].append(weights)
-            times["warm_s"].append(once(str(model), keys)[1])
+            times["warm_s"].append(once(model, keys)[1])
     middle = {name: round(statistics.median(found), 2) for name, found in times.items()}
     size = sum(file.stat().st_size for file in files)
     return {
-        "model": model.name, "gb": round(size / 1e9, 2), "keys": keys, **middle, "repeats": repeats,
+        "model": Path(model).name, "gb": round(size / 1e9, 2), "keys": keys, **middle, "repeats": repeats,
         "disk_gb_s": round(size / 1e9 / middle["direct_s"], 2),
         "ratio": round(middle["cold_s"] / middle["direct_s"], 2), "other_cores": others.cores,
     }  # fmt: skip
 
 
-def main() -> int:
-    """Print one JSON line a model."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="+", type=Path, help="folders or files")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, help="file to which the lines are appended")
-    asked = parser.parse_args()
-    keys = dict(each.split("=", 1) for each in asked.set)
-    for model in asked.models:
-        found = measure(model, keys, asked.repeats)
-        words = "".join(f" --set {each}" for each in asked.set)
-        command = f"python benchmarks/cold_start.py {model.name}{words} --repeats {asked.repeats}"
-        about = {"device": cpu_name(), "date": date.today().isoformat(), "software": versions(), "command": command}
-        record({**found, **about}, asked.out)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record_models("cold_start.py", __doc__.splitlines()[0], measure, 3))

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -75,23 +76,32 @@ def measure(model: str, keys: dict[str, str], repeats: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> int:
-    """Print one JSON line a model."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def record_models(
+    program: str, about: str, measure: Callable[[str, dict[str, str], int], dict[str, Any]], repeats: int
+) -> int:
+    """Read the command line of a benchmark of starts, and print one JSON line a model.
+
+    Args:
+        program: its file's name.
+        about: what it does, for the help text.
+        measure: takes a model, keys of the configuration and the repeats; returns the figures.
+        repeats: the default.
+    """
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("models", nargs="+", help="folders or files")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, help="file to which the lines are appended")
     asked = parser.parse_args()
     keys = dict(each.split("=", 1) for each in asked.set)
     for model in asked.models:
         found = measure(model, keys, asked.repeats)
-        words = " ".join(f"--set {each}" for each in asked.set)
-        command = f"python benchmarks/model_cache.py {Path(model).name} {words} --repeats {asked.repeats}"
-        about = {"device": cpu_name(), "date": date.today().isoformat(), "software": versions(), "command": command}
-        record({**found, **about}, asked.out)
+        words = "".join(f" --set {each}" for each in asked.set)
+        command = f"python benchmarks/{program} {Path(model).name}{words} --repeats {asked.repeats}"
+        facts = {"device": cpu_name(), "date": date.today().isoformat(), "software": versions(), "command": command}
+        record({**found, **facts}, asked.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record_models("model_cache.py", __doc__.splitlines()[0], measure, 5))

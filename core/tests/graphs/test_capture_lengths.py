@@ -181,23 +181,26 @@ def flat_of(run: Any, **more: Any) -> Any:
     return from_overrides(flat.pop("model"), flat)
 
 
-def test_every_stage_of_a_pipeline_changes_its_capture_with_the_same_plan(start: Any) -> None:
+def seen_by_workers(start: Any, **keys: Any) -> list[list[Step]]:
+    """The captured steps of each of two workers, which gave the tokens of one that captures nothing."""
     alone = start("Llama", **EAGER)
     asked = [request(f"r{i}", 5 + 3 * i, 20 - i) for i in range(5)]
-    with rank_threads(flat_of(alone, **{"infer.pp_size": 2, "infer.depth": 3})) as (controller, stages):
-        seen = [watched(worker.graphs) for worker in stages.workers]
+    with rank_threads(flat_of(alone, **keys)) as (controller, ranks):
+        seen = [watched(worker.graphs) for worker in ranks.workers]
         played = play(controller, asked, arrivals={message.id: 2 * i for i, message in enumerate(asked)})
     assert played.tokens == alone.play(asked, every=2)
     for steps in seen:
         check(steps)
+    return seen
+
+
+def test_every_stage_of_a_pipeline_changes_its_capture_with_the_same_plan(start: Any) -> None:
+    seen = seen_by_workers(start, **{"infer.pp_size": 2, "infer.depth": 3})
     assert [step.longest for step in seen[0]] == [step.longest for step in seen[1]]
     assert [step.key.length for step in seen[0]] == [step.key.length for step in seen[1]]
 
 
 def test_ranks_that_share_layers_make_and_replay_the_same_captures(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = start("Llama", **EAGER)
-    asked = [request(f"r{i}", 5 + 3 * i, 20 - i) for i in range(5)]
-
     class Device(GraphDevice):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
@@ -206,12 +209,7 @@ def test_ranks_that_share_layers_make_and_replay_the_same_captures(start: Any, m
     monkeypatch.setattr("evener_conformance.graph.device.GraphDevice", Device)
     capturing = replace(thread_communicator._CAPABILITIES, capturable=True)
     monkeypatch.setattr(thread_communicator, "_CAPABILITIES", capturing)
-    with rank_threads(flat_of(alone, **{"infer.tp_size": 2})) as (controller, ranks):
-        seen = [watched(worker.graphs) for worker in ranks.workers]
-        played = play(controller, asked, arrivals={message.id: 2 * i for i, message in enumerate(asked)})
-    assert played.tokens == alone.play(asked, every=2)
-    for steps in seen:
-        check(steps)
+    seen = seen_by_workers(start, **{"infer.tp_size": 2})
     assert [step.key for step in seen[0]] == [step.key for step in seen[1]]
 
 
