@@ -37,10 +37,9 @@ MAX_COLUMNS = 256
 MAX_TOKEN_COLUMNS = 16384
 #: Most tokens in a tile.
 MAX_TILE_TOKENS = 128
-#: ``triton.even_attention``: tokens of the longest request from which attention is in even parts. A step of Qwen3-8B,
-#: one request on an H200, took 4.97 ms instead of 5.62 with 16,384 tokens, and 4.45 instead of 4.02 with 128. They were
-#: faster from 16,384 tokens on for each model that was timed; that is to become the default once captures for short
-#: and for long contexts have run beside each other on a card.
+#: ``triton.even_attention``: tokens of the longest request from which attention is in even parts. Steps of Qwen3-8B on an
+#: H200: with 16,384 tokens 5.00 instead of 4.90 ms for one request, 8.95 instead of 9.16 for eight; with 65,536 tokens
+#: 6.71 instead of 10.16.
 MIN_EVEN_TOKENS = 65536
 #: Most splits of a request with long state; half as many otherwise.
 MAX_SPLITS = 32
