@@ -37,9 +37,9 @@ MAX_COLUMNS = 256
 MAX_TOKEN_COLUMNS = 16384
 #: Most tokens in a tile.
 MAX_TILE_TOKENS = 128
-#: ``triton.even_attention``: tokens of the longest request from which attention is in even parts. Steps of Qwen3-8B on an
-#: H200: with 16,384 tokens 5.00 instead of 4.90 ms for one request, 8.95 instead of 9.16 for eight; with 65,536 tokens
-#: 6.71 instead of 10.16.
+#: ``triton.even_attention``: tokens of the longest request from which attention is in even parts. Steps of Qwen3-8B on
+#: an H200: with 16,384 tokens 5.00 instead of 4.90 ms for one request, 8.95 instead of 9.16 for eight; with 65,536
+#: tokens 6.71 instead of 10.16.
 MIN_EVEN_TOKENS = 65536
 #: Most splits of a request with long state; half as many otherwise.
 MAX_SPLITS = 32
