@@ -87,10 +87,12 @@ test: JOBS = 3
 test: model  ## the tests, under ten minutes (ISA=avx2: as on a processor without AVX-512)
 	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-slow: models llamacpp  ## the slow tests that a change since their record can reach (docs/results/slow-tests.json)
+test-slow: install  ## the slow tests that a change since their record can reach (docs/results/slow-tests.json)
 	@files="$$($(PY) scripts/slow_tests.py select)"; \
 	echo "slow test files to run: $$(wc -w <<< "$$files") of $$($(PY) scripts/slow_tests.py list | wc -l)"; \
-	[ -z "$$files" ] || $(RECORDED) $(PYTEST) -p slow_tests -m "slow and not gpu" $$files $(ARGS)
+	[ -z "$$files" ] && exit; \
+	$(MAKE) models $$(grep -q llamacpp $$files && echo llamacpp) && \
+	$(RECORDED) $(PYTEST) -p slow_tests -m "slow and not gpu" $$files $(ARGS)
 
 test-all: models llamacpp  ## every test, the slow ones too; the record of slow tests says which files passed
 	@$(RECORDED) $(PYTEST) -p slow_tests -m "not gpu" $(ARGS)

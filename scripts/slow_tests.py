@@ -13,7 +13,8 @@ or of a run that leaves tests of a file out (``-k``, ``FILE::TEST``).
 A test file reaches the modules that it imports, and what these import or name in strings, imports inside functions
 too. A test that finds packages through entry points reaches the source of every package that can be found. One that
 starts processes reaches the whole repository without other tests' modules, unless a line ``# runs: FILE`` names the
-one script that it starts.
+one script that it starts. Of a package for hardware that no machine for tests has, either reaches only what finding the
+package imports, unless the test imports the package or names what belongs to it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ WHOLE = ("slow and not gpu", "not gpu")
 DISCOVERY = "evener.plugins.discover"
 #: Distributions that engines find through entry points.
 FOUND = ("core", "formats", "generation", "models", "inspection", "offload", "conformance", "backends")
+#: Packages for hardware that no machine for tests has, and the words by which a test names what belongs to them.
+HARDWARE = {
+    "backends/ascend": r"ascend|npu|torch_npu", "backends/cuda": r"cuda|nvidia", "backends/gcu": r"gcu|enflame",
+    "backends/hygon": r"hygon|dcu", "backends/muxi": r"muxi|maca", "backends/triton": r"triton",
+    "backends/parts": r"evener_backend_parts|cuda|hygon|muxi", "backends/triton-binaries": r"triton",
+}  # fmt: skip
+#: What a test reads that goes through all packages, whatever their names are.
+ANY_PACKAGE = r"backends/\*|build_wheels|make wheels|tracked_files"
 #: How code that starts processes is recognized.
 PROCESSES = ("import subprocess", "sys.executable", "create_subprocess")
 
@@ -120,17 +129,43 @@ def reached(path: Path) -> set[str]:
         # Modules of tests that neither this one nor its helpers import or name.
         text = "".join(each.read_text() for each in (path, *helpers))
         others = {n for n in everything - mine if TEST_MODULE.fullmatch(n) and Path(n).stem not in text}
-        return everything - results - others - SELECTION
+        return everything - results - others - SELECTION - idle_hardware(text, mine)
     names = {str(each.relative_to(ROOT)) for each in (*start, *(m.path for m in found.values()))}
-    folders = {distribution(name) for name in names if "/src/" in name}
+    folders, mine = {distribution(name) for name in names if "/src/" in name}, frozenset(names)
     if DISCOVERY in found:
         folders |= {distribution(name) for name in tracked() if name.startswith(FOUND) and "/src/" in name}
         names |= {name for name in tracked() if "/src/" in name and distribution(name) in folders}
     # Native sources, measured tables and templates of the packages that are reached, and what they require.
     beside = (name for name in tracked() if distribution(name) in folders and "/tests/" not in name)
     names |= {name for name in beside if not name.endswith(".py")}
+    names -= idle_hardware("".join(each.read_text() for each in (path, *helpers)), mine)
     names |= {name for name in tracked() if name.startswith(f"{path.parent.relative_to(ROOT)}/data/")}
     return names | set(SHARED)
+
+
+def idle_hardware(text: str, imported: Iterable[str]) -> set[str]:
+    """The files of packages for hardware that a test cannot reach, because no such device is there to choose them.
+
+    Args:
+        text: of the test file and its helpers.
+        imported: the files that they import.
+    """
+    if re.search(ANY_PACKAGE, text):
+        return set()
+    named = {name for name, words in HARDWARE.items() if re.search(rf"(\b|_)({words})", text, re.IGNORECASE)}
+    idle = HARDWARE.keys() - named - {distribution(name) for name in imported}
+    return {name for name in tracked() if distribution(name) in idle} - finding()
+
+
+@cache
+def finding() -> frozenset[str]:
+    """Of the packages for hardware: what says which modules they have, the descriptors, and what the probes import."""
+    of = {str(m.path.relative_to(ROOT)): m.path for m in sources().values()}
+    ours = {name: path for name, path in of.items() if distribution(name) in HARDWARE}
+    probes = [path for path in ours.values() if path.name == "probe.py"]
+    probed = {str(m.path.relative_to(ROOT)) for m in closure(probes).values()}
+    found = {name for name, path in ours.items() if path.name in ("__init__.py", "probe.py") or name in probed}
+    return frozenset(found | {f"{name}/pyproject.toml" for name in HARDWARE})
 
 
 def distribution(name: str) -> str:

@@ -28,6 +28,16 @@ def test_a_test_of_engines_reaches_every_backend_with_its_native_sources() -> No
     assert "benchmarks/offline.py" not in found
 
 
+def test_kernels_for_hardware_that_is_not_there_are_reached_by_tests_that_name_it_only() -> None:
+    plugin, probe = (f"backends/cuda/src/evener_backend_cuda/{name}.py" for name in ("plugin", "probe"))
+    silent = ("tests/test_gguf_models.py", "core/tests/engine/test_forks.py", "tests/test_http_fuzz.py")
+    for name in silent:
+        found = slow_tests.reached(ROOT / name)
+        assert plugin not in found and probe in found, f"{name} does not name the hardware, but it looks for devices"
+    for name in ("tests/test_containers.py", "tests/test_packaging.py"):
+        assert plugin in slow_tests.reached(ROOT / name), f"{name} is about every package"
+
+
 def test_a_test_that_starts_processes_reaches_everything() -> None:
     found = slow_tests.reached(ROOT / "tests/test_http_fuzz.py")
     assert "server/src/evener_server/app.py" in found
