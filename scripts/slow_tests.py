@@ -131,14 +131,15 @@ def reached(path: Path) -> set[str]:
         others = {n for n in everything - mine if TEST_MODULE.fullmatch(n) and Path(n).stem not in text}
         return everything - results - others - SELECTION - idle_hardware(text, mine)
     names = {str(each.relative_to(ROOT)) for each in (*start, *(m.path for m in found.values()))}
-    folders, mine = {distribution(name) for name in names if "/src/" in name}, frozenset(names)
+    own = frozenset(names)
+    folders = {distribution(name) for name in names if "/src/" in name}
     if DISCOVERY in found:
         folders |= {distribution(name) for name in tracked() if name.startswith(FOUND) and "/src/" in name}
         names |= {name for name in tracked() if "/src/" in name and distribution(name) in folders}
     # Native sources, measured tables and templates of the packages that are reached, and what they require.
     beside = (name for name in tracked() if distribution(name) in folders and "/tests/" not in name)
     names |= {name for name in beside if not name.endswith(".py")}
-    names -= idle_hardware("".join(each.read_text() for each in (path, *helpers)), mine)
+    names -= idle_hardware("".join(each.read_text() for each in (path, *helpers)), own)
     names |= {name for name in tracked() if name.startswith(f"{path.parent.relative_to(ROOT)}/data/")}
     return names | set(SHARED)
 
