@@ -133,7 +133,8 @@ def mixed_rows(rows: Sequence[Record]) -> list[tuple[str, ...]]:
     for row in rows:
         between, first = (f"{row[f'{key}_p50_ms']:,.1f}, {row[f'{key}_p99_ms']:,.1f}" for key in ("itl", "ttft"))
         load = row["load"] if isinstance(row["load"], str) else f"{row['load']:.0%}"
-        rate, budget = f"{row['requests_s']:.1f}", row.get("limit") or f"{int(row['budget']):,}"
+        rate, limit = f"{row['requests_s']:.1f}", str(row.get("limit") or row["budget"])
+        budget = f"{int(limit):,}" if limit.isdigit() else limit
         made, refused = f"{row['computed_tokens_s']:,}", str(row["refused"])
         cells.append((load, rate, budget, between, f"{row['p99_to_p50']:.2f}", first, made, refused))
     return cells

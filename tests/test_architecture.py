@@ -159,9 +159,8 @@ def test_beam_search_imports_only_the_python_api() -> None:
 
 
 def test_masks_of_grammars_import_only_what_the_controller_knows_and_no_other_distribution() -> None:
-    own = ("evener_constraints", "evener_generation.forced_tokens", "evener_generation.joint_masks",
-           "evener.engine.controller.grammars", "evener.engine.wire",
-           "evener.config", "evener.loading.checkpoint", "evener.plugins.discover",
+    own = ("evener_constraints", "evener_generation.forced_tokens", "evener.engine.controller.grammars",
+           "evener.engine.wire", "evener.config", "evener.loading.checkpoint", "evener.plugins.discover",
            "evener.contracts", "evener.errors")  # fmt: skip
     masks = inside("evener_constraints", GENERATION)
     assert masks and violations(masks, allow_of_evener(*own), typing=True) == []

@@ -18,7 +18,6 @@ from evener_conformance.tiny_tokenizer import EOS_ID, VOCAB_SIZE, write_tiny_tok
 from evener_generation import xgrammar_grammars
 from evener_generation.forbidden_tokens import ForbiddenTokens
 from evener_generation.grammar_texts import MAX_CHARACTERS
-from evener_generation.joint_masks import joint_masks
 from evener_generation.llguidance_grammars import LlguidanceLibrary
 from evener_generation.xgrammar_grammars import XgrammarLibrary
 
@@ -186,21 +185,6 @@ def test_a_copy_goes_its_own_way(library: GrammarLibrary) -> None:
     first.accept(ord("a"))
     second.accept(ord("b"))
     assert (allowed(first), allowed(second)) == ([ord("x")], [ord("y")])
-
-
-def test_masks_that_are_asked_together_are_those_of_each_matcher_and_a_failed_one_is_left_to_be_asked_alone(
-    tokenizer: str,
-) -> None:
-    library, xgrammar = LlguidanceLibrary(tokenizer, VOCAB_SIZE), XgrammarLibrary(tokenizer, VOCAB_SIZE)
-    asked = [library.compile(spec("choice", [word])) for word in ("ab", "bc", "cd", "de")]
-    asked[1].accept(ord("b"))
-    asked[2].accept(ord("z"))
-    other = xgrammar.compile(spec("choice", ["ab"]))
-    found = joint_masks([asked[0], other, *asked[1:]])
-    assert found == [asked[0].mask(), None, asked[1].mask(), None, asked[3].mask()]
-    with pytest.raises(ValueError):
-        asked[2].mask()
-    assert joint_masks([asked[0], other]) == [None, None], "one alone gains nothing"
 
 
 def test_a_wrong_token_is_found_at_the_next_mask(library: GrammarLibrary) -> None:

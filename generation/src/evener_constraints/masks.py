@@ -22,7 +22,6 @@ from evener_constraints.compiler import GrammarCompiler
 from evener_constraints.library import find_grammar_library, open_grammar_library
 from evener_constraints.no_repeats import NoRepeats, PromptSequences
 from evener_generation.forced_tokens import forced_by
-from evener_generation.joint_masks import joint_masks
 
 
 @dataclass
@@ -146,20 +145,8 @@ class GrammarMasks(Grammars):
         unknown = any(BY_WORKER in newest.drafts.get(row, ()) for row in rows)
         if not unknown and unread.isdisjoint(plan.slots[row] for row in rows):
             self.owed = None
-            together = self._together(newest, rows)
-            each = (together.get(row) or self._masks(newest, row, newest.drafts.get(row, [])) for row in rows)
-            executor.submit(StepMasks(plan=plan.id, masks=[mask for masks in each for mask in masks]))
-
-    def _together(self, of: _Submitted, rows: list[int]) -> dict[int, list[bytes]]:
-        """The masks of rows without proposed tokens, as far as a library finds them in one call."""
-        alone = [row for row in rows if not of.drafts.get(row)]
-        try:
-            masks = joint_masks([self._matchers[of.plan.slots[row]] for row in alone])
-        except Exception:  # a package may raise anything: each text is asked by itself then, and says what is wrong
-            return {}
-        found = {row: [mask] for row, mask in zip(alone, masks, strict=True) if mask is not None}
-        of.usable.update(dict.fromkeys(found, 0))
-        return found
+            masks = [mask for row in rows for mask in self._masks(newest, row, newest.drafts.get(row, []))]
+            executor.submit(StepMasks(plan=plan.id, masks=masks))
 
     def _masks(self, of: _Submitted, row: int, drafts: list[int]) -> list[bytes]:
         """Of a row, behind its last certain token and each of those that were proposed."""

@@ -5,13 +5,10 @@ https://github.com/guidance-ai/llguidance
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import cast
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from evener.contracts.grammar.library import GrammarSpec, Matcher
 from evener_generation.grammar_texts import check_length, choices_of, object_of, parts_of, quoted
@@ -22,8 +19,6 @@ from evener_generation.text_library import TextLibrary
 #: Time and memory that one grammar may take; the library's own limits allow seconds. About 50,000 units of fuel are a
 #: millisecond.
 _LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, max_grammar_size=100_000, max_lexer_states=50_000)
-#: Most threads for the masks of one step: 16 masks take 0.4 ms in one.
-_MAX_THREADS = 8
 #: Between the parts of a JSON text. Without a bound, a model may write nothing else.
 _WHITESPACE = r"[ \t\n\r]{0,64}"
 #: At the beginning of the library's errors in a grammar: where in its own source that was.
@@ -87,21 +82,11 @@ class _LlguidanceMatcher(Matcher):
         return _LlguidanceMatcher(self._matcher.deep_copy(), self._mask_bytes, self._start, self._text)
 
     def mask(self) -> bytes:
-        bits = np.zeros(self._mask_bytes, np.uint8)  # written in place: the library's bytes take half as long again
+        bits = np.zeros(self._mask_bytes, np.uint8)  # written in place: the library's own bytes take half as long again
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, self._mask_bytes)
         if self._matcher.is_error():
             raise ValueError(_first_line(self._matcher.get_error()))
         return bytes(bits)
-
-    @classmethod
-    def masks_of(cls, matchers: Sequence[Matcher]) -> list[bytes | None]:
-        """As ``JointMatcher.masks_of``, by several threads."""
-        own = cast("Sequence[_LlguidanceMatcher]", matchers)
-        width = own[0]._mask_bytes  # one library has one vocabulary
-        bits = np.zeros((len(own), width), np.uint8)
-        asked = [(each._matcher, row) for row, each in enumerate(own)]
-        _executor().unsafe_compute_mask_ptr(asked, bits.ctypes.data, width, len(own))
-        return [None if each._matcher.is_error() else row.tobytes() for each, row in zip(own, bits, strict=True)]
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
@@ -135,12 +120,6 @@ class _LlguidanceMatcher(Matcher):
             return
         self._matcher = self._start.deep_copy()
         self._matcher.consume_tokens(self._text)
-
-
-@cache
-def _executor() -> LLExecutor:
-    """The library's threads, for all engines of the process: half of the cores that it may use."""
-    return LLExecutor(max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2)))
 
 
 def _compiled(spec: GrammarSpec, special: Mapping[str, int]) -> str:

@@ -40,8 +40,7 @@ class Matcher(ABC):
 
     It may have a method ``forced() -> list[int]`` too: ids that are likely to come next because the grammar leaves no
     other text. They are proposed as drafts, so that the model may still write the text in other tokens. It takes
-    microseconds. And its class may have a class method ``masks_of(matchers) -> list[bytes | None]``: the ``mask`` of
-    each of several matchers of the class, e.g. by several threads; None for one that has to be asked alone.
+    microseconds.
     """
 
     @abstractmethod
