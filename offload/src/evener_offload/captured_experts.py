@@ -89,6 +89,8 @@ class CapturedExperts:
         self._rows: int | None = None
         self._failure: Exception | None = None
         self._stream: Any = None
+        #: None: by ``host_call``, between copies.
+        self._exchanges = device if isinstance(device, Exchanges) else None
 
     def replayed(self, rows: int) -> None:
         """As ``Placement.replayed``.
@@ -131,8 +133,8 @@ class CapturedExperts:
         with beside or nullcontext():
             if before is not None:
                 before.wait()
-            if isinstance(device, Exchanges):
-                device.exchange(inputs, to[:3], call, to.found, result)
+            if self._exchanges is not None:
+                self._exchanges.exchange(inputs, to[:3], call, to.found, result)
             else:
                 for tensor, copy in zip(inputs, to, strict=False):
                     copy.copy_(tensor, non_blocking=True)

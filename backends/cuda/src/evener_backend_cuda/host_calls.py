@@ -2,8 +2,8 @@
 waits for another one, and a thread of this process spins on the first. Measured beside ``cuLaunchHostFunc`` by
 ``benchmarks/host_calls.py``.
 
-The word on which the thread waits is a lock of ``pthread_spin_lock``, which the device unlocks: so the thread spins in C,
-without Python's lock. It spins only while a submitted step has calls left, and sleeps otherwise.
+The word on which the thread waits is a lock of ``pthread_spin_lock``, which the device unlocks: so the thread spins in
+C, without Python's lock. It spins only while a submitted step has calls left, and sleeps otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Work = Callable[[], None]
 
 
 class Call(NamedTuple):
-    """A place where the device calls the host: tensors of one word, for the device, and the same memory for the host."""
+    """A place where the device calls the host: tensors of one word."""
 
     ready: torch.Tensor
     done: torch.Tensor
@@ -142,8 +142,9 @@ def exchange(
     if not small:
         for source, target in zip(inputs, to, strict=True):
             target.copy_(source, non_blocking=True)
+    vectors, pairs = (x.numel() // 4, ids.numel()) if small else (0, 0)
     calls.launch(call, lambda: exchange_kernel[(1,)](
-        x, to_x, x.numel() // 4 if small else 0, ids, to_ids, weights, to_weights, ids.numel() if small else 0, back, out,
+        x, to_x, vectors, ids, to_ids, weights, to_weights, pairs, back, out,
         call.ready, call.done, order, READY=UNLOCKED, TILE=4 * _THREADS, FEW=_THREADS,
         num_warps=_THREADS // 32,
     ))  # fmt: skip
@@ -167,8 +168,8 @@ def _answer(steps: SimpleQueue[Sequence[Call] | None], state: _State) -> None:
             except BaseException:  # nothing could catch it here, and the device waits
                 log.exception("a call of the host failed")
             finally:
-                # An aligned word is stored at once. Rows that other threads wrote are there: taking Python's lock again,
-                # and their own ends, come between.
+                # An aligned word is stored at once. Rows that other threads wrote are there already: the end of the
+                # call that computed them comes between.
                 ctypes.c_int.from_address(call.done.data_ptr()).value = 1
         state.waiting = 0
 

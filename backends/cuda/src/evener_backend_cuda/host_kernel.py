@@ -11,12 +11,12 @@ def exchange_kernel(
     x_ptr, to_x_ptr, vectors, ids_ptr, to_ids_ptr, weights_ptr, to_weights_ptr, pairs, found_ptr, result_ptr,
     ready_ptr, done_ptr, order_ptr, READY: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Copy ``x`` int32 [4 vectors], ``ids`` and ``weights`` int32 [pairs] to page-locked memory, store READY in the word
-    ``ready``, wait until the word ``done`` is not 0, make it 0 again, and copy ``found`` to ``result`` int32 [4 vectors].
-    One program, so that one thread stores the word after the others' rows.
+    """Copy ``x`` int32 [4 vectors], ``ids`` and ``weights`` int32 [pairs] to page-locked memory, store READY in the
+    word ``ready``, wait until the word ``done`` is not 0, make it 0 again, and copy ``found`` to ``result`` int32
+    [4 vectors]. One program, so that one thread stores the word after the others' rows.
 
-    ``order``: an int32 of the device's memory. An addition to it, in the order of the whole system, is the fence between
-    rows and words: the host's memory need not know such additions.
+    ``order``: an int32 of the device's memory. An addition to it, in the order of the whole system, is the fence
+    between rows and words: the host's memory need not know such additions.
     """
     x_count = vectors * 4  # so the compiler knows that 16 bytes are inside or outside
     for at in range(0, x_count, TILE):

@@ -44,8 +44,8 @@ class CudaDevice(GpuDevice):
         self, inputs: Sequence[torch.Tensor], to: Sequence[torch.Tensor], work: Callable[[], None],
         found: torch.Tensor, result: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Copy rows [T, n], ids and weights [T, k] of 4 bytes to page-locked memory, then call the host as ``host_call``
-        does, then copy ``found`` to ``result``, both like the rows: on the current stream, in one launch if they are
+        """Copy rows [T, n], ids and weights [T, k] of 4 bytes to page-locked memory, call the host as ``host_call``
+        does, and copy ``found`` to ``result``, both like the rows: on the current stream, in one launch if they are
         small. It may be captured by this device's graphs. The caller keeps ``work``, ``to`` and ``found``."""
         if self._order is None:
             self._order = torch.zeros(1, dtype=torch.int32, device=self.torch_device)
