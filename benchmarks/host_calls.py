@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import after_stdlib  # noqa: F401
 import torch
@@ -143,44 +144,61 @@ def main(argv: Sequence[str]) -> int:
     }  # fmt: skip
     cycles = cycles_of_us()
     for rows in (int(n) for n in args.rows.split(",")):
-        x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
-        rest = torch.zeros(2, rows, TOP, dtype=torch.int32, device="cuda")
-        result = torch.empty_like(x)
-        to_x, to_rest, found = (torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (x, rest, x))
-
-        def copies(way: Callable[[int, int], None]) -> Callable[[int, int], None]:
-            def both(n: int, stream: int) -> None:
-                to_x.copy_(x, non_blocking=True)
-                to_rest[0].copy_(rest[0], non_blocking=True)
-                to_rest[1].copy_(rest[1], non_blocking=True)
-                way(n, stream)
-                result.copy_(found, non_blocking=True)
-
-            return both
-
-        def by_fused(n: int, stream: int) -> None:
-            fused((1, 1, 1), (512, 1, 1), (words.words[n, 0], words.words[n, 1], words.unlocked, x, to_x, rest, to_rest, found,
-                                           result, x.nbytes // 16, rest.nbytes // 16))  # fmt: skip
-
-        found.copy_(torch.randn(rows, HIDDEN))
-        again = {**ways, **{f"{name}+copies": copies(way) for name, way in ways.items()}, "fused": by_fused}
+        with_rows = Rows(rows, words, fused)
+        more = {f"{name}+copies": with_rows.copies(way) for name, way in ways.items()}
         for between in (int(n) for n in args.between.split(",")):
             base: float = 0
-            for name, way in again.items():
+            for name, way in {**ways, **more, "fused": with_rows.fused}.items():
                 answered = not name.startswith(("none", "driver"))
-                try:
-                    us = timed(way, args.calls, between * cycles, words if answered else None)
-                except RuntimeError as error:
-                    print(json.dumps({"way": name, "failed": str(error)[:200]}), flush=True)
-                    continue
+                us = timed(way, args.calls, between * cycles, words if answered else None)
                 base = us if name == "none" else base  # the device's own work
                 row = {"way": name, "rows": rows, "between_us": between, "us_a_call": round(us - base, 2)}
                 print(json.dumps(row), flush=True)
                 with (args.out / "host_calls.jsonl").open("a") as file:
                     file.write(json.dumps({**row, "device": torch.cuda.get_device_name()}) + "\n")
-            if not torch.equal(result.cpu(), found) or not torch.equal(to_x, x.cpu()):
-                raise SystemExit("the fused kernel copied wrong bytes")
+            with_rows.check()
     return 0
+
+
+class Rows:
+    """Rows of a layer, ids and weights of their experts, and the memory of the host that they are copied to."""
+
+    def __init__(self, rows: int, words: Words, kernel: Any) -> None:
+        self._words, self._kernel = words, kernel
+        self._x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+        self._rest = torch.zeros(2, rows, TOP, dtype=torch.int32, device="cuda")
+        self._result = torch.empty_like(self._x)
+        self._to_x, self._to_rest, self._found = (
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (self._x, self._rest, self._x)
+        )
+        self._found.copy_(torch.randn(rows, HIDDEN))
+
+    def copies(self, way: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """``way`` between copies."""
+
+        def both(n: int, stream: int) -> None:
+            self._to_x.copy_(self._x, non_blocking=True)
+            self._to_rest[0].copy_(self._rest[0], non_blocking=True)
+            self._to_rest[1].copy_(self._rest[1], non_blocking=True)
+            way(n, stream)
+            self._result.copy_(self._found, non_blocking=True)
+
+        return both
+
+    def fused(self, n: int, stream: int) -> None:
+        """Call ``n`` by the kernel that copies, too."""
+        del stream
+        ready, done = self._words.words[n]
+        self._kernel((1, 1, 1), (512, 1, 1), (
+            ready, done, self._words.unlocked, self._x, self._to_x, self._rest, self._to_rest, self._found,
+            self._result,
+            self._x.nbytes // 16, self._rest.nbytes // 16,
+        ))  # fmt: skip
+
+    def check(self) -> None:
+        """What was copied is what it was."""
+        if not torch.equal(self._result.cpu(), self._found) or not torch.equal(self._to_x, self._x.cpu()):
+            raise SystemExit("wrong bytes were copied")
 
 
 def cycles_of_us() -> float:

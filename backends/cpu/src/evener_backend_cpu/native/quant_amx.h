@@ -1,4 +1,4 @@
-// Products of block-quantized weights of four bits with AMX, for 4 rows of x or more. A unit's quants become bytes, and the rows' 16-bit
+// Products of block-quantized weights of four bits with AMX, for more than 8 rows of x. A unit's quants become bytes, and the rows' 16-bit
 // integers a lower byte without sign and an upper one with it: two instructions give the sums of products of 32 columns for 16 rows of x and 16
 // of weights. 256 times the upper one and the lower one are the exact sums of ``quant_tile``, and what follows rounds as there: the bits are the
 // same, whichever of the two computes a row.

@@ -149,12 +149,13 @@ INLINE void put_quant(const char* tile, const Quantized& x, Rows in, long column
 }
 
 #ifdef EVENER_QUANT_AMX
-// As ``gemm_part``, for all rows of x but 1 to 3 after whole sixteens; how many these are. None if there are no tiles, or no memory.
+// As ``gemm_part``, for all rows of x but up to 8 after whole sixteens, which take less time without tiles; how many it took. None if there are no
+// tiles, or no memory.
 template <class F, class T, class O>
 static __attribute__((noinline)) long rows_in_tiles(const char* tiles, const Quantized& x, long M, long n0, long n1, long columns, const T* bias, O* y,
                                              long ldy, Rows in, Rows out, Ahead* ahead) {
   static thread_local TileRoom room;
-  const long rest = M % Sixteen::LINES, taken = rest < 4 ? M - rest : M, size = F::tile_bytes(columns), each = Sixteen::size(columns);
+  const long rest = M % Sixteen::LINES, taken = rest <= 8 ? M - rest : M, size = F::tile_bytes(columns), each = Sixteen::size(columns);
   if (!taken || tiles_error()) return 0;
   char* panel = (char*)room.reserve((taken + 15) / 16 * each);
   if (!panel) return 0;
@@ -171,9 +172,7 @@ static __attribute__((noinline)) long rows_in_tiles(const char* tiles, const Qua
       v16 f[16];
       Ahead* first = m ? nullptr : ahead;
       if (some > 12) tile_of_sixteen<F, 16>(tile, rows, columns, f, first);
-      else if (some > 8) tile_of_sixteen<F, 12>(tile, rows, columns, f, first);
-      else if (some > 4) tile_of_sixteen<F, 8>(tile, rows, columns, f, first);
-      else tile_of_sixteen<F, 4>(tile, rows, columns, f, first);
+      else tile_of_sixteen<F, 12>(tile, rows, columns, f, first);
       put_rows<T, O>(f, some, skip, count, b, y + (n - n0), ldy, out.from(m));
     }
     n += count;
