@@ -197,6 +197,26 @@ def test_replays_are_answered_in_the_order_in_which_they_are_submitted(chip: Chi
     assert all(map(torch.equal, (layer.result for layer in (*first, *second)), want))
 
 
+def test_a_capture_locks_no_memory(chip: Chip) -> None:
+    """Its words are reserved before: as many as the step took that ran before it."""
+    locked = list[int]()
+
+    def counted(*shape: int) -> torch.Tensor:
+        locked.append(shape[0])
+        return words(*shape)
+
+    calls, layers = HostCalls(counted), 40
+    for _ in range(3):
+        for _ in range(layers):
+            calls.new(print)
+        with calls.recording():
+            before = len(locked)
+            for _ in range(layers):
+                calls.new(print)
+            assert len(locked) == before
+    calls.close()
+
+
 def test_two_devices_are_answered_side_by_side(chip: Chip, calls: HostCalls) -> None:
     """As two engines in one process: a step of one that waits does not hold up the other's."""
     other, ended = Chip(), threading.Event()

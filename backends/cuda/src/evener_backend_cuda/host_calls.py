@@ -61,6 +61,7 @@ class HostCalls:
     def __init__(self, words: Callable[..., torch.Tensor]) -> None:
         self._words = words
         self._free: list[torch.Tensor] = []
+        self._taken = 0  # since the last capture
         self._recorded: list[Call] | None = None
         self._steps: SimpleQueue[Sequence[Call] | None] = SimpleQueue()
         self._state = _State()
@@ -75,9 +76,8 @@ class HostCalls:
 
     def new(self, work: _Work) -> Call:
         """Words for calls of ``work``, which the caller keeps."""
-        if not self._free:
-            self._free = list(self._words(_CALLS, 2, _LINE))
-        both = self._free.pop()
+        self._reserve(1)
+        both, self._taken = self._free.pop(), self._taken + 1
         _locked(both[0].data_ptr())
         return Call(both[0, :1], both[1, :1], weakref.ref(work))
 
@@ -91,12 +91,18 @@ class HostCalls:
 
     @contextmanager
     def recording(self) -> Iterator[list[Call]]:
-        """The calls that are captured meanwhile."""
+        """The calls that are captured meanwhile: no more than were made before, as every step runs once before its
+        capture. During one no memory may be page-locked."""
+        self._reserve(self._taken)
         self._recorded = []
         try:
             yield self._recorded
         finally:
-            self._recorded = None
+            self._recorded, self._taken = None, 0
+
+    def _reserve(self, count: int) -> None:
+        if len(self._free) < count:
+            self._free += self._words(max(count, _CALLS), 2, _LINE)
 
     def submit(self, calls: Sequence[Call], launch: Callable[[], None]) -> None:
         """Submit with ``launch`` what makes these calls."""
