@@ -13,8 +13,9 @@ plan sees no more, and torch may not allocate more. Ways:
 Each row also has ``moved_ms``: how long it takes to copy all experts that the ``host`` way leaves in host memory to the
 device, once a step, from page-locked memory, without any compute. An engine that moves weights every step takes at
 least as long. ``host_share``: bytes of experts that the host read a second while it computed them, as a share of the
-speed at which all its threads read memory, which is measured first. Forms are those of ``packed_steps.py``, or bf16, or
-own: the one that config.json says.
+speed at which all its threads read memory, which is measured first. With ``--calls own,driver`` cases are timed as the
+device itself calls the host in captured steps, and again by ``Device.host_call``, which a thread of the driver serves.
+Forms are those of ``packed_steps.py``, or bf16, or own: the one that config.json says.
 Every combination runs in a process of its own. Rows go to standard output, and to hybrid.jsonl in ``--out`` or $OUT.
 """
 
@@ -30,6 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", default="auto", help="infer.cpu_layer_num")
     made.add_argument("--residents", default="auto", help="infer.resident_experts")
     made.add_argument("--cases", default="1x128,16x128,1x2048", help="requests x tokens of each prompt")
+    made.add_argument("--calls", default="own", help="how captured steps call the host, with commas: own, driver")
     made.add_argument("--steps", type=int, default=48, help="decode steps that are timed")
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
     made.add_argument("--apart", type=size, default=APART, help="bytes with which the speed of memory is measured")
@@ -105,12 +108,14 @@ def here(args: argparse.Namespace) -> int:
         llm = start(path, True, ["infer.use_cuda_graph=auto", *pairs])
         run = Run(llm, args, form, way, round(time.perf_counter() - began, 1))
         failed = 0
-        for batch, prompt in (tuple(int(n) for n in case.split("x")) for case in args.cases.split(",")):
+        for calls, case in product(args.calls.split(","), args.cases.split(",")):
             try:
-                run.case(batch, prompt)
+                if args.calls != "own":
+                    run.call_by(calls)
+                run.case(*(int(n) for n in case.split("x")))
             except Exception as error:  # the other rows are still useful
                 failed = 1
-                say(f"{form} {way} {batch}x{prompt}: FAILED: {type(error).__name__}: {str(error)[:400]}")
+                say(f"{form} {way} {case}: FAILED: {type(error).__name__}: {str(error)[:400]}")
         llm.close()
     return failed
 
@@ -176,8 +181,11 @@ class Run:
 
     def __init__(self, llm: Any, args: argparse.Namespace, form: str, way: str, ready: float) -> None:
         self._llm, self._args = llm, args
+        self._calls = "own"
         self._worker = llm._client.controller.executor.worker
         memory, device = llm.info.memory, self._worker.assembly.device
+        captured = getattr(self._worker.assembly.placement, "_captured", None)
+        self._exchanges = getattr(captured, "_exchanges", None)
         assembly, residents, slots = self._worker.assembly, 0, 0
         if way == "resident":
             residents = assembly.config.config.infer.resident_experts
@@ -197,6 +205,12 @@ class Run:
             "moved_ms": round(self._left / copy_gb_s / 1e6, 2),
         }  # fmt: skip
 
+    def call_by(self, calls: str) -> None:
+        """Capture steps again that call the host so: ``own`` or ``driver``."""
+        self._calls, captured = calls, self._worker.assembly.placement._captured
+        captured._exchanges = self._exchanges if calls == "own" else None
+        self._worker.graphs._captured.clear()
+
     def case(self, batch: int, prompt: int) -> None:
         """Time prompts alone, and with decode steps; the same prompts, so that the difference is the steps."""
         steps = self._args.steps
@@ -206,7 +220,8 @@ class Run:
         decode = long - short
         step_ms = decode.seconds / steps * 1e3
         row = {
-            **self._facts, "bs": batch, "inp": prompt, "steps": steps, "prompt_ms": round(short.seconds * 1e3, 2),
+            **self._facts, "calls": self._calls, "bs": batch, "inp": prompt, "steps": steps,
+            "prompt_ms": round(short.seconds * 1e3, 2),
             "prompt_tok_s": round(batch * prompt / short.seconds, 1), "step_ms": round(step_ms, 3),
             "out_tok_s": round(batch / step_ms * 1e3, 2), "times_moved": round(self._facts["moved_ms"] / step_ms, 2),
             "counted_a_step": {name: round(value / steps) for name, value in decode.counted.items()},

@@ -21,6 +21,7 @@ from evener_conformance.graph.record import RecordedReplay
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play, small_config
 from evener_conformance.simulated.device import SimulatedDevice
+from evener_offload.captured_experts import Exchanges
 from evener_offload.host_experts import HostExperts
 
 
@@ -80,6 +81,25 @@ def test_the_same_samples_come_with_penalties_and_biases_captured_or_not(configu
     captured, eager = (play(build_controller(configured(**host(), **{"infer.use_cuda_graph": on}))[0], asked)
                        for on in (True, False))  # fmt: skip
     assert not captured.dead and captured.tokens == eager.tokens
+
+
+def test_a_device_that_copies_and_calls_at_once_is_asked_to(configured: Configured) -> None:
+    controller, _ = build_controller(configured(**host()))
+    device, layers = chip(controller), list[int]()
+
+    class Asked:
+        def exchange(self, inputs: Any, to: Any, work: Any, found: Any, result: Any) -> None:
+            layers.append(len(inputs))
+            for source, target in zip(inputs, to, strict=True):
+                target.copy_(source, non_blocking=True)
+            device.host_call(work)
+            result.copy_(found, non_blocking=True)
+
+    assert isinstance(Asked(), Exchanges) and not isinstance(device, Exchanges)
+    placed(controller)._captured._exchanges = Asked()
+    shrink(controller, FEW_BLOCKS["Qwen3Moe"])
+    assert_same(play(controller, **traffic()), on_the_cpu())
+    assert set(layers) == {3} and controller.scheduler.stats.counters["host_expert_captured_steps"] > 10
 
 
 def test_padding_rows_cost_the_host_nothing(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,17 @@ def test_rows_are_bitwise_invariant_to_batch_and_thread_count(device: CpuDevice,
     check_invariance(device, partial(multiply, device, packed), x, (1, 2, 5, 16, 130))
 
 
+@pytest.mark.parametrize("storage", ["q4_0", "q4_1", "q4_k"])
+def test_few_rows_have_the_bits_of_single_ones_though_tiles_compute_them(device: CpuDevice, storage: str) -> None:
+    """Tiles of four-bit quants take more than 8 rows; up to 8 after whole sixteens are left to other code."""
+    columns = 512 if storage == "q4_k" else 608
+    packed = device.blocks.pack([part(storage, 50, columns)], "bfloat16", torch.device("cpu"))
+    x = rows_of(36, columns, "bfloat16")
+    single = torch.cat([multiply(device, packed, row[None]) for row in x])
+    for count in (3, 8, 9, 12, 13, 19, 28, 36):
+        assert torch.equal(multiply(device, packed, x[:count]), single[:count]), count
+
+
 def test_mxfp4_scales_cover_every_power_of_two(device: CpuDevice) -> None:
     scale = torch.arange(256, dtype=torch.uint8)[:, None]
     weight = torch.full((256, 1, 16), 0x52, dtype=torch.uint8)  # 1, 3, 1, 3, …

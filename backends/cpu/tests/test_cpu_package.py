@@ -97,7 +97,8 @@ def test_a_limit_leaves_the_instructions_of_its_level() -> None:
 def test_intels_bfloat16_products_are_left_out_where_there_are_no_tiles(tmp_path: Path) -> None:
     words = isa.LIMITS["avx512_bf16"].needs
     found = {}
-    for name, more in (("AMD EPYC", ""), ("Intel(R) Xeon(R)", ""), ("Intel(R) Xeon(R) 2", " amx_tile amx_bf16")):
+    amx = " amx_tile amx_bf16 amx_int8"
+    for name, more in (("AMD EPYC", ""), ("Intel(R) Xeon(R)", ""), ("Intel(R) Xeon(R) 2", amx)):
         (tmp_path / "cpuinfo").write_text(f"model name : {name}\nflags : {' '.join(words)}{more}\n")
         found[name] = isa.read(tmp_path / "cpuinfo")
     assert [found[name].variant for name in found] == ["avx512_bf16", "avx512", "amx_bf16"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,6 +37,19 @@ class HostWork:
     read_bytes: int = 0
     nanoseconds: int = 0
     halved: int = 0
+
+
+@runtime_checkable
+class Exchanges(Protocol):
+    """A device that copies to the host, calls it and copies back faster than by ``host_call`` between copies."""
+
+    def exchange(
+        self, inputs: Sequence[torch.Tensor], to: Sequence[torch.Tensor], work: Callable[[], None],
+        found: torch.Tensor, result: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Copy each of ``inputs`` (rows [T, n], ids int32 and weights float32 [T, k]) to page-locked memory ``to``, run
+        ``work`` as ``Device.host_call`` does, then copy page-locked ``found`` to ``result``: on the current stream.
+        Replays of a capture do it again. The caller keeps ``work``, ``to`` and ``found``."""
 
 
 class _Buffers(NamedTuple):
@@ -76,6 +89,8 @@ class CapturedExperts:
         self._rows: int | None = None
         self._failure: Exception | None = None
         self._stream: Any = None
+        #: None: by ``host_call``, between copies.
+        self._exchanges = device if isinstance(device, Exchanges) else None
 
     def replayed(self, rows: int) -> None:
         """As ``Placement.replayed``.
@@ -118,10 +133,13 @@ class CapturedExperts:
         with beside or nullcontext():
             if before is not None:
                 before.wait()
-            for tensor, copy in zip(inputs, to, strict=False):
-                copy.copy_(tensor, non_blocking=True)
-            device.host_call(call)
-            result.copy_(to.found, non_blocking=True)
+            if self._exchanges is not None:
+                self._exchanges.exchange(inputs, to[:3], call, to.found, result)
+            else:
+                for tensor, copy in zip(inputs, to, strict=False):
+                    copy.copy_(tensor, non_blocking=True)
+                device.host_call(call)
+                result.copy_(to.found, non_blocking=True)
             if after is not None:
                 after.record()
 

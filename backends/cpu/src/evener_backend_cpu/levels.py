@@ -35,7 +35,9 @@ class Level:
 
 #: The best first. What the sources ask for by the compiler's macros differs between these and nowhere else.
 LEVELS = (
-    Level("v4-amx", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_bf16"}),
+    Level(
+        "v4-amx", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+    ),
     Level("v4-bf16", _BF16_FLAGS, _BF16),
     Level("v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
     Level("v4", ("-march=x86-64-v4",), _V4),

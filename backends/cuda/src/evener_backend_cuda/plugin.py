@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from evener.contracts.communicator import CommunicatorFactory
-from evener.contracts.device import Device
+from evener.contracts.device import Device, DeviceCapabilities
 from evener.contracts.graph import GraphCapture
 from evener.contracts.hooks import hookimpl
 from evener.contracts.ops import Kernel
@@ -22,12 +23,33 @@ from evener_backend_cuda.deep_gemm import DeepGemmGroupedLinear, DeepGemmLinear
 from evener_backend_cuda.flash_attention import FlashAttentionState
 from evener_backend_cuda.flash_mla import FlashMLAState
 from evener_backend_cuda.flashinfer_attention import FlashInferState
+from evener_backend_cuda.host_calls import CallingGraphs, HostCalls, exchange
 from evener_backend_cuda.scaled import scaled_features
 from evener_backend_parts.gpu import GpuDevice, gpu_graphs
 
 
 class CudaDevice(GpuDevice):
-    """A GPU of this vendor."""
+    """A GPU of this vendor.
+
+    Attributes:
+        host_calls: answers what it asks the host.
+    """
+
+    def __init__(self, namespace: str, index: int, capabilities: DeviceCapabilities) -> None:
+        super().__init__(namespace, index, capabilities)
+        self.host_calls = HostCalls(partial(torch.zeros, dtype=torch.int32, pin_memory=True))
+        self._order: torch.Tensor | None = None
+
+    def exchange(
+        self, inputs: Sequence[torch.Tensor], to: Sequence[torch.Tensor], work: Callable[[], None],
+        found: torch.Tensor, result: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Copy rows [T, n], ids and weights [T, k] of 4 bytes to page-locked memory, call the host as ``host_call``
+        does, and copy ``found`` to ``result``, both like the rows: on the current stream, in one launch if they are
+        small. It may be captured by this device's graphs. The caller keeps ``work``, ``to`` and ``found``."""
+        if self._order is None:
+            self._order = torch.zeros(1, dtype=torch.int32, device=self.torch_device)
+        exchange(self.host_calls, self._order, inputs, to, work, found, result)
 
     def conditions(self) -> Mapping[str, str]:
         """Versions of the driver, the kernel compiler and the matrix library."""
@@ -59,7 +81,7 @@ def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequen
 @hookimpl
 def evener_graph_capture(device: Device, options: Mapping[str, Any]) -> GraphCapture:
     """CUDA graphs in one memory pool."""
-    return gpu_graphs(device)
+    return gpu_graphs(device, CallingGraphs)
 
 
 @hookimpl

@@ -73,11 +73,11 @@ def _launch(library: str, name: str) -> Any:
     return function
 
 
-def gpu_graphs(device: Device) -> GraphCapture:
+def gpu_graphs(device: Device, kind: type[TorchGraphs] = TorchGraphs) -> GraphCapture:
     """Captures of steps in one memory pool."""
     assert isinstance(device, TorchDevice), "it is this backend's device"
     # Other threads move state while a step is captured; what they do must not end the capture.
-    return TorchGraphs(
+    return kind(
         device, torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle, capture_error_mode="thread_local"
     )  # fmt: skip
 

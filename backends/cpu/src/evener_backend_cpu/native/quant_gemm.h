@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "gemm.h"
+#include "quant_amx.h"
 #include "quant_lanes.h"
 #include "stored_gemm.h"
 
@@ -74,18 +75,6 @@ template <class T> static void quantize_row(const T* x, long columns, int16_t* q
 template <class T> static void quantize_rows(const T* x, long ldx, long from, long to, long columns, const Quantized& out) {
   for (long m = from; m < to; m++)
     quantize_row(x + m * ldx, columns, out.q + m * columns, out.scale + m * (columns / 32), out.sum + m * (columns / 16));
-}
-
-// w = s (q - offset) + t in group g of a unit, for each lane. d and dm: the scales that 256 columns share. t stays as it is without such terms.
-template <class F> INLINE void group_scales(const char* scales, int g, v16 d, v16 dm, v16& s, v16& t) {
-  if (F::scales == HALF) s = halves(scales);
-  if (F::scales == AFFINE) s = halves(scales), t = halves(scales + 32);
-  if (F::scales == KMIN) s = d * bytes16<uint8_t>(scales + g * 32), t = -dm * bytes16<uint8_t>(scales + g * 32 + 16);
-  if (F::scales == KSIGNED) s = d * bytes16<int8_t>(scales + g * 16);
-  if (F::scales == POWER) s = powers(scales);
-  if (F::scales == ZERO_HALF) s = halves(scales);
-  if (F::scales == ZERO_BRAIN) s = load((const bf16*)scales);
-  if (has_zero(F::scales)) t = -s * bytes16<int8_t>(scales + 32);
 }
 
 // Results of one tile for R rows of x, [R, 16]. ``ahead``: the tile is not in a cache yet.
@@ -159,6 +148,39 @@ INLINE void put_quant(const char* tile, const Quantized& x, Rows in, long column
   put_rows<T, O>(f, R, skip, count, bias, y, ldy, out);
 }
 
+#ifdef EVENER_QUANT_AMX
+// As ``gemm_part``, for all rows of x but up to 8 after whole sixteens, which take less time without tiles; how many it took. None if there are no
+// tiles, or no memory.
+template <class F, class T, class O>
+static __attribute__((noinline)) long rows_in_tiles(const char* tiles, const Quantized& x, long M, long n0, long n1, long columns, const T* bias, O* y,
+                                             long ldy, Rows in, Rows out, Ahead* ahead) {
+  static thread_local TileRoom room;
+  const long rest = M % Sixteen::LINES, taken = rest <= 8 ? M - rest : M, size = F::tile_bytes(columns), each = Sixteen::size(columns);
+  if (!taken || tiles_error()) return 0;
+  char* panel = (char*)room.reserve((taken + 15) / 16 * each);
+  if (!panel) return 0;
+  for (long m = 0; m < taken; m += 16)
+    put_sixteen(x.q, x.scale, x.sum, in.from(m), taken - m < 16 ? taken - m : 16, columns, panel + m / 16 * each);
+  Tiles shapes(16, 32, 8);
+  for (long n = n0; n < n1;) {
+    long skip = n % LANES, count = LANES - skip < n1 - n ? LANES - skip : n1 - n;
+    const char* tile = tiles + n / LANES * size;
+    const T* b = bias ? bias + (n - n0) : nullptr;
+    for (long m = 0; m < taken; m += 16) {
+      Sixteen rows = Sixteen::at(panel + m / 16 * each, columns);
+      long some = taken - m < 16 ? taken - m : 16;
+      v16 f[16];
+      Ahead* first = m ? nullptr : ahead;
+      if (some > 12) tile_of_sixteen<F, 16>(tile, rows, columns, f, first);
+      else tile_of_sixteen<F, 12>(tile, rows, columns, f, first);
+      put_rows<T, O>(f, some, skip, count, b, y + (n - n0), ldy, out.from(m));
+    }
+    n += count;
+  }
+  return taken;
+}
+#endif
+
 // Rows n0 <= n < n1 of one part; ``bias`` and ``y`` point to n0. ``next``: as for ``gemm``.
 template <class F, class T, class O>
 __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, long M, long n0, long n1, long columns, const T* bias, O* y,
@@ -168,9 +190,13 @@ __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, 
   if (!next) next = &own;
   if (panel < 32) panel = 32;
   for (long m0 = 0; m0 < M; m0 += panel) {
-    long m1 = m0 + panel < M ? m0 + panel : M;
-    for (long n = n0; n < n1;) {
-      long skip = n % LANES, count = LANES - skip < n1 - n ? LANES - skip : n1 - n, m = m0;
+    long m1 = m0 + panel < M ? m0 + panel : M, first = m0;
+#ifdef EVENER_QUANT_AMX
+    if constexpr (has_tiles<F>())
+      first += rows_in_tiles<F, T, O>(tiles, x, m1 - m0, n0, n1, columns, bias, y, ldy, in.from(m0), out.from(m0), m0 ? nullptr : next);
+#endif
+    for (long n = n0; n < n1 && first < m1;) {
+      long skip = n % LANES, count = LANES - skip < n1 - n ? LANES - skip : n1 - n, m = first;
       const char* tile = tiles + n / LANES * size;
       const T* b = bias ? bias + (n - n0) : nullptr;
       O* to = y + (n - n0);

@@ -165,3 +165,15 @@ template <class F> struct Unit {
   }
 #endif
 };
+
+// w = s (q - offset) + t in group g of a unit, for each lane. d and dm: the scales that 256 columns share. t stays as it is without such terms.
+template <class F> INLINE void group_scales(const char* scales, int g, v16 d, v16 dm, v16& s, v16& t) {
+  if (F::scales == HALF) s = halves(scales);
+  if (F::scales == AFFINE) s = halves(scales), t = halves(scales + 32);
+  if (F::scales == KMIN) s = d * bytes16<uint8_t>(scales + g * 32), t = -dm * bytes16<uint8_t>(scales + g * 32 + 16);
+  if (F::scales == KSIGNED) s = d * bytes16<int8_t>(scales + g * 16);
+  if (F::scales == POWER) s = powers(scales);
+  if (F::scales == ZERO_HALF) s = halves(scales);
+  if (F::scales == ZERO_BRAIN) s = load((const bf16*)scales);
+  if (has_zero(F::scales)) t = -s * bytes16<int8_t>(scales + 32);
+}
