@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from evener.contracts.checkpoint import ModelFiles
 from evener.errors import CheckpointError
 from evener.loading.checkpoint import open_files
 from evener_formats.gguf.header import read_header
@@ -90,6 +91,27 @@ def test_the_end_of_a_message_ends_no_answer_of_gpt_oss(missing: str, ends: list
     }))  # fmt: skip
     found = files.json("generation_config.json")["eos_token_id"]
     assert sorted(tokens[number - 1] for number in found) == sorted(ends)
+
+
+def byte_level(write_gguf: Write, merges: list[str]) -> ModelFiles:
+    tokens = ["a", "b", "ab", "aba", "b b"]
+    return open_files(write_gguf("llama", {}, {}, **{
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [NORMAL] * len(tokens),
+        "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": merges,
+    }))  # fmt: skip
+
+
+def test_merges_of_a_file_are_texts_of_its_vocabulary_without_those_of_unknown_tokens(write_gguf: Write) -> None:
+    model = byte_level(write_gguf, ["a b", "a c", "c a", "b a", "ab a"]).json("tokenizer.json")["model"]
+    assert model["merges"] == [("a", "b"), ("ab", "a")]
+    # The same objects: a copy for each merge would take tens of megabytes.
+    known = {id(text) for text in model["vocab"]}
+    assert all(id(text) in known for merge in model["merges"] for text in merge)
+
+
+def test_a_merge_of_one_token_is_an_error(write_gguf: Write) -> None:
+    with pytest.raises(CheckpointError, match="a merge of its tokenizer is not two tokens"):
+        byte_level(write_gguf, ["a b", "ab"]).json("tokenizer.json")
 
 
 def test_a_header_in_use_is_read_once(write_gguf: Write) -> None:
