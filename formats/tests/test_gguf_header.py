@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 
 from evener.errors import CheckpointError, EvenerError
 from evener.loading.checkpoint import open_checkpoint
-from evener_formats.gguf.header import read_header
+from evener_formats.gguf import header as header_module
+from evener_formats.gguf.header import GgufHeader, _Reader, read_header
 
 Write = Callable[..., Path]
 
@@ -91,6 +94,55 @@ def test_a_well_formed_header_gives_values_and_places(tmp_path: Path) -> None:
     w, v = header.tensors["w"], header.tensors["v"]
     assert (w.dtype, w.shape, w.end - w.begin, w.begin % 32) == ("q8_0", (2, 32), 68, 0)
     assert (v.dtype, v.shape, v.begin - w.begin) == ("float32", (3,), 96)
+
+
+#: What a list of three texts ends with, and what is said about it.
+BROKEN_LISTS = {
+    "bytes at byte 75, but 21": text("a") + text("b") + struct.pack("<Q", 1 << 40) + b"x" * 16,
+    "bytes at byte 66, but 30": text("a") + struct.pack("<Q", (1 << 64) - 4) + b"x" * 24,
+    "the text at byte 77 is not UTF-8": text("a") + text("b") + struct.pack("<Q", 2) + b"\xff\xfe" + b"x" * 8,
+}
+
+
+@pytest.mark.parametrize("run", [1, 2, 3, 1 << 15])
+@pytest.mark.parametrize("words", BROKEN_LISTS)
+def test_a_broken_list_of_texts_is_an_error_that_says_where_also_in_a_later_run(
+    words: str, run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(header_module, "_RUN", run)
+    (tmp_path / "m.gguf").write_bytes(file(pair("s", 9, struct.pack("<IQ", 8, 3) + BROKEN_LISTS[words]), pairs=1))
+    with pytest.raises(CheckpointError, match=words):
+        read_header(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("run", [1, 2, 1 << 15])
+def test_lists_of_texts_are_the_same_in_runs_of_any_length(
+    run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(header_module, "_RUN", run)
+    texts = ["é", "", "a" * 300, "\0", "end"]
+    items = struct.pack("<IQ", 8, 5) + b"".join(map(text, texts))
+    (tmp_path / "m.gguf").write_bytes(file(pair("s", 9, items), pair("n", 4, struct.pack("<I", 7)), pairs=2))
+    assert read_header(tmp_path / "m.gguf").metadata == {"s": texts, "n": 7}
+
+
+def test_threads_that_read_one_header_at_once_read_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.gguf").write_bytes(file(NAME, pairs=1))
+    read, together, times = _Reader.read, threading.Barrier(2), []
+
+    def slow(reader: _Reader) -> GgufHeader:
+        times.append(reader)
+        return read(reader)
+
+    def ask(_: int) -> GgufHeader:
+        together.wait(10)
+        return read_header(tmp_path / "m.gguf")
+
+    monkeypatch.setattr(_Reader, "read", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(ask, range(2))
+    assert first is second
+    assert len(times) == 1
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from evener.contracts.checkpoint import ModelFiles
 from evener.errors import CheckpointError
 from evener.loading.checkpoint import open_files
 from evener_formats.gguf.header import read_header
@@ -92,6 +94,27 @@ def test_the_end_of_a_message_ends_no_answer_of_gpt_oss(missing: str, ends: list
     assert sorted(tokens[number - 1] for number in found) == sorted(ends)
 
 
+def byte_level(write_gguf: Write, merges: list[str]) -> ModelFiles:
+    tokens = ["a", "b", "ab", "aba", "b b"]
+    return open_files(write_gguf("llama", {}, {}, **{
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [NORMAL] * len(tokens),
+        "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": merges,
+    }))  # fmt: skip
+
+
+def test_merges_of_a_file_are_texts_of_its_vocabulary_without_those_of_unknown_tokens(write_gguf: Write) -> None:
+    model = byte_level(write_gguf, ["a b", "a c", "c a", "b a", "ab a"]).json("tokenizer.json")["model"]
+    assert model["merges"] == [("a", "b"), ("ab", "a")]
+    # The same objects: a copy for each merge would take tens of megabytes.
+    known = {id(text) for text in model["vocab"]}
+    assert all(id(text) in known for merge in model["merges"] for text in merge)
+
+
+def test_a_merge_of_one_token_is_an_error(write_gguf: Write) -> None:
+    with pytest.raises(CheckpointError, match="a merge of its tokenizer is not two tokens"):
+        byte_level(write_gguf, ["a b", "ab"]).json("tokenizer.json")
+
+
 def test_a_header_in_use_is_read_once(write_gguf: Write) -> None:
     path = write_gguf("llama", {}, {})
     first = read_header(path)
@@ -120,11 +143,39 @@ def kept(tmp_path: Path) -> list[Path]:
 def test_merges_of_a_large_vocabulary_are_kept_and_the_same(
     large: Pieces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [("▁", "ab"), ("a", "b"), ("▁a", "b"), ("▁", "a"), ("b", "c"), ("a", "bc"), ("ab", "c")]
+    # In no text do ("▁a", "b") and ("a", "bc") happen: "a" and "b" are merged before.
+    expected = [("▁", "ab"), ("a", "b"), ("▁", "a"), ("b", "c"), ("ab", "c")]
     assert merges(large) == expected
     assert len(kept(tmp_path)) == 1
     monkeypatch.setattr(Pieces, "_pairs", lambda self: pytest.fail("the merges were computed again"))
     assert merges(Pieces(PIECES, SCORES, TYPES)) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_merges_that_are_left_out_happen_in_no_text(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vocabularies without any order, in which pieces overlap, some have characters that are no pieces, and some
+    have the spelling of a byte inside."""
+    monkeypatch.setattr(merge_cache, "LEAST_PIECES", 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    drawn = random.Random(seed)
+    bytes_ = [f"<0x{byte:02X}>" for byte in (*b"d", *"é".encode())]
+    words = {"".join(drawn.choices("aabbcdé", k=drawn.randint(2, 5))) for _ in range(150)}
+    # Made of its characters, and of a byte ("d", which is no piece) and a letter.
+    spelled = ["<0", "<0x", "<0x6", "<0x64", ">a", "<0x64>a", *"<0x64>"]
+    pieces = ["<unk>", "<s>", *bytes_, "a", "b", "c", *sorted(words), *dict.fromkeys(spelled), "a" * 65, "a" * 64]
+    types = [UNKNOWN, CONTROL, *[BYTE] * 3, *[NORMAL] * (len(pieces) - 5)]
+    one = Pieces(pieces, [float(drawn.randint(-9, 9)) for _ in pieces], types)
+    pruned = one.model("<unk>")
+    monkeypatch.setattr(merge_cache, "LEAST_PIECES", 1000)
+    whole = one.model("<unk>")
+    assert set(pruned["merges"]) < set(whole["merges"])
+    first, second = (
+        tokenizers.Tokenizer(tokenizers.models.BPE(**{k: v for k, v in each.items() if k != "type" and v is not None}))
+        for each in (pruned, whole)
+    )
+    for _ in range(200):
+        text = "".join(drawn.choices("aaabbcdé", k=drawn.randint(1, 80)))
+        assert first.encode(text).ids == second.encode(text).ids
 
 
 def test_another_vocabulary_has_merges_of_its_own(large: Pieces, tmp_path: Path) -> None:
@@ -192,7 +243,7 @@ def test_merges_that_would_not_be_read_again_are_not_kept(
     large: Pieces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merge_cache, "_MOST_MERGES", 3)
-    assert len(merges(large)) == 7 and not (tmp_path / "evener").exists()
+    assert len(merges(large)) == 5 and not (tmp_path / "evener").exists()
 
 
 def test_a_token_so_long_that_its_merges_take_for_ever_is_refused() -> None:

@@ -7,6 +7,7 @@ module                  content
 ======================  ==========================================================
 ``command``             ``evener serve``
 ``run_command``         ``evener run``; ``run_outputs``: the folder that it writes
+``torch_libraries``     torch's libraries, loaded while modules are imported
 ``chat_command``        ``evener chat``
 ``chat_models``         what answers there: a model in this process, or a server
 ``chat_screen``         how answers are shown there

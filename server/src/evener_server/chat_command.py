@@ -22,6 +22,7 @@ from evener_server.chat_models import ChatModel, LocalModel, RemoteModel
 from evener_server.chat_screen import MarkdownScreen, PlainScreen, Screen, without_echo
 from evener_server.collector import collector_paused, end_without_collection
 from evener_server.run_command import add_sampling_options, sampling_params_from
+from evener_server.torch_libraries import load_ahead
 
 HELP = (
     "/reset: new conversation; /system TEXT: set the system message (no TEXT: none); /exit: end; Ctrl-C: stop an answer"
@@ -71,6 +72,7 @@ def _command() -> Command:
 
 async def _local(command: Command, argv: list[str]) -> ChatModel:
     arguments, config = read_config(command, argv)
+    load_ahead()
     params = sampling_params_from(arguments, config)
     set_up_logging(config.log)
     with collector_paused():

@@ -20,6 +20,7 @@ from evener.errors import ConfigError, EngineError, EvenerError
 from evener.logs import set_up_logging
 from evener_server.collector import collector_paused, end_without_collection, not_looked_at
 from evener_server.run_outputs import open_outputs
+from evener_server.torch_libraries import load_ahead
 
 if TYPE_CHECKING:
     from evener.async_llm import AsyncLLM
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("evener run needs a prompt: --prompt TEXT, or request.prompt_tokens_len=N for random tokens")
     if arguments.prompt == "-":
         arguments.prompt = sys.stdin.read()
+    load_ahead()
     # A wrong request is reported before the output folder is created and before weights are read.
     with collector_paused():
         params, chats = sampling_params_from(arguments, config), _uses_chat_template(config, arguments)

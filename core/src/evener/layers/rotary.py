@@ -183,10 +183,9 @@ class RotaryConfig:
             ArchitectureError: the heads have fewer than ``dim`` dimensions, or ``dim`` is no even number.
         """
         if not 0 <= self.dim <= width or self.dim % 2:
-            raise ArchitectureError(
-                f"{self.dim} dimensions of each head are to be rotated, in pairs, but the heads have {width}; choose "
-                "an even number up to that (in config.json: partial_rotary_factor, head_dim, or their like)"
-            )
+            raise ArchitectureError(f"{self.dim} dimensions of each head are to be rotated, in pairs, but the heads "
+                                    f"have {width}; choose an even number up to that (in config.json: "
+                                    "partial_rotary_factor, head_dim, or their like)")  # fmt: skip
         length = build.max_positions
         return build.table(("rotary", self, length), length * self.dim * 4, lambda device: self._angles(length, device))
 
@@ -202,8 +201,11 @@ class RotaryConfig:
             inverse = self._yarn(inverse)
         if self.divisors:
             inverse = inverse / torch.tensor(self.divisors)
-        angles = torch.outer(torch.arange(length).float(), inverse)
-        return (torch.cat((angles.cos(), angles.sin()), dim=-1) * self.amplitude).to(device)
+        # In place: a table may have some hundred megabytes, and a second of them would take as long as the sines.
+        table = torch.outer(torch.arange(length).float(), inverse.repeat(2))
+        table[:, : self.dim // 2].cos_()
+        table[:, self.dim // 2 :].sin_()
+        return table.mul_(self.amplitude).to(device)
 
     def _yarn(self, inverse: torch.Tensor) -> torch.Tensor:
         """YaRN (Peng et al. 2023): high frequencies are kept, low ones divided by the factor, with a ramp between."""
@@ -214,8 +216,7 @@ class RotaryConfig:
         if self.truncate:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
         first, last = max(ends[0], 0), min(ends[1], self.dim - 1)
-        ramp = (torch.arange(self.dim // 2).float() - first) / (last - first or 0.001)
-        stretch = ramp.clamp(0, 1)
+        stretch = ((torch.arange(self.dim // 2).float() - first) / (last - first or 0.001)).clamp(0, 1)
         return inverse / self.factor * stretch + inverse * (1 - stretch)
 
     def _llama3(self, inverse: torch.Tensor) -> torch.Tensor:

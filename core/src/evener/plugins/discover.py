@@ -124,11 +124,10 @@ def normalized(name: str) -> str:
 def _find(path: Sequence[str] | None) -> tuple[list[_Found], list[Problem]]:
     """Entry points of our groups, ordered by group, name and distribution; of a distribution that is there twice, those
     of the first copy."""
-    where = {} if path is None else {"path": path}
     seen: set[str] = set()
     found: list[_Found] = []
     problems: list[Problem] = []
-    for distribution in importlib_metadata.Distribution.discover(**where):
+    for distribution in importlib_metadata.Distribution.discover(**({} if path is None else {"path": path})):
         entries = [entry for entry in distribution.entry_points if entry.group in GROUPS]
         if not entries:
             continue
@@ -151,7 +150,8 @@ def _find(path: Sequence[str] | None) -> tuple[list[_Found], list[Problem]]:
 def _identity(distribution: importlib_metadata.Distribution) -> tuple[str, str, Exception | None]:
     """Name and version; if they cannot be read the folder, "?" and the error."""
     try:
-        return str(distribution.metadata["Name"]), str(distribution.version), None
+        metadata = distribution.metadata  # parsed anew each time
+        return str(metadata["Name"]), str(metadata["Version"]), None
     except Exception as cause:  # metadata may be broken in any way; one broken package must not stop the others
         return str(distribution.locate_file("")), "?", cause
 
@@ -176,9 +176,8 @@ def _check_allowed(found: Iterable[_Found], environ: Mapping[str, str]) -> None:
     installed = {normalized(item.origin.distribution): item.origin.distribution for item in found}
     for name in sorted(_names(environ, "EVENER_PLUGINS")):
         if normalized(name) not in installed:
-            raise UnknownNameError(
-                "distribution in EVENER_PLUGINS", name, installed.values(), f"(or type: pip install {name})"
-            )
+            raise UnknownNameError("distribution in EVENER_PLUGINS", name, installed.values(),
+                                   f"(or type: pip install {name})")  # fmt: skip
 
 
 def _unused_switches(found: Iterable[_Found], environ: Mapping[str, str]) -> Iterator[str]:

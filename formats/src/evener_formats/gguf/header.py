@@ -7,10 +7,12 @@ its header.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import struct
 import sys
+import threading
 import weakref
 from array import array
 from collections.abc import Mapping, MutableMapping
@@ -38,6 +40,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 MAX_HEADER = 200_000_000
 _MAX_RANK = 4
+#: So many texts of a list are read at once.
+_RUN = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class GgufHeader:
 
 #: Headers that are in use, by the file's path and state: a front end and a worker in one process read the same file.
 _OPEN: MutableMapping[tuple[object, ...], GgufHeader] = weakref.WeakValueDictionary()
+#: Held while a header is read: whoever asks for the same one meanwhile waits for it.
+_READING = threading.Lock()
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -75,10 +81,11 @@ def read_header(path: Path) -> GgufHeader:
             size, key = status.st_size, (path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
             if size < 24:
                 raise CheckpointError(f"cannot load {path}: it is truncated: it has {size} bytes; fetch the file again")
-            if (known := _OPEN.get(key)) is not None:
-                return known
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _OPEN.setdefault(key, _Reader(path, data, size).read())
+            with _READING:
+                if (known := _OPEN.get(key)) is not None:
+                    return known
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    return _OPEN.setdefault(key, _Reader(path, data, size).read())
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -139,21 +146,34 @@ class _Reader:
 
     def _texts(self, count: int) -> list[str]:
         """As ``_text``, ``count`` times; a vocabulary has hundreds of thousands, and calls would take most of the
-        time."""
-        data, end, at, length = self._data, self._end, self._at, struct.Struct("<Q").unpack_from
+        time. A run at a time: the places of all texts of a header could take five times its bytes."""
         found: list[str] = []
-        try:
-            while len(found) < count and at + 8 <= end:
-                (size,) = length(data, at)
-                if size > end - at - 8:
-                    break
-                found.append(data[at + 8 : at + 8 + size].decode())
-                at += 8 + size
-        except UnicodeDecodeError as error:
-            raise self._bad(f"the text at byte {at + 8 + size:,} is not UTF-8") from error
-        self._at = at
-        # What was not read is cut off: this says where.
+        with memoryview(self._data) as data:
+            while len(found) < count and (run := self._run(data, min(_RUN, count - len(found)))):
+                found += run
+        # What could not be read: this says where.
         return found + [self._text() for _ in range(count - len(found))]
+
+    def _run(self, data: memoryview, count: int) -> list[str]:
+        """The next ``count`` texts; none, and nothing is taken, if one of them is cut off or not UTF-8."""
+        first, at, left, length = self._at, 0, self._left(), struct.Struct("<Q").unpack_from
+        places = [0]
+        with data[first : self._end] as view:
+            for _ in itertools.repeat(None, count):
+                if at + 8 > left:
+                    return []
+                at += 8 + length(view, at)[0]
+                places.append(at)
+        if at > left:
+            return []
+        # Not of the map: a slice of that takes several times as long.
+        run = self._data[first : first + at]
+        try:
+            texts = [run[begin + 8 : end].decode() for begin, end in itertools.pairwise(places)]
+        except UnicodeDecodeError:
+            return []
+        self._at += at
+        return texts
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

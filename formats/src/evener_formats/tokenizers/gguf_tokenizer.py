@@ -6,7 +6,6 @@ words, and SentencePiece BPE ("llama"), for which merges follow from the scores 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -178,9 +177,6 @@ def _byte_level(source: _GgufTokenizer) -> dict[str, Any]:
             f"{source.where} splits text as {source.kind[:80]!r}, which is unknown{did_you_mean(source.kind, SPLITS)} "
             "(or give the folder of the model's own tokenizer: tokenizer=FOLDER)"
         )
-    pairs = [merge.partition(" ") for merge in source.get("merges", list)]
-    if not all(map(operator.itemgetter(1), pairs)):
-        raise CheckpointError(f"{source.where}: a merge of its tokenizer is not two tokens; fetch the file again")
     known = source.pieces.ids
     splits = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
@@ -193,11 +189,22 @@ def _byte_level(source: _GgufTokenizer) -> dict[str, Any]:
         pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, level]},
         post_processor=source.post_processor(source.kind in WHOLE_WORDS) or level,
         decoder=level,
-        model=bpe(
-            known, [(a, b) for a, _, b in pairs if a in known and b in known and a + b in known],
-            ignore_merges=source.kind in WHOLE_WORDS,
-        ),
-    )  # fmt: skip
+        model=bpe(known, _merges(source), ignore_merges=source.kind in WHOLE_WORDS),
+    )
+
+
+def _merges(source: _GgufTokenizer) -> list[tuple[str, str]]:
+    """The merges of tokens that there are, as texts of the vocabulary: those that a merge is cut into would take tens
+    of megabytes more."""
+    find, texts, found = source.pieces.ids.get, source.pieces.texts, []
+    for merge in source.get("merges", list):
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise CheckpointError(f"{source.where}: a merge of its tokenizer is not two tokens; fetch the file again")
+        first, second = find(left), find(right)
+        if first is not None and second is not None and find(left + right) is not None:
+            found.append((texts[first], texts[second]))
+    return found
 
 
 def _sentencepiece(source: _GgufTokenizer) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class MergeCache:
         """The place for a vocabulary; None for one of fewer than ``LEAST_PIECES`` pieces."""
         if len(texts) < LEAST_PIECES:
             return None
-        digest = hashlib.sha256(b"merges 2")
+        digest = hashlib.sha256(b"merges 3")
         # With their lengths: a piece may hold any character.
         digest.update(np.fromiter(map(len, texts), dtype="<i8", count=len(texts)).tobytes())
         digest.update("".join(texts).encode("utf-8", "surrogatepass"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,8 @@ SPACE = "▁"
 #: Of a piece, in characters. Finding its merges takes time and memory with the square of it; real ones have at most
 #: some hundred.
 MOST_CHARACTERS = 1024
+#: Of a longer piece it is not asked which of its merges can happen.
+_MANY = 64
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Pieces:
         if pairs is None:
             pairs = self._pairs()
             if cache is not None:
+                pairs = self._used(pairs)
                 cache.write(pairs)
         texts = np.array(self.texts, dtype=object)
         return list(zip(texts[pairs[:, 0]].tolist(), texts[pairs[:, 1]].tolist(), strict=True))
@@ -92,6 +96,41 @@ class Pieces:
         scores = np.asarray(self.scores, dtype=np.float64)[np.asarray(found, dtype=np.int64)]
         order = np.lexsort((rights, lefts, -scores))
         return np.stack((np.asarray(lefts, dtype=np.int32), np.asarray(rights, dtype=np.int32)), axis=1)[order]
+
+    def _used(self, pairs: np.ndarray) -> np.ndarray:
+        """Those of ``pairs``, all merges, that can happen in a text.
+
+        Where a text gets a piece, nothing was merged across its ends before. So what was merged inside is what is
+        merged in a text that is this piece alone, and its last merge is the same one in every text. The other ways to
+        divide it never happen: half of Gemma's merges. Where that is not known all are kept: beside pieces that are
+        not made of characters, and of pieces with characters that are none, or with more than ``_MANY`` of them, as the
+        time goes with the square of that.
+        """
+        texts, find, size, never = self.texts, self.ids.get, len(self.texts), len(pairs)
+        results = [self.ids[texts[a] + texts[b]] for a, b in pairs.tolist()]
+        made, keys = np.asarray(results), pairs[:, 0].astype(np.int64) * size + pairs[:, 1]
+        rank = dict(zip(keys.tolist(), range(never), strict=True)).get
+        long = np.fromiter(map(len, texts), dtype=np.int64, count=size) > _MANY
+        odd = np.isin(np.asarray(self.types), (CONTROL, UNKNOWN, BYTE))
+        used = (np.bincount(made, minlength=size)[made] == 1) | odd[pairs].any(axis=1) | long[made]
+        unknown = []
+        for number in np.unique(made[~used]).tolist():
+            symbols = [find(character, -1) for character in texts[number]]
+            if -1 in symbols:
+                unknown.append(number)
+                continue
+            asked = [rank(a * size + b, never) for a, b in itertools.pairwise(symbols)]
+            while (best := min(asked)) != never:
+                if len(asked) == 1:
+                    used[best] = True
+                    break
+                at = asked.index(best)
+                symbols[at : at + 2] = [results[best]]
+                begin = max(at - 1, 0)
+                near = itertools.pairwise(symbols[begin : at + 2])
+                asked[begin : at + 2] = [rank(a * size + b, never) for a, b in near]
+        found: np.ndarray = pairs[used | np.isin(made, unknown)]
+        return found
 
 
 def spaces(prefix: bool) -> list[Mapping[str, Any]]:
