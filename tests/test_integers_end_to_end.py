@@ -1,5 +1,5 @@
-"""GPTQ, AWQ, packed compressed-tensors and NVFP4 checkpoints, from their files to greedy tokens: those of transformers
-with the dequantized weights, on one rank and on two, held as packed as they are stored."""
+"""GPTQ, AWQ, packed compressed-tensors, NVFP4 and NF4 checkpoints, from their files to greedy tokens: those of
+transformers with the dequantized weights, on one rank and on two, held as packed as they are stored."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from evener_convert.command import convert
 from family_oracles import Logits, logits_of, make_transformers
 from family_runner import ANSWER, SMALL, assert_naive_logits
 from integer_files import awq_tensors, compressed_tensors, gptq_tensors, quantized
@@ -20,6 +21,7 @@ from stored_models import KEPT, SIZES, greedy, prompt
 from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
+from evener.errors import CheckpointError
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.oracle import Comparison, compare_greedy
 from evener_conformance.rank_threads import rank_threads
@@ -72,15 +74,49 @@ def nvfp4(name: str, shape: Any) -> Stored:
     return {name: bytes_, f"{name}_scale": scale, f"{name}_scale_2": whole, **more}, values
 
 
+def nvfp4_packed(name: str, shape: Any) -> Stored:
+    """As llm-compressor stores it: the scale for all is its reciprocal."""
+    made, values = nvfp4(name, shape)
+    tensors = {f"{name}_packed": made[name], f"{name}_scale": made[f"{name}_scale"]}
+    tensors[f"{name}_global_scale"] = torch.reciprocal(made[f"{name}_scale_2"])[None]
+    values = made[f"{name}_scale"].float() * torch.reciprocal(tensors[f"{name}_global_scale"])
+    return tensors, _floats(made[name]) * values.repeat_interleave(16, 1)
+
+
+def _floats(stored: torch.Tensor) -> torch.Tensor:
+    half = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    return torch.cat((half, -half))[torch.stack((stored & 15, stored >> 4), -1).flatten(1).long()]
+
+
+def nf4(name: str, shape: Any) -> Stored:
+    """As bitsandbytes stores it, with scales that are numbers of a second table."""
+    random, (rows, columns) = torch.Generator().manual_seed(len(name)), shape
+    codes, blocks = torch.randint(0, 16, (rows * columns,), generator=random), rows * columns // 64
+    table, second = torch.randn(16, generator=random).sort().values / 2, torch.rand(256, generator=random)
+    own, each = torch.randint(0, 256, (blocks,), generator=random), torch.rand(-(-blocks // 256), generator=random) + 1
+    absmax = (second[own] * each.repeat_interleave(256)[:blocks] + 0.5) * columns**-0.5
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": [rows, columns], "dtype": "float32"}
+    state |= {"nested_blocksize": 256, "nested_offset": 0.5 * columns**-0.5, "nested_dtype": "float32"}
+    tensors = {
+        name: (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None], f"{name}.quant_map": table,
+        f"{name}.absmax": own.to(torch.uint8), f"{name}.nested_quant_map": second,
+        f"{name}.nested_absmax": each * columns**-0.5,
+        f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }  # fmt: skip
+    return tensors, (table[codes] * absmax.repeat_interleave(64)).reshape(rows, columns)
+
+
 KINDS: dict[str, tuple[Callable[[str, Any], Stored], dict[str, Any]]] = {
     "gptq 4": gptq(4, True, False, "gptq"), "gptq 4 act": gptq(4, False, True, "gptq"),
     "gptq 3 act": gptq(3, True, True, "gptq_v2"), "gptq 8": gptq(8, False, False, "gptq"),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
     "packed 4": packed(4, True, False), "packed 4 act": packed(4, False, True), "packed 8": packed(8, False, False),
     "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "nvfp4 packed": (nvfp4_packed, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
+    "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }  # fmt: skip
-#: Kinds that the CPU backend has kernels for.
-KERNELS = [kind for kind in KINDS if kind != "nvfp4"]
+#: Sizes that two ranks can cut in blocks of 64 columns.
+WIDER: dict[str, dict[str, int]] = {"nf4": {"head_dim": 32, "moe_intermediate_size": 128}}
 
 
 def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
@@ -88,6 +124,7 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
     from transformers import AutoModelForCausalLM
 
     config = {**find_architecture(f"{family}ForCausalLM").tiny_config(), **SIZES[family], "num_hidden_layers": 2}
+    config |= {key: size for key, size in WIDER.get(kind, {}).items() if key in config}
     make_transformers(config, folder / "plain")
     tensors = load_file(folder / "plain/model.safetensors")
     store, settings = KINDS[kind]
@@ -109,9 +146,10 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*(("Qwen3", kind) for kind in KINDS), ("Qwen3Moe", "gptq 4 act"), ("DeepseekV3", "awq"),
+    [*(("Qwen3", kind) for kind in KINDS), ("Qwen3Moe", "gptq 4 act"), ("DeepseekV3", "awq"), ("Qwen3Moe", "nvfp4"),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-         ("Qwen3Moe", "packed 4"), ("DeepseekV3", "gptq 4"), ("DeepseekV3", "packed 4"),
+         ("Qwen3Moe", "packed 4"), ("Qwen3Moe", "nf4"), ("DeepseekV3", "nvfp4"), ("DeepseekV3", "gptq 4"),
+         ("DeepseekV3", "packed 4"),
          *(("Mixtral", kind) for kind in ("gptq 4", "awq", "packed 4"))))],
 )  # fmt: skip
 def test_logits_and_tokens_are_those_of_the_dequantized_weights(
@@ -128,9 +166,10 @@ def test_logits_and_tokens_are_those_of_the_dequantized_weights(
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("gptq 3 act", "awq") else pytest.param(kind, marks=pytest.mark.slow) for kind in KERNELS]
+    "kind",
+    [kind if kind in ("gptq 3 act", "nvfp4", "nf4") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
-def test_the_cpu_keeps_the_integers_packed(kind: str, tmp_path: Path) -> None:
+def test_the_cpu_keeps_the_numbers_packed(kind: str, tmp_path: Path) -> None:
     for family in ("Qwen3", "Qwen3Moe"):
         _, folder = checkpoint(tmp_path / family, family, kind)
         found = explain(from_overrides(str(folder), SMALL))
@@ -142,8 +181,8 @@ def test_the_cpu_keeps_the_integers_packed(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["gptq 3 act", "awq",
-     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gptq 4", "gptq 4 act", "packed 4 act", "nvfp4"))],
+    ["gptq 3 act", "nvfp4", "nf4",
+     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("awq", "gptq 4", "gptq 4 act", "packed 4 act"))],
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Qwen3", marks=pytest.mark.slow)])
 def test_two_ranks_cut_the_groups_and_give_the_same_tokens(
@@ -154,4 +193,29 @@ def test_two_ranks_cut_the_groups_and_give_the_same_tokens(
     config = from_overrides(str(folder), {**SMALL, "infer.tp_size": 2})
     with rank_threads(config) as (controller, _):
         assert play(controller, [request]).tokens["a"] == greedy(folder, prompt(family), 12)
-    assert bool(explain(config)["dequantized"]) == (kind not in KERNELS)
+    assert not explain(config)["dequantized"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("nvfp4", 2), ("nf4", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("nvfp4", 1), ("nvfp4 packed", 1), ("nvfp4 packed", 2)))]
+)  # fmt: skip
+def test_converted_files_keep_the_numbers_packed(kind: str, ranks: int, tmp_path: Path, one_thread: None) -> None:
+    _, folder = checkpoint(tmp_path, "Qwen3Moe", kind)
+    split, made = {"infer.tp_size": ranks}, tmp_path / "made"
+    convert(from_overrides(str(folder), split), made)
+    request = NewRequest(id="a", prompt=prompt("Qwen3Moe"), max_tokens=12, sampling=Sampling(temperature=0.0))
+    found = []
+    for source in (folder, made):
+        config = from_overrides(str(source), {**SMALL, **split})
+        with rank_threads(config) as (controller, _):
+            found.append((play(controller, [request]).tokens["a"], explain(config)["packings"]))
+        assert not explain(config)["dequantized"]
+    assert found[0] == found[1]
+
+
+def test_blocks_of_a_flattened_weight_are_not_split_into_files_of_ranks(tmp_path: Path) -> None:
+    _, folder = checkpoint(tmp_path, "Qwen3", "nf4")
+    with pytest.raises(CheckpointError, match=r"convert without infer\.tp_size: ranks cut it while they load"):
+        convert(from_overrides(str(folder), {"infer.tp_size": 2}), tmp_path / "made")
+    assert not (tmp_path / "made").exists()

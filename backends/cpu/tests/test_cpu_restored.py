@@ -22,7 +22,7 @@ WEIGHTS = {
     ("q4_k", "q6_k"): "blocks", ("q5_0", "float32"): "blocks", (MXFP4.storage,): "blocks",
     ("uint4 by 64, act", "uint4 by 32, zeros"): "blocks", ("uint4 by 128, zeros, act, piece",): "blocks",
     ("int8 by 128, act",): "blocks", ("int8 by row", "float32"): "stored", ("e4m3 by block",): "stored",
-    ("float32",): "plain",
+    ("nvfp4", "nf4 by 64"): "blocks", ("float32",): "plain",
 }  # fmt: skip
 Storages = tuple[str, ...]
 

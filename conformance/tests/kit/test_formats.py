@@ -32,6 +32,7 @@ from evener_conformance.kit.cases.blocks import (
     GROUPED,
     SCALED,
     STORAGES,
+    TABLES,
     format_of,
     is_known_format,
     random_part,
@@ -205,7 +206,18 @@ def with_tensor(part: WeightPart, role: str, change: Callable[[torch.Tensor], to
     return replace(part, tensors={**part.tensors, role: change(part.tensors[role])}) if role in part.tensors else part
 
 
-#: What a kernel for integers in groups may get wrong, and a storage of ``GROUPED`` in which that shows.
+def doubled(table: torch.Tensor) -> torch.Tensor:
+    """A table whose last number is twice as large."""
+    return torch.cat((table[:-1], 2 * table[-1:]))
+
+
+def of_the_even_group(scale: torch.Tensor) -> torch.Tensor:
+    """Scales of pairs of groups, as of groups of twice the size."""
+    return scale[:, ::2].repeat_interleave(2, 1)[:, : scale.shape[1]]
+
+
+#: What a kernel for integers in groups or for numbers of a table may get wrong, and a storage of ``GROUPED`` or
+#: ``TABLES`` in which that shows.
 FAULTS: dict[str, tuple[str, Callable[[WeightPart], WeightPart]]] = {
     "scales of the next group": ("uint4 by 32, zeros", lambda p: rolled(p, "scale", 1)),
     "scales of the next row": ("uint4 by row", lambda p: rolled(p, "scale", 0)),
@@ -224,17 +236,32 @@ FAULTS: dict[str, tuple[str, Callable[[WeightPart], WeightPart]]] = {
         "uint4 by 128, zeros, act, piece",
         lambda p: with_tensor(p, "group_index", lambda g: torch.arange(len(g)).int() // p.format.group),
     ),
+    "E2M1 without signs": ("nvfp4", lambda p: with_tensor(p, "weight", lambda w: w & 0x77)),
+    "E2M1's halves of a byte exchanged": ("nvfp4", lambda p: with_tensor(p, "weight", lambda w: w >> 4 | w << 4)),
+    "E4M3 scales of the next group": ("nvfp4", lambda p: rolled(p, "scale", 1)),
+    "E4M3 scales of the next row": ("nvfp4", lambda p: rolled(p, "scale", 0)),
+    "E4M3 scales of 32 columns": ("nvfp4", lambda p: with_tensor(p, "scale", of_the_even_group)),
+    "the whole tensor's scale inverted": ("nvfp4", lambda p: with_tensor(p, "factor", torch.reciprocal)),
+    "the whole tensor's scale left out": ("nvfp4", lambda p: with_tensor(p, "factor", torch.ones_like)),
+    "the table's last number": ("nf4 by 64", lambda p: with_tensor(p, "table", doubled)),
+    "the table one place further": ("fp4 by 128", lambda p: with_tensor(p, "table", lambda t: t.roll(1))),
+    "a table of eight bits": ("nf4 by 64", lambda p: with_tensor(p, "table", lambda t: (t * 127).round() / 127)),
+    "absmax of the next group": ("nf4 by 64", lambda p: rolled(p, "scale", 1)),
+    "absmax of 128 columns": ("nf4 by 64", lambda p: with_tensor(p, "scale", of_the_even_group)),
+    "the first number of a pair in the upper half": (
+        "fp4 by 128", lambda p: with_tensor(p, "weight", lambda w: w >> 4 | w << 4)
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("op", ["linear", pytest.param("grouped_linear", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_scales_zero_points_or_order_of_integers_is_found(fault: str, op: str) -> None:
+def test_a_fault_in_the_table_scales_zero_points_or_order_is_found(fault: str, op: str) -> None:
     storage, spoil = FAULTS[fault]
 
     class Only(Stored):
         def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
-            return None if all(part.format == GROUPED[storage] for part in parts) else "of no use here"
+            return None if all(part.format == {**GROUPED, **TABLES}[storage] for part in parts) else "of no use here"
 
     assert failures(results(Only(), op=op)) == ""
     found = [r for r in results(Only(), lambda part: reference_dequantize(spoil(part)), op) if r.outcome == "failed"]
@@ -506,7 +533,7 @@ def test_a_refused_cut_must_name_the_group_size(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_random_parts_of_every_block_format_have_rows_of_about_unit_norm() -> None:
-    assert set(STORAGES) == {*BLOCKS, MXFP4.storage, *SCALED, *GROUPED}
+    assert set(STORAGES) == {*BLOCKS, MXFP4.storage, *SCALED, *GROUPED, *TABLES}
     for storage in STORAGES:
         part = random_part(storage, 4, 512, torch.Generator().manual_seed(1))
         assert is_known_format(part) and 0.5 < float(reference_dequantize(part).norm(dim=1).mean()) < 2

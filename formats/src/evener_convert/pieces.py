@@ -11,6 +11,7 @@ import torch
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.declared import Declared, LinearWeight, Slice, StackedWeight
 from evener.contracts.quant import BLOCKS, QuantScheme, WeightPart
+from evener.errors import CheckpointError
 from evener.loading.scheme import scheme_of
 from evener_convert.split import named_pieces, spans_read
 
@@ -119,6 +120,11 @@ def _cut(part: WeightPart, slices: Sequence[Slice], scheme: QuantScheme) -> Mapp
         ]
         return {role: torch.stack([each[role] for each in cut]) for role in part.tensors}
     pieces = [scheme.cut(part, "in" if s.axis else "out", s.span.start, s.span.stop).tensors for s in slices]
+    if any(role not in each for each in pieces for role in part.tensors):
+        raise CheckpointError(
+            f"{part.name} is stored so that a piece of it cannot be written in the same way; convert without "
+            "infer.tp_size: ranks cut it while they load"
+        )
     joined = {}
     for role, tensor in part.tensors.items():
         found = [each[role] for each in pieces]

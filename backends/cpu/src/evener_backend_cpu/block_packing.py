@@ -1,5 +1,5 @@
-"""Weights that stay quantized as in their files, in the layout of this backend's kernels: blocks of GGUF and MXFP4, and
-integers in groups.
+"""Weights that stay quantized as in their files, in the layout of this backend's kernels: blocks of GGUF and MXFP4,
+integers in groups, and numbers of a table.
 
 Nothing is rounded: each block's quants and scales are kept as they are, in tiles of 16 rows. The parts of a merged
 layer may have different block formats, and some may be plain. Activations are rounded to 16-bit integers with one scale
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from evener.contracts.quant import BLOCKS, MXFP4, WeightPart, block_format
-from evener_backend_cpu import grouped_packing
+from evener_backend_cpu import grouped_packing, table_packing
 from evener_backend_cpu.native_library import Native, Ordered
 from evener_backend_cpu.segments import MISSING, PackedPart, SegmentPacking
 
@@ -25,7 +25,7 @@ _TILE_BYTES: dict[str, tuple[int, int]] = {
     "q2_k": (256 + 64, 64), "q3_k": (256 + 32, 32), "q4_k": (256 + 32, 64), "q5_k": (320 + 32, 64),
     "q6_k": (384 + 32, 32), MXFP4.storage: (256 + 16, 0),
     "uint4 float16": (256 + 48, 0), "uint4 bfloat16": (256 + 48, 0), "int8 float16": (512 + 48, 0),
-    "int8 bfloat16": (512 + 48, 0),
+    "int8 bfloat16": (512 + 48, 0), "float4 float8": (256 + 32, 64), "table": (256, 320),
 }  # fmt: skip
 FORMATS = {**{storage: block_format(storage) for storage in BLOCKS}, MXFP4.storage: MXFP4}
 #: Bytes of a column's place in another order.
@@ -41,6 +41,11 @@ def tile_bytes(storage: str, columns: int) -> int:
     return -(-(columns // 32 * unit + -(-columns // 256) * head) // 64) * 64
 
 
+def _tile_of(part: WeightPart) -> str:
+    """The tile of a part that is not in groups."""
+    return table_packing.tile_of(part) if table_packing.is_table(part) else part.format.storage
+
+
 class BlockPacking(SegmentPacking):
     """Tiles of 16 rows for block formats."""
 
@@ -50,6 +55,8 @@ class BlockPacking(SegmentPacking):
         storage = part.format.storage
         if grouped_packing.is_grouped(part):
             return grouped_packing.refusal(part)
+        if table_packing.is_table(part):
+            return table_packing.refusal(part)
         if storage not in FORMATS or part.format != FORMATS[storage]:
             return f"does not know the block format {storage}"
         if part.columns % part.format.group:
@@ -59,7 +66,7 @@ class BlockPacking(SegmentPacking):
     def _quantized_bytes(self, part: WeightPart) -> int:
         tiles = -(-part.rows // LANES)
         if not grouped_packing.is_grouped(part):
-            return tiles * tile_bytes(part.format.storage, part.columns)
+            return tiles * tile_bytes(_tile_of(part), part.columns)
         columns = grouped_packing.most_columns(part)
         order = _ORDER_BYTES * (columns + 1) if part.format.order == "act" else 0
         return tiles * tile_bytes(grouped_packing.tile_of(part), columns) + order
@@ -67,6 +74,8 @@ class BlockPacking(SegmentPacking):
     def _pack_part(self, part: WeightPart) -> PackedPart:
         if grouped_packing.is_grouped(part):
             return self._pack_grouped(part)
+        if table_packing.is_table(part):
+            return self._pack_table(part)
         stored, kind = part.tensors["weight"], KINDS[part.format.storage]
         if part.format == MXFP4:  # each block follows its scale
             stored = torch.cat((part.tensors["scale"][..., None], stored), dim=-1).flatten(1)
@@ -90,6 +99,13 @@ class BlockPacking(SegmentPacking):
         behind[: len(order)], behind[-1] = order, len(order)
         return self._ordered(part, room)
 
+    def _pack_table(self, part: WeightPart) -> PackedPart:
+        tile = table_packing.tile_of(part)
+        room, (unit, head) = self._room((self._quantized_bytes(part),), torch.uint8), _TILE_BYTES[tile]
+        self._write(KINDS[tile], table_packing.blocks_of(part), part.columns, room)
+        table_packing.write_heads(part, room, head, 8 * unit + head)
+        return PackedPart(KINDS[tile], (room,))
+
     def _ordered(self, part: WeightPart, room: torch.Tensor) -> PackedPart:
         """A part in act-order, whose tiles, order and number of columns are in ``room``."""
         most = grouped_packing.most_columns(part)
@@ -104,7 +120,7 @@ class BlockPacking(SegmentPacking):
     def _restored_part(self, part: WeightPart, tensors: Iterator[torch.Tensor]) -> PackedPart:
         room = self._kept(next(tensors, MISSING), (self._quantized_bytes(part),), torch.uint8)
         if not grouped_packing.is_grouped(part):
-            return PackedPart(KINDS[part.format.storage], (room,))
+            return PackedPart(KINDS[_tile_of(part)], (room,))
         if part.format.order == "act":
             return self._ordered(part, room)
         return PackedPart(KINDS[grouped_packing.tile_of(part)], (room,))

@@ -11,7 +11,7 @@
 #define TILE_LOWER(to, left, right) asm volatile("tdpbuud %tmm" #right ", %tmm" #left ", %tmm" #to)
 #define TILE_UPPER(to, left, right) asm volatile("tdpbsud %tmm" #right ", %tmm" #left ", %tmm" #to)
 
-template <class F> constexpr bool has_tiles() { return F::bits == 4 && F::groups == 1 && F::scales != POWER; }
+template <class F> constexpr bool has_tiles() { return F::bits == 4 && F::groups == 1 && F::scales != POWER && F::scales != TABLE; }
 
 // 16 rows of x; what those beyond the last one hold does not matter.
 struct Sixteen {

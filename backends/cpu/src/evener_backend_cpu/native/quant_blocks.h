@@ -12,13 +12,19 @@
 #pragma once
 #include "simd.h"
 
-enum Kind { PLAIN_PART = 0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4, U4_HALF, U4_BRAIN, I8_HALF, I8_BRAIN };
+enum Kind { PLAIN_PART = 0, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4, U4_HALF, U4_BRAIN, I8_HALF, I8_BRAIN,
+            NVFP4, TABLE4 };
 
 // HALF: w = d (q - offset). AFFINE: w = d q + m. KMIN: w = d s q - m t, d and m for 256 columns, s and t bytes of a group.
 // KSIGNED: w = d s (q - offset), s a signed byte. POWER: w = 2^(s - 128) (FP4[q] - offset), s a byte, 255 for NaN.
 // ZERO_HALF, ZERO_BRAIN: w = d (q - z), d float16 or bfloat16, z a signed byte.
-enum Scales { HALF, AFFINE, KMIN, KSIGNED, POWER, ZERO_HALF, ZERO_BRAIN };
+// FLOAT8: w = d s (FP4[q] - offset), d float32 for 256 columns, s an E4M3 byte of a group.
+// TABLE: w = d t[q], t 16 numbers in float32, d float32 for 64 columns: t and then four times d of each lane for 256 columns.
+enum Scales { HALF, AFFINE, KMIN, KSIGNED, POWER, ZERO_HALF, ZERO_BRAIN, FLOAT8, TABLE };
 constexpr bool has_zero(int scales) { return scales == ZERO_HALF || scales == ZERO_BRAIN; }
+constexpr bool has_fp4(int scales) { return scales == POWER || scales == FLOAT8; }
+// Scales whose numbers for 256 columns are not in a file's blocks: who packs a part writes them into its tiles (table_packing.py).
+constexpr bool has_float_head(int scales) { return scales == FLOAT8 || scales == TABLE; }
 
 // Twice the value of each four-bit float (E2M1), plus 12.
 static const int8_t FP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -30,8 +36,8 @@ template <int KIND> struct BlockFormat;
   template <> struct BlockFormat<K> {                                                                                                        \
     static const int kind = K, bits = BITS, groups = 32 / GROUP, scales = SCALES, offset = OFFSET;                                      \
     static const long quant_bytes = BITS * 64;                                                                                        \
-    static const long head_bytes = SCALES == KMIN ? 64 : SCALES == KSIGNED ? 32 : 0;                                                    \
-    static const long scale_bytes = SCALES == HALF ? 32 : SCALES == AFFINE ? 64 : has_zero(SCALES) ? 48 : (SCALES == KMIN ? 32 : 16) * groups;                  \
+    static const long head_bytes = SCALES == KMIN || SCALES == FLOAT8 ? 64 : SCALES == KSIGNED ? 32 : SCALES == TABLE ? 320 : 0;        \
+    static const long scale_bytes = SCALES == HALF ? 32 : SCALES == AFFINE ? 64 : has_zero(SCALES) ? 48 : SCALES == TABLE ? 0 : (SCALES == KMIN ? 32 : 16) * groups; \
     static long at(long unit) { return unit * (quant_bytes + scale_bytes) + (unit / 8 + 1) * head_bytes; }                            \
     static long tile_bytes(long columns) {                                                                                            \
       long n = columns / UNIT * (quant_bytes + scale_bytes) + (columns + SUPER - 1) / SUPER * head_bytes;                               \
@@ -53,6 +59,8 @@ FORM(U4_HALF, 4, 32, ZERO_HALF, 0)
 FORM(U4_BRAIN, 4, 32, ZERO_BRAIN, 0)
 FORM(I8_HALF, 8, 32, ZERO_HALF, 0)
 FORM(I8_BRAIN, 8, 32, ZERO_BRAIN, 0)
+FORM(NVFP4, 4, 16, FLOAT8, 12)
+FORM(TABLE4, 4, 32, TABLE, 0)
 #undef FORM
 
 // Calls f(BlockFormat<kind>()).
@@ -73,6 +81,8 @@ template <class F> INLINE bool with_block_format(long kind, F f) {
     case U4_BRAIN: f(BlockFormat<U4_BRAIN>()); return true;
     case I8_HALF: f(BlockFormat<I8_HALF>()); return true;
     case I8_BRAIN: f(BlockFormat<I8_BRAIN>()); return true;
+    case NVFP4: f(BlockFormat<NVFP4>()); return true;
+    case TABLE4: f(BlockFormat<TABLE4>()); return true;
   }
   return false;
 }
@@ -147,6 +157,10 @@ INLINE void decode(long kind, const uint8_t* __restrict p, long u, Decoded* __re
       o->s[0] = p[0];
       for (int l = 0; l < 16; l++) q[2 * l] = p[1 + l] & 15, q[2 * l + 1] = p[1 + l] >> 4;
       break;
+    case NVFP4: o->s[0] = p[0], o->s[1] = p[1], p += 2;  // as table_packing.py writes it: the scales of both groups come first
+    case TABLE4:
+      for (int l = 0; l < 16; l++) q[2 * l] = p[l] & 15, q[2 * l + 1] = p[l] >> 4;
+      break;
   }
 }
 
@@ -196,7 +210,7 @@ template <class F> INLINE void store_unit(const Decoded& in, long unit, long lan
     if (F::bits == 6)
       for (int z = 0; z < 2; z++) memcpy(q + ((4 + z) * LANES + lane) * 4, high + z, 4);
   }
-  if (F::head_bytes && unit % 8 == 0) {
+  if (F::head_bytes && !has_float_head(F::scales) && unit % 8 == 0) {
     memcpy(scales - F::head_bytes + lane * 2, &in.d, 2);
     if (F::scales == KMIN) memcpy(scales - F::head_bytes + 32 + lane * 2, &in.m, 2);
   }
@@ -205,7 +219,7 @@ template <class F> INLINE void store_unit(const Decoded& in, long unit, long lan
   if (F::scales == AFFINE) memcpy(scales + 32 + lane * 2, &in.m, 2);
   if (F::scales == KMIN)
     for (int g = 0; g < F::groups; g++) scales[g * 32 + lane] = (char)in.s[g], scales[g * 32 + 16 + lane] = (char)in.t[g];
-  if (F::scales == KSIGNED || F::scales == POWER)
+  if (F::scales == KSIGNED || F::scales == POWER || F::scales == FLOAT8)
     for (int g = 0; g < F::groups; g++) scales[g * 16 + lane] = (char)in.s[g];
 }
 

@@ -7,6 +7,7 @@
 #include "gemm.h"
 #include "quant_amx.h"
 #include "quant_lanes.h"
+#include "quant_table.h"
 #include "stored_gemm.h"
 
 // A part of a matrix: rows first <= n < first + rows. ``data``: rows if plain, a Stored of such kinds, else tiles.
@@ -93,10 +94,7 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
   v16 d = splat(0.f), dm = splat(0.f);
   for (long u = 0; u < columns / UNIT; u++) {
     const char* scales = tile + F::at(u);
-    if (F::head_bytes && u % 8 == 0) {
-      d = halves(scales - F::head_bytes);
-      if (F::scales == KMIN) dm = halves(scales - F::head_bytes + 32);
-    }
+    head_scales<F>(tile, u, d, dm);
     Unit<F> unit{scales + F::scale_bytes};
     if (ahead) ahead->step(F::quant_bytes + F::scale_bytes + F::head_bytes / 8);
 #pragma GCC unroll 2
@@ -144,7 +142,8 @@ template <class F, class T, class O, int R>
 INLINE void put_quant(const char* tile, const Quantized& x, Rows in, long columns, long skip, long count, const T* bias, O* y, long ldy, Rows out,
                       Ahead* ahead) {
   v16 f[R];
-  quant_tile<F, R>(tile, x, in, columns, f, ahead);
+  if constexpr (F::scales == TABLE) table_tile<F, R>(tile, x.q, x.scale, in, columns, f, ahead);
+  else quant_tile<F, R>(tile, x, in, columns, f, ahead);
   put_rows<T, O>(f, R, skip, count, bias, y, ldy, out);
 }
 

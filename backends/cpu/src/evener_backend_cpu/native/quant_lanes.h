@@ -2,6 +2,7 @@
 // integers. With AVX-512 and AVX2 by their instructions; elsewhere by vector types.
 #pragma once
 #include "quant_blocks.h"
+#include "stored_gemm.h"
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(EVENER_PORTABLE)
 #define EVENER_LANES512 1
@@ -114,7 +115,7 @@ template <class F> struct Unit {
   MEMBER Pair pair(int i) const {
     if (F::bits == 8) return Pair{_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(p + i * 32)))};
     __m512i low = _mm512_srli_epi16(word(p + i / 4 * 64), 4 * (i % 4));
-    if (F::scales == POWER) {
+    if (has_fp4(F::scales)) {
       __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4));
       return Pair{_mm512_maskz_shuffle_epi8(0x5555555555555555, table, _mm512_and_si512(low, _mm512_set1_epi16(15)))};
     }
@@ -133,7 +134,7 @@ template <class F> struct Unit {
     if (F::bits == 8) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + i * 32 + h * 16)));
     auto word = [&](int at) { return _mm256_loadu_si256((const __m256i*)(p + at + h * 32)); };
     __m256i low = _mm256_and_si256(_mm256_srli_epi16(word(i / 4 * 64), 4 * (i % 4)), _mm256_set1_epi16(15));
-    if (F::scales == POWER) {
+    if (has_fp4(F::scales)) {
       __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)FP4));
       return _mm256_shuffle_epi8(table, _mm256_or_si256(low, _mm256_set1_epi16((short)0x8000)));  // the upper bytes become 0
     }
@@ -158,13 +159,23 @@ template <class F> struct Unit {
       const uint32_t mask = six ? 3 : 1;
       a |= (h & mask) << 4, b |= (h >> 16 & mask) << 4;
     }
-    if (F::scales == POWER)
+    if (has_fp4(F::scales))
       for (int l = 0; l < 16; l++) a[l] = FP4[a[l]], b[l] = FP4[b[l]];
     r.one = (i16x)a, r.two = (i16x)b;
     return r;
   }
 #endif
 };
+
+// The numbers that columns of unit ``u`` and others share, for each lane, from where they are: d and dm keep those of the units before.
+template <class F> INLINE void head_scales(const char* tile, long u, v16& d, v16& dm) {
+  if (!F::head_bytes || (F::scales != TABLE && u % 8)) return;
+  const char* head = tile + F::at(u / 8 * 8) - F::head_bytes;
+  if (F::scales == FLOAT8) d = load((const float*)head);
+  else if (F::scales == TABLE) d = load((const float*)head + 16 + u % 8 / 2 * 16);
+  else d = halves(head);
+  if (F::scales == KMIN) dm = halves(head + 32);
+}
 
 // w = s (q - offset) + t in group g of a unit, for each lane. d and dm: the scales that 256 columns share. t stays as it is without such terms.
 template <class F> INLINE void group_scales(const char* scales, int g, v16 d, v16 dm, v16& s, v16& t) {
@@ -173,6 +184,8 @@ template <class F> INLINE void group_scales(const char* scales, int g, v16 d, v1
   if (F::scales == KMIN) s = d * bytes16<uint8_t>(scales + g * 32), t = -dm * bytes16<uint8_t>(scales + g * 32 + 16);
   if (F::scales == KSIGNED) s = d * bytes16<int8_t>(scales + g * 16);
   if (F::scales == POWER) s = powers(scales);
+  if (F::scales == FLOAT8) s = d * stored16<STORED_E4M3>((const uint8_t*)scales + g * 16);
+  if (F::scales == TABLE) s = d;
   if (F::scales == ZERO_HALF) s = halves(scales);
   if (F::scales == ZERO_BRAIN) s = load((const bf16*)scales);
   if (has_zero(F::scales)) t = -s * bytes16<int8_t>(scales + 32);

@@ -12,7 +12,7 @@ template <class F> INLINE int quant_at(const uint8_t* q, long lane, int c) {
     return w;
   };
   int low = word(pair / 4) >> (4 * (pair % 4) + half) & 15;
-  if (F::scales == POWER) return FP4[low];
+  if (has_fp4(F::scales)) return FP4[low];
   if (F::bits == 5) low |= (word(4) >> (pair + half) & 1) << 4;
   if (F::bits == 6) low |= (word(4 + pair / 8) >> (2 * (pair % 8) + half) & 3) << 4;
   return low;
@@ -25,17 +25,15 @@ template <class F, class T> static __attribute__((noinline)) void quant_row(cons
   v16 d = splat(0.f), dm = splat(0.f);
   for (long u = 0; u < columns / UNIT; u++) {
     const char* scales = tile + F::at(u);
-    if (F::head_bytes && u % 8 == 0) {
-      d = halves(scales - F::head_bytes);
-      if (F::scales == KMIN) dm = halves(scales - F::head_bytes + 32);
-    }
+    head_scales<F>(tile, u, d, dm);
     const uint8_t* q = (const uint8_t*)scales + F::scale_bytes;
     for (int g = 0; g < F::groups; g++) {
       v16 s, t = splat(0.f);
       group_scales<F>(scales, g, d, dm, s, t);
       float own = s[lane], shift = t[lane];
       for (int c = g * 32 / F::groups; c < (g + 1) * 32 / F::groups; c++) {
-        float number = own * (float)(quant_at<F>(q, lane, c) - F::offset);
+        int quant = quant_at<F>(q, lane, c);
+        float number = own * (F::scales == TABLE ? table_of<F>(tile, u)[quant] : (float)(quant - F::offset));
         if (shifted) number += shift;
         put(y + u * UNIT + c, factor == 1.f ? number : rounded1<T>(number) * factor);
       }

@@ -12,7 +12,7 @@ import torch
 
 from evener.contracts.declared import LinearWeight, StackedWeight
 from evener.contracts.ops import OpCase
-from evener.contracts.quant import BLOCKS, MXFP4, QuantFormat, Rounding, WeightPart, block_format, plain
+from evener.contracts.quant import BLOCKS, MXFP4, NVFP4, QuantFormat, Rounding, WeightPart, block_format, plain
 from evener.ops.reference.rounding import LARGEST
 
 #: A kernel may round activations to 16-bit integers with a shared scale: an error of at most 9e-5 of the two rows'
@@ -48,14 +48,21 @@ GROUPED = {
     "int8 by 64, zeros": QuantFormat("int8", 64, scale="float16", zero="int8"),
     "int8 by 128, act": QuantFormat("int8", 128, scale="bfloat16", order="act"),
 }
+#: Four-bit numbers of a table: that of E2M1 with two kinds of scales, and one that each part has.
+TABLES = {
+    "nvfp4": NVFP4,
+    "nf4 by 64": QuantFormat("nf4", 64, scale="float32"),
+    "fp4 by 128": QuantFormat("fp4", 128, scale="float32"),
+}
 #: All formats whose scales are tensors of their own, except MXFP4.
-_BESIDE = {**SCALED, **GROUPED}
+_BESIDE = {**SCALED, **GROUPED, **TABLES}
 #: Every storage that core knows, except the plain ones.
 STORAGES = (*BLOCKS, MXFP4.storage, *_BESIDE)
 #: Storages of the parts of one matrix: QKV of Q4_K_M and Q5_0 files, and other mixes that a layer may have.
 MIXES = (("q4_k", "q4_k", "q6_k"), ("q5_0", "q5_0", "q8_0"), ("q8_0", "plain", "q4_1"), ("plain", MXFP4.storage),
          ("e4m3 by tensor",) * 3, ("e4m3 by block", "e4m3 by block"), ("plain", "int8 by row"),
-         ("uint4 by 128",) * 3, ("uint4 by 64, act",) * 2, ("uint4 by 32, zeros", "plain"))  # fmt: skip
+         ("uint4 by 128",) * 3, ("uint4 by 64, act",) * 2, ("uint4 by 32, zeros", "plain"),
+         ("nvfp4",) * 3, ("nf4 by 64", "plain", "fp4 by 128"))  # fmt: skip
 #: Offsets of the float16 numbers in a block, in bytes.
 _FLOAT16_OFFSETS = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
@@ -94,6 +101,8 @@ def random_part(storage: str, rows: int, columns: int, generator: torch.Generato
         return _random_scaled(SCALED[storage], rows, columns, generator)
     if storage in GROUPED:
         return random_grouped(GROUPED[storage], rows, columns, generator)
+    if storage in TABLES:
+        return random_table(TABLES[storage], rows, columns, generator)
     count = columns // unit_of(storage)
     if storage == MXFP4.storage:
         weight = torch.randint(256, (rows, count, 16), generator=generator, dtype=torch.uint8)
@@ -150,6 +159,37 @@ def random_grouped(form: QuantFormat, rows: int, columns: int, generator: torch.
     return WeightPart("part", rows, columns, form, tensors)
 
 
+def random_table(form: QuantFormat, rows: int, columns: int, generator: torch.Generator) -> WeightPart:
+    """A part in a format as those of ``TABLES``. Scales differ by up to a factor of four, and a table of its own has no
+    order and no symmetry, so that a number or a scale in the wrong place is seen."""
+    scale = 0.5 * 4 ** torch.rand(rows, columns // form.group, generator=generator)
+    tensors = {"weight": torch.randint(0, 256, (rows, columns // 2), generator=generator).to(torch.uint8)}
+    if form == NVFP4:  # 3 is the numbers' standard deviation
+        whole = (0.5 + torch.rand((), generator=generator)) / 100
+        tensors |= {"scale": (scale * columns**-0.5 / 3 / whole).to(torch.float8_e4m3fn), "factor": whole}
+    else:
+        table = torch.rand(16, generator=generator) * 2 - 1
+        size = float(table.square().mean().sqrt())
+        tensors |= {"scale": scale * columns**-0.5 / size, "table": table}
+    return WeightPart("part", rows, columns, form, tensors)
+
+
+def _table_values(part: WeightPart) -> torch.Tensor:
+    """The numbers of a part in one of the formats ``TABLES``, in groups of any size."""
+    stored, scale = part.tensors["weight"].long(), part.tensors["scale"].float()
+    if part.format == NVFP4:
+        table, scale = torch.tensor([*_FLOATS, *(-value for value in _FLOATS)]), scale * part.tensors["factor"]
+    else:
+        table = part.tensors["table"]
+    numbers = torch.stack((table[stored & 15], table[stored >> 4]), dim=-1).flatten(-2)
+    return numbers * scale[:, torch.arange(part.columns) // part.format.group]
+
+
+def _is_table(form: QuantFormat) -> bool:
+    own = form.storage in ("nf4", "fp4") and form.group > 0
+    return form == NVFP4 or (own and form == QuantFormat(form.storage, form.group, scale="float32"))
+
+
 def _grouped_values(part: WeightPart) -> torch.Tensor:
     """The numbers of a part whose format differs from one of ``GROUPED`` in sizes only."""
     form, stored = part.format, part.tensors["weight"]
@@ -185,6 +225,8 @@ def reference_dequantize(part: WeightPart) -> torch.Tensor:
         return data.float() * _spread(part.tensors["scale"].float(), part)
     if _is_grouped(part.format):
         return _grouped_values(part)
+    if _is_table(part.format):
+        return _table_values(part)
     if part.format == MXFP4:
         values = torch.tensor([*_FLOATS, *(-value for value in _FLOATS)])
         pairs = torch.stack((values[(data & 15).long()], values[(data >> 4).long()]), dim=-1).flatten(-2)
@@ -200,6 +242,7 @@ def is_known_format(part: WeightPart) -> bool:
         or form == MXFP4
         or form in SCALED.values()
         or _is_grouped(form)
+        or _is_table(form)
         or (form.storage in BLOCKS and form == block_format(form.storage))
     )
 

@@ -1,0 +1,193 @@
+"""Four-bit numbers of a table (NVFP4, NF4, FP4): packed without a change of any number, and multiplied as the kit's own
+reading of the formats says.
+
+Tolerance as for other blocks: activations are rounded to 16-bit integers with a scale for 32 columns, an error below
+1e-4 of the lengths of the rows that are multiplied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from row_invariance import check_invariance
+from test_cpu_stored import CPU, DTYPES, distance, multiply, rows_of
+
+from evener.contracts.declared import LinearWeight
+from evener.contracts.ops import Bucket, OpCall
+from evener.contracts.quant import NVFP4, PackedWeight, QuantFormat, WeightPart, plain
+from evener_backend_cpu.block_packing import KINDS, tile_bytes
+from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.experts import NativeGroupedLinear
+from evener_backend_cpu.native_library import SOURCES, Native
+from evener_backend_cpu.primitives import NativeEmbedding
+from evener_conformance.kit.cases.blocks import random_table, reference_dequantize
+
+CLOSE = {"float32": 1e-4, "bfloat16": 4e-3}
+NF4 = QuantFormat("nf4", 64, scale="float32")
+FORMS = {"nvfp4": NVFP4, "nf4": NF4, "fp4": QuantFormat("fp4", 128, scale="float32")}
+
+
+@pytest.fixture(scope="module")
+def device() -> CpuDevice:
+    device = CpuDevice(0, {})
+    assert isinstance(device.native, Native)
+    return device
+
+
+def part(form: QuantFormat, rows: int, columns: int, seed: int = 1) -> WeightPart:
+    return random_table(form, rows, columns, torch.Generator().manual_seed(seed))
+
+
+def pack(device: CpuDevice, *parts: WeightPart, dtype: str = "float32") -> PackedWeight:
+    bare = [replace(each, tensors={}) for each in parts]
+    assert device.blocks.supports(bare, dtype) is None
+    packed = device.blocks.pack(parts, dtype, CPU)
+    assert packed.nbytes == device.blocks.nbytes(bare, dtype)
+    return packed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_matches_the_dequantized_product(device: CpuDevice, form: str, dtype: str) -> None:
+    for rows, columns in ((1, 128), (16, 256), (37, 384), (150, 640)):
+        one = part(FORMS[form], rows, columns, seed=rows)
+        packed, values = pack(device, one, dtype=dtype), reference_dequantize(one).double()
+        for tokens in (0, 1, 2, 5, 19):
+            x = rows_of(tokens, columns, dtype)
+            for out in {dtype, "float32"}:
+                got = multiply(device, packed, x, out=out)
+                assert got.dtype == getattr(torch, out) and got.shape == (tokens, rows)
+                if tokens:
+                    assert distance(got, x, values) < CLOSE[out]
+
+
+@pytest.mark.parametrize("columns", [32, 96, 288])
+def test_columns_of_floats_may_be_any_multiple_of_32(device: CpuDevice, columns: int) -> None:
+    one, x = part(NVFP4, 19, columns), rows_of(5, columns, "float32")
+    assert distance(multiply(device, pack(device, one), x), x, reference_dequantize(one).double()) < 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_number_and_scale_is_kept(device: CpuDevice, form: str) -> None:
+    """Rows of the identity read one column at a time, so nothing is added up: what is left are a few roundings of
+    products of scales in float32."""
+    one = part(FORMS[form], 48, 640)
+    got = multiply(device, pack(device, one), torch.eye(640), out="float32")
+    want = reference_dequantize(one).T
+    assert torch.allclose(got, want, rtol=3e-7, atol=3e-7 * float(want.abs().max()))
+
+
+def test_all_scales_of_eight_bits_and_signs_are_read(device: CpuDevice) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    scale = codes.view(torch.float8_e4m3fn)[:, None].expand(256, 2).contiguous()
+    tensors = {"weight": torch.full((256, 16), 0xA2, dtype=torch.uint8), "scale": scale, "factor": torch.tensor(0.125)}
+    one = WeightPart("w", 256, 32, NVFP4, tensors)  # 1, -1, 1, -1, …
+    x = torch.zeros(1, 32)
+    x[0, 30] = 1.0
+    got, want = multiply(device, pack(device, one), x)[0], scale[:, 0].float() * 0.125
+    assert torch.allclose(got, want, rtol=3e-7, atol=0, equal_nan=True)
+    assert got.isnan().nonzero().flatten().tolist() == [127, 255]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_a_table_of_tokens_are_those_of_the_dequantized_one(device: CpuDevice, form: str, dtype: str) -> None:
+    table, kind = part(FORMS[form], 37, 384), getattr(torch, dtype)
+    packed, values = pack(device, table, dtype=dtype), reference_dequantize(table).to(kind)
+    weight = LinearWeight("table", (replace(table, tensors={}),), 37, 384, dtype, layout=packed.layout)
+    static = {"vocab": 37, "hidden": 384, "scale": 1.0, "dtype": dtype, "weight": weight}
+    call = OpCall("embedding", static, Bucket(1, 64), device.capabilities, {"weight": packed.layout})
+    ids = torch.tensor([36, 0, 16, 15, 0])
+    assert torch.equal(NativeEmbedding(device).build(call)(ids, packed), values[ids])
+
+
+def test_parts_of_one_layer_may_differ_in_their_format_table_and_factor(device: CpuDevice) -> None:
+    loose = WeightPart("p", 9, 256, plain("float32"), {"weight": torch.randn(9, 256) / 16})
+    parts = (part(NVFP4, 40, 256, 1), part(NF4, 17, 256, 2), loose, part(NVFP4, 24, 256, 3), part(NF4, 8, 256, 4))
+    x, bias = rows_of(70, 256, "float32"), torch.randn(98)
+    got = multiply(device, pack(device, *parts), x, bias) - bias
+    assert distance(got, x, torch.cat([reference_dequantize(p).double() for p in parts])) < 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_bitwise_invariant_to_batch_and_thread_count(device: CpuDevice, form: str) -> None:
+    one, x = part(FORMS[form], 30, 1024), rows_of(107, 1024, "float32")
+    check_invariance(device, partial(multiply, device, pack(device, one)), x, (1, 2, 3, 4, 5, 16))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_stacked_experts_stay_packed(device: CpuDevice, form: str) -> None:
+    experts = [part(FORMS[form], 48, 256, seed=seed) for seed in range(4)]
+    stack = device.blocks.pack_stack(([each] for each in experts), 4, "float32", CPU)
+    assert stack.nbytes == 4 * device.blocks.nbytes([replace(experts[0], tensors={})], "float32")
+    static = {"rows": 48, "columns": 256, "experts": 4, "dtype": "float32"}
+    kernel = NativeGroupedLinear(device)
+    call = OpCall("grouped_linear", static, Bucket(1, 512), device.capabilities, {"weight": stack.layout})
+    assert kernel.supports(call) is None
+    x, slots = rows_of(9, 256, "float32"), torch.arange(18, dtype=torch.int32).view(9, 2) % 4
+    got = kernel.build(call)(x, stack, slots, None)
+    assert isinstance(got, torch.Tensor)
+    values = [reference_dequantize(each).double() for each in experts]
+    for token in range(9):
+        for place in range(2):
+            one = values[int(slots[token, place])]
+            assert distance(got[token, place][None], x[token][None], one) < 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_means_packed(device: CpuDevice, form: str) -> None:
+    packed = pack(device, part(FORMS[form], 512, 4096))
+    assert packed.nbytes * 8 / (512 * 4096) == 4.625  # 4.5 or 4.25 in the file
+    native = device.native
+    assert isinstance(native, Native)
+    for tile in ("float4 float8", "table"):
+        for columns in (32, 64, 320, 1536):
+            assert native.tile_bytes(KINDS[tile], columns) == tile_bytes(tile, columns)
+
+
+@pytest.mark.parametrize(
+    ("form", "columns", "says"),
+    [
+        (NVFP4, 48, "48 columns are not a multiple of 32"), (replace(NF4, group=32), 192, "a multiple of 64 columns"),
+        (replace(NF4, group=96), 192, "a multiple of 64 columns"), (replace(NF4, scale="float16"), 192, "in float32"),
+        (replace(NF4, order="act"), 192, "order of columns"), (replace(NF4, zero="uint8"), 192, "zero points"),
+        (replace(NVFP4, scale="float16"), 64, "block format float4_e2m1"),
+    ],
+)  # fmt: skip
+def test_another_format_is_refused(device: CpuDevice, form: QuantFormat, columns: int, says: str) -> None:
+    reason = device.blocks.supports([WeightPart("w", 16, columns, form)], "float32")
+    assert reason is not None and says in reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: {**t, "weight": t["weight"][:-1]}, lambda t: {**t, "weight": t["weight"].to(torch.int8)},
+     lambda t: {**t, "scale": t["scale"][:, :-1]}, lambda t: {**t, "scale": t["scale"].to(torch.float16)}],
+)  # fmt: skip
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_of_another_size_or_dtype_are_refused(
+    device: CpuDevice, form: str, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
+    one = part(FORMS[form], 16, 256)
+    with pytest.raises(ValueError, match="not those of 16 rows of 256"):
+        device.blocks.pack([replace(one, tensors=change(dict(one.tensors)))], "float32", CPU)
+
+
+@pytest.mark.slow
+def test_without_vector_instructions_the_results_are_the_same(device: CpuDevice, tmp_path: Path) -> None:
+    made = tmp_path / "portable.so"
+    command = ["g++", "-O0", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w", "-DEVENER_PORTABLE"]
+    subprocess.run([*command, str(SOURCES / "kernels.cpp"), "-o", str(made)], check=True, timeout=300)
+    other = CpuDevice(0, {})
+    other._native = Native(made)
+    assert ctypes.CDLL(str(made))
+    for form in FORMS.values():
+        one, x = part(form, 37, 384), rows_of(5, 384, "float32")
+        assert distance(multiply(other, pack(other, one), x), x, reference_dequantize(one).double()) < 1e-4
