@@ -200,15 +200,19 @@ def mla_prolog_v3(
     def norm(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, gamma, eps)[0]
 
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # Products of bfloat16 take torch minutes on a processor without instructions for them.
+        return (x.float() @ weight.float()).to(x.dtype)
+
     def turn(x: torch.Tensor) -> torch.Tensor:
         first, second = x[..., 0::2].float(), x[..., 1::2].float()
         turned = torch.cat((first, second), -1) * rope_cos.float()[:, None]
         return (turned + torch.cat((-second, first), -1) * rope_sin.float()[:, None]).to(x.dtype)
 
-    query = norm(token_x @ weight_dq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq) @ weight_uq_qr
+    query = product(norm(product(token_x, weight_dq), rmsnorm_gamma_cq, rmsnorm_epsilon_cq), weight_uq_qr)
     content, turned = query.unflatten(-1, (heads, -1)).split([nope, rope_sin.shape[1]], -1)
-    inside = torch.bmm(content.transpose(0, 1), weight_uk).transpose(0, 1)
-    latent, key = (token_x @ weight_dkv_kr).split([rank, rope_sin.shape[1]], -1)
+    inside = product(content.transpose(0, 1), weight_uk).transpose(0, 1)
+    latent, key = product(token_x, weight_dkv_kr).split([rank, rope_sin.shape[1]], -1)
     latent = norm(latent, rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv)
     for cache, rows in ((kv_cache, latent), (kr_cache, turn(key[:, None])[:, 0])):
         cache.view(-1, cache.shape[-1])[cache_index] = rows

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from host_memory import on_host
+from host_products import run
 from tape import GraphTapes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -90,7 +91,7 @@ class SimulatedNpu(TorchDispatchMode):
             return self.graphs.update(func, low_args, low_kwargs, kwargs)
         if self.graphs.tape is not None and name not in _ALLOCATE:
             return self.graphs.capture(func, (args, kwargs), (low_args, low_kwargs), target)
-        result = func(*low_args, **low_kwargs)
+        result = run(func, low_args, low_kwargs)
         if func.namespace in _VENDOR and name not in _ALLOCATE | _SCHEMA_ONLY:
             _compare_shapes(name, func, args, kwargs, result)
         return tree_map(lift, result)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch_npu
 from host_memory import on_host
+from host_products import run
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -75,7 +76,7 @@ def inferred(func: Any, args: Any, kwargs: Any) -> Any:
         return kept[-1]
 
     low_args, low_kwargs = tree_map(lower, (args, kwargs))
-    return tree_map(lambda value: back.get(id(value), value), func(*low_args, **low_kwargs))
+    return tree_map(lambda value: back.get(id(value), value), run(func, low_args, low_kwargs))
 
 
 class GraphTapes:

@@ -124,10 +124,9 @@ class Controller:
         scheduler, pool = self.scheduler, self.scheduler.state.pool
         stats = scheduler.stats
         copies = {"preempted": list(stats.preempted), "queued": list(stats.queued), "counters": dict(stats.counters)}
-        counters = asdict(stats) | copies
         return StatsReport(
             waiting=len(scheduler.waiting), running=len(scheduler.running), blocks=pool.count - pool.slab,
-            blocks_used=pool.used, **counters,
+            blocks_used=pool.used, **asdict(stats) | copies,
         )  # fmt: skip
 
     def step(self) -> list[FromController]:

@@ -176,6 +176,8 @@ class PlannedRow(msgspec.Struct, frozen=True):
         """The tokens that the request gets of those that were sampled: those before the first that differs from the
         proposed one, and that one. Behind it, others were computed than what the request has now. A stop token is the
         last."""
+        if len(ids) < 2:
+            return ids
         kept = next((at for at, (id, draft) in enumerate(zip(ids, self.drafts, strict=False)) if id != draft), len(ids))
         stop = next((at for at, id in enumerate(ids) if id in self.request.stop_ids), len(ids))
         return ids[: min(kept, stop) + 1]

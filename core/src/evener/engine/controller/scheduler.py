@@ -209,7 +209,7 @@ class Scheduler:
         # first stage would wait for that token.
         for early in (False, True)[: 0 if self.grammars.owed else min(self.batches.stages, 2)]:
             self.drafts.begin(len(self.running) + min(len(self.waiting), len(self._slots)))
-            decoding = sum(request.tokens_to_compute == 1 for request in self.running)
+            decoding = sum(request.tokens_to_compute == 1 for request in self.running if self.batches.stages > 1)
             quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
             new = _NewPlan(self._next_plan, self.limit.allowed(self.step_tokens, self.running, self.waiting), quota)
             if self._continue_running(new, early) or not self._busy:
@@ -218,11 +218,10 @@ class Scheduler:
                 return self._build_plan(new)
         return None
 
-    def _allowed_tokens(self, request: Request, budget: int) -> int:
-        """How many of its tokens a step with this much budget left can compute."""
-        most = min(request.tokens_to_compute, max(1, budget // request.token_cost))
-        count = self.media.allowed_tokens(request, most)
-        return 0 if self.state.undivided and count < request.tokens_to_compute else count
+    def _allowed_tokens(self, request: Request, due: int, budget: int) -> int:
+        """How many of its tokens that are due a step with this much budget left can compute."""
+        count = self.media.allowed_tokens(request, min(due, max(1, budget // request.token_cost)))
+        return 0 if self.state.undivided and count < due else count
 
     def _fits(self, new: _NewPlan, request: Request, decodes: bool, early: bool = True) -> bool:
         """Whether the plan's quota has room for this request, which then takes its place. ``early``: also a request
@@ -242,14 +241,14 @@ class Scheduler:
         in_turn = [] if self.batches.stages == 1 else sorted(self.running, key=lambda request: request.last_plan)
         for request in in_turn or list(self.running):
             # An exclusive request has one plan in flight: with more, it could need more than the pool has.
-            if request.slot < 0 or not request.tokens_to_compute or (request.exclusive and self._in_flight):
+            if request.slot < 0 or not (due := request.tokens_to_compute) or (request.exclusive and self._in_flight):
                 continue
             if self.drafts.waits(request):
                 continue
             if new.budget == 0:
                 return False
-            count = self._allowed_tokens(request, new.budget)
-            if not count or not self._fits(new, request, request.tokens_to_compute == 1, early):
+            count = self._allowed_tokens(request, due, new.budget)
+            if not count or not self._fits(new, request, due == 1, early):
                 continue
             # What a request in need of the whole pool holds at most is known for its steps without drafts.
             proposed = [] if request.exclusive else self.drafts.propose(request, new.budget - count)
@@ -285,7 +284,7 @@ class Scheduler:
             copies = open_state(self.state, request)
             self.connector.started(request)
             request.slot, request.adapter = self._slots.pop(), self.adapters.start(request.message.adapter)
-            count = self._allowed_tokens(request, new.budget)
+            count = self._allowed_tokens(request, request.tokens_to_compute, new.budget)
             if not count or not self._plan_row(new, request, count, admit=True):
                 self._release(request)
                 if not count:

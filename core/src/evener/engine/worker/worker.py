@@ -66,10 +66,9 @@ class Worker:
             loaded += load_stage(a.draft)
         length, size = resolved.max_seq_len, a.geometry.block_size
         tables = DeviceTables(a.device, resolved.max_reqs, length, a.geometry.spans, size)
-        hidden, dtype = a.model.hidden_size, resolved.dtype
-        stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, hidden, dtype, tables)
+        stages = None if a.ranks.pp is None else PipelineChannel(a.ranks, a.model.hidden_size, resolved.dtype, tables)
         rows = installed_catalog().lazy_imports("part of media").get("rows") if a.ranks.world.first_stage else None
-        media = rows and rows.load()(a.device, a.model.encoders, dtype)
+        media = rows and rows.load()(a.device, a.model.encoders, resolved.dtype)
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media)
         if a.placement is not None:
             self.runner.divided, self.runner.replayed = a.placement.divided, a.placement.replayed
