@@ -57,6 +57,8 @@ class MediaPlanner(Media):
         return None
 
     def allowed_tokens(self, request: Request, count: int) -> int:
+        if not request.message.media:
+            return count
         start, needed = request.planned, dict[bytes, int]()
         encoded = fresh = sum(item.rows for item in self._items)
         for item in overlapping_items(request.message.media, start, start + count):
@@ -72,6 +74,8 @@ class MediaPlanner(Media):
         return count
 
     def take(self, request: Request, count: int) -> None:
+        if not request.message.media:
+            return
         items = list(overlapping_items(request.message.media, request.planned, request.planned + count))
         for item in items:
             if item.digest in self._cached_items:
@@ -96,7 +100,7 @@ class MediaPlanner(Media):
 
     def build_step_media(self, rows: Sequence[PlannedRow]) -> StepMedia | None:
         overlays, at = [], 0
-        for row in rows:
+        for row in rows if any(row.request.message.media for row in rows) else ():
             start, end = row.start, row.start + row.count
             for item in overlapping_items(row.request.message.media, start, end):
                 first, last = max(start, item.start), min(end, item.end)
