@@ -41,7 +41,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks test-page page-libraries search check wheels wheelhouse triton-binaries bench docs clean
+.PHONY: help install kernels models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks test-page page-libraries search check wheels wheelhouse triton-binaries bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -82,19 +82,23 @@ run: $(SERVED)  ## ask a real model one question over HTTP (PROMPT="...", MODEL=
 serve: $(SERVED)  ## serve a real model until Ctrl-C (PORT=21002, MODEL=folder, ARGS="key=value ...")
 	@exec $(PY) scripts/demo.py $(if $(MODEL),--model $(call quoted,$(value MODEL))) --serve --port $(PORT) -- $(ARGS)
 
+# Otherwise each process of the tests would compile them, all at the same time.
+kernels: install  ## compile the CPU backend's kernels for this machine, once: a minute or two (ISA=...: of that level)
+	@$(PY) scripts/compile_kernels.py
+
 # One more than two cores: quick tests also wait, for processes and for time to pass.
 test: JOBS = 3
-test: model  ## the tests, under ten minutes (ISA=avx2: as on a processor without AVX-512)
+test: model kernels  ## the tests, under ten minutes (ISA=avx2: as on a processor without AVX-512)
 	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-slow: install  ## the slow tests that a change since their record can reach (docs/results/slow-tests.json)
+test-slow: install kernels  ## the slow tests that a change since their record can reach (docs/results/slow-tests.json)
 	@files="$$($(PY) scripts/slow_tests.py select)"; \
 	echo "slow test files to run: $$(wc -w <<< "$$files") of $$($(PY) scripts/slow_tests.py list | wc -l)"; \
 	[ -z "$$files" ] && exit; \
 	$(MAKE) models $$(grep -q llamacpp $$files && echo llamacpp) && \
 	$(RECORDED) $(PYTEST) -p slow_tests -m "slow and not gpu" $$files $(ARGS)
 
-test-all: models llamacpp  ## every test, the slow ones too; the record of slow tests says which files passed
+test-all: models llamacpp kernels  ## every test, the slow ones too; the record of slow tests says which files passed
 	@$(RECORDED) $(PYTEST) -p slow_tests -m "not gpu" $(ARGS)
 
 test-peers: model  ## vLLM's tests of the HTTP API and other clients against the server (ARGS="clients", "deploy", "operators", "vllm --only TEXT")
