@@ -1,6 +1,6 @@
-"""Compile the CPU backend's kernels for this processor, or for the level that EVENER_CPU_ISA names. Once: they are cached.
+"""Compile the CPU backend's kernels for this processor, or for the level that EVENER_CPU_ISA names, and cache them.
 
-    python scripts/compile_kernels.py
+python scripts/compile_kernels.py
 """
 
 from __future__ import annotations
