@@ -245,6 +245,11 @@ def test_the_inspection_commands_import_only_the_core() -> None:
     assert violations(INSPECTION, allow_of_evener("evener_inspection", "evener"), typing=True) == []
 
 
+def test_only_the_kit_imports_the_kit() -> None:
+    others = {name: module for name, module in ALL.items() if name not in CONFORMANCE}
+    assert violations(others, lambda target: not belongs(target, "evener_conformance"), typing=True) == []
+
+
 def test_the_offload_package_imports_only_the_core_below_its_controller() -> None:
     above = ("evener.engine.controller", "evener.engine.processes", "evener.frontend", "evener.cli", "evener.llm")
     own, offload = allow_of_evener("evener_offload", "evener"), inside("evener_offload", OFFLOAD)
@@ -331,23 +336,23 @@ def test_no_descriptor_imports_torch() -> None:
     assert heavy_after_import(*sorted({point.module for point in found})) == {}
 
 
-#: Lines of code that an area of the core may have: what it had when the layout was set, or less. A feature that needs
-#: more moves something out first.
+#: Lines of code that each area of the core has today. These caps are never raised: a feature that needs more lines
+#: first moves something out of the area, to a package of its own or to nothing. When an area shrinks, its cap follows.
 CAPS: Mapping[str, int] = {
     "evener.engine.wire": 368, "evener.engine.batching": 72, "evener.engine.controller": 969,
-    "evener.engine.worker": 1_331, "evener.engine.processes": 812, "evener.ops": 1_391, "evener.plugins": 1_490,
-    "evener.frontend": 742, "evener.layers": 1_130, "evener.config": 821, "evener.cli": 293,
+    "evener.engine.worker": 1_330, "evener.engine.processes": 812, "evener.ops": 1_391, "evener.plugins": 1_488,
+    "evener.frontend": 742, "evener.layers": 1_130, "evener.config": 820, "evener.cli": 293,
     "evener.contracts": 1_340, "evener.loading": 634, "evener.resolution": 677, "evener.distributed": 166,
-    "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 127,
-    "evener.contracts.grammar": 28, "evener.engine.sampling": 217,
+    "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 125,
+    "evener.contracts.grammar": 28, "evener.engine.sampling": 214,
     "evener.exits": 51, "evener.contracts.conversion": 83, "evener.contracts.quantized": 40,
     "evener.contracts.storage": 61, "evener.contracts.writing": 23, "evener.engine.quantized": 41,
-    "evener.state_pages": 28, "evener.tuning": 318, "evener.contracts.pooling": 43,
+    "evener.state_pages": 28, "evener.tuning": 318, "evener.contracts.pooling": 42,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 1_012
 #: The whole core.
-TOTAL_CAP = 14_672
+TOTAL_CAP = 14_669
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -444,7 +444,7 @@ def test_a_page_shows_texts_of_answers_as_text() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "no json"])
-def test_what_is_no_run_is_not_compared(text: str, tmp_path: Path) -> None:
+def test_something_other_than_a_run_is_not_compared(text: str, tmp_path: Path) -> None:
     (tmp_path / "f").write_text(text)
     for read_file in (read_rows, read_answers):
         with pytest.raises(SystemExit, match="cannot be compared"):

@@ -104,7 +104,7 @@ def test_a_file_gives_the_tensors_and_the_config_of_the_folder(folder: Path, tmp
     assert config["quantization_config"] == {"quant_method": "gguf"}
 
 
-def test_a_stack_is_made_once_for_all_of_its_experts_and_let_go(folder: Path, tmp_path: Path) -> None:
+def test_a_stack_is_made_once_for_all_of_its_experts_and_released(folder: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gpt_oss(folder, tmp_path / "m.gguf"))
     names = [f"{EXPERTS}.gate_up_proj_{part}" for part in ("blocks", "scales")]
     first = [checkpoint.tensor(name) for name in names]
@@ -219,7 +219,7 @@ def test_a_model_that_lacks_something_is_refused(
 
 
 @pytest.mark.parametrize("name", ["blk.0.ffn_up_exps.weight", "blk.1.ffn_down_exps.weight"])
-def test_a_scale_that_is_no_number_is_refused(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_scale_that_is_not_a_number_is_refused(name: str, folder: Path, tmp_path: Path) -> None:
     broken = file_tensors(folder)[name].clone()
     broken[3, 5, 17] = 255
     path = write_gpt_oss(folder, tmp_path / "m.gguf", **{name: broken})

@@ -434,10 +434,10 @@ def wait_until_idle(served: Served) -> None:
     eventually(idle)
 
 
-def test_bytes_that_are_no_http_leave_a_server_that_answers(model: Path) -> None:
+def test_bytes_that_are_not_http_leave_a_server_that_answers(model: Path) -> None:
     over_sockets(model, 40, 1)
 
 
 @pytest.mark.slow
-def test_many_bytes_that_are_no_http_leave_a_server_that_answers(model: Path) -> None:
+def test_many_bytes_that_are_not_http_leave_a_server_that_answers(model: Path) -> None:
     over_sockets(model, 300, 100)

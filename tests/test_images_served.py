@@ -161,7 +161,7 @@ async def test_the_api_refuses_an_address_and_says_what_to_send(config: Config) 
         (url(png(0)[:200]), "cannot be read as an image"),
     ],
 )
-def test_what_is_no_image_is_refused_with_its_place(link: str, words: str) -> None:
+def test_something_other_than_an_image_is_refused_with_its_place(link: str, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
         images.decode_images([{"role": "system", "content": "see"}, *asks("a", part(link))])
     assert refused.value.param == "messages[1].content[1].image_url.url" and refused.value.status == 400

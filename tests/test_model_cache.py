@@ -328,7 +328,7 @@ def test_a_damaged_or_linked_file_is_replaced(tmp_path: Path, said: pytest.LogCa
         assert file.read_bytes() == good and not file.is_symlink()
 
 
-def test_a_damaged_file_is_let_go_before_the_checkpoint_is_loaded(
+def test_a_damaged_file_is_released_before_the_checkpoint_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
     folder, ids = random_model(tmp_path / "model"), prompt("Qwen3")

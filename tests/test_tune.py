@@ -248,6 +248,6 @@ def test_integers_shapes_and_types_must_be_those_of_the_reference(got: torch.Ten
     assert fault in str(_differences([[torch.tensor([1, 2, 3])]], [[got]], 1.0, True))
 
 
-def test_a_result_that_is_no_number_is_wrong() -> None:
+def test_a_result_that_is_not_a_number_is_wrong() -> None:
     want = torch.ones(3, 4)
     assert _differences([[want]], [[want * float("nan")]], 1.0, False) is not None

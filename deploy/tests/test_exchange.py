@@ -66,7 +66,7 @@ async def test_a_stream_that_is_cut_ends_with_an_error_and_is_not_begun_again() 
     assert error["code"] == "replica_lost" and "killed" in error["message"]
 
 
-async def test_an_answer_that_is_no_stream_breaks_off() -> None:
+async def test_an_answer_that_is_not_a_stream_breaks_off() -> None:
     _, body = await begin(Replicas([JSON, b'{"id', ReplicaLost("killed")]).ask, QUESTION)
     with pytest.raises(ReplicaLost):
         [piece async for piece in body]
@@ -175,5 +175,5 @@ def test_a_prompt_is_compared_by_how_it_begins(body: Any, prefix: str) -> None:
     assert prompt_prefix(json.dumps(body).encode()) == prefix
 
 
-def test_a_body_that_is_no_json_has_no_prompt_and_is_left_to_the_replica() -> None:
+def test_a_body_that_is_not_json_has_no_prompt_and_is_left_to_the_replica() -> None:
     assert prompt_prefix(b"") == prompt_prefix(b"{") == prompt_prefix(b"\xff") == prompt_prefix(b"[" * 100_000) == ""

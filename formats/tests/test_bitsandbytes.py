@@ -105,7 +105,7 @@ def test_states_that_do_not_fit_are_refused(change: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"{", b"[" * 4000, b'{"shape": [3, 128]}'])
-def test_states_that_are_no_json_are_refused(text: bytes) -> None:
+def test_states_that_are_not_json_are_refused(text: bytes) -> None:
     tensors, _ = stored(STATE)
     tensors[f"{NAME}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="fetch the files again"):

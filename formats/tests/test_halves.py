@@ -80,7 +80,7 @@ def test_a_piece_keeps_whole_runs_and_has_its_numbers(columns: int, start: int, 
         scheme.cut(part, "in", 64, columns)
 
 
-def test_a_zero_point_that_is_no_whole_number_of_scales_is_refused() -> None:
+def test_a_zero_point_that_is_not_a_whole_number_of_scales_is_refused() -> None:
     tensors = halves_tensors(STEM, quantized(4, 24, 128, 64))
     for wrong in (0.5 * tensors[f"{STEM}.scales"][0, 0], 17 * tensors[f"{STEM}.scales"][0, 0], float("nan")):
         zeros = tensors[f"{STEM}.qzeros"].clone()

@@ -215,7 +215,7 @@ def test_compressed_tensors_say_how_activations_are_rounded(
     assert rounding_of(CompressedTensors().configured({"quantization_config": settings}), more) == want
 
 
-def test_a_scale_of_activations_that_is_no_single_number_is_refused_with_its_name() -> None:
+def test_a_scale_of_activations_that_is_not_a_single_number_is_refused_with_its_name() -> None:
     scheme = SCHEME.configured({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}})
     for wrong in (("float32", (2,)), ("int8", ())):
         with pytest.raises(CheckpointError, match=r"a\.input_scale is stored as .*one number"):

@@ -228,7 +228,7 @@ RAW: list[tuple[bytes, str]] = [
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize(("raw", "what"), RAW, ids=[what for _, what in RAW])
-def test_a_body_that_is_no_json_is_a_400(api: Any, error: Any, path: str, raw: bytes, what: str) -> None:
+def test_a_body_that_is_not_json_is_a_400(api: Any, error: Any, path: str, raw: bytes, what: str) -> None:
     response = api.request("POST", path, content=raw, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert error(response)["code"] == "invalid_json"

@@ -67,7 +67,7 @@ def test_a_forced_chip_replaces_the_reported_one_L3(dcu: SimpleNamespace) -> Non
     assert opened("gfx936").capabilities.variant == "gfx936"
 
 
-def test_a_device_that_is_no_known_chip_is_an_error_with_the_option_L3(dcu: SimpleNamespace) -> None:
+def test_a_device_that_is_not_a_known_chip_is_an_error_with_the_option_L3(dcu: SimpleNamespace) -> None:
     dcu.gcnArchName = "gfx1100"
     with pytest.raises(BackendError, match=r"gfx1100, not one of gfx906.*hygon\.arch=gfx936"):
         opened()

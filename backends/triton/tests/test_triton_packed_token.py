@@ -102,7 +102,7 @@ def test_a_number_just_below_a_power_of_two_keeps_its_sign() -> None:
 
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf])
-def test_what_is_no_number_makes_no_numbers(odd: float) -> None:
+def test_infinities_and_nans_make_no_numbers(odd: float) -> None:
     x = torch.ones(1, 128).bfloat16()
     x[0, 77] = odd
     assert not few_tokens_linear(LARGE, torch.float32, x, packed([part("q4_0", 16, 128, 1)])).isfinite().any()

@@ -125,7 +125,7 @@ def test_an_edited_file_is_refused(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{", b'{"format": "1"}', b'{"format": 1}', b"\xff\xfe", b'{"format": 99}']
 )
-def test_what_is_no_evidence_file_is_refused_with_what_to_do(data: bytes, tmp_path: Path) -> None:
+def test_something_other_than_an_evidence_file_is_refused_with_what_to_do(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "e.json").write_bytes(data)
     with pytest.raises(ConfigError, match=r"evener first-contact|reads 1"):
         read(tmp_path / "e.json")
@@ -144,7 +144,7 @@ def test_terminal_escapes_in_a_file_are_refused(tmp_path: Path) -> None:
         read(tmp_path / "e.json")
 
 
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "support-x.jsonl").write_text('{"subject": "x"}\n{"subject": 7}\n')
     with pytest.raises(ConfigError, match="line 2 is no record"):
         read_records([tmp_path / "support-x.jsonl"])

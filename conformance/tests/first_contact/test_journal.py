@@ -97,7 +97,7 @@ def test_results_of_another_run_are_refused(change: dict[str, object], said: str
 
 
 @pytest.mark.parametrize("data", [None, b"", b"\xff\xfe\n", b"[]\n", msgspec.json.encode(IDENTITY) + b"\n{}\n"])
-def test_what_is_no_journal_is_refused_with_what_to_type(data: bytes | None, tmp_path: Path) -> None:
+def test_something_other_than_a_journal_is_refused_with_what_to_type(data: bytes | None, tmp_path: Path) -> None:
     if data is not None:
         journal_path(tmp_path / "e.json").write_bytes(data)
     with pytest.raises(ConfigError, match="leave --resume out to start again"):

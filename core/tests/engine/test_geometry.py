@@ -151,7 +151,7 @@ def test_providers_without_a_common_block_size_are_an_error_that_says_what_to_ty
 
 
 @pytest.mark.parametrize("sizes", [(64, 96), (), (0, 16)])
-def test_block_sizes_that_are_no_multiples_of_the_smallest_are_an_error_that_names_their_provider(
+def test_block_sizes_that_are_not_multiples_of_the_smallest_are_an_error_that_names_their_provider(
     sizes: tuple[int, ...],
 ) -> None:
     layers = [*slots(FULL), *slots(WINDOW, provider=Sized("a", sizes))]

@@ -66,7 +66,7 @@ def test_a_value_of_the_wrong_type_is_an_error_that_names_the_key(key: str, give
         checked({key: given})
 
 
-def test_a_value_that_is_no_choice_is_an_error_that_lists_them() -> None:
+def test_a_value_that_is_not_a_choice_is_an_error_that_lists_them() -> None:
     with pytest.raises(ConfigError, match=r"chip.mode=c is not a value of chip.mode; it takes a or b"):
         checked({"mode": "c"})
 

@@ -97,7 +97,7 @@ class GrammarMasks(Grammars):
             self._failed[request.slot] = f"its grammar cannot say what must come: {error}"
             return []
 
-    def submit(self, plan: Plan, executor: Executor) -> None:
+    def prepare(self, plan: Plan) -> Plan:
         for admission in plan.admissions:
             self._failed.pop(admission.slot, None)
             self._matchers.pop(admission.slot, None)
@@ -116,9 +116,11 @@ class GrammarMasks(Grammars):
         if masked := [index for index, row in samples if plan.slots[row] in self._matchers]:
             plan = self.owed = msgspec.structs.replace(plan, masked=masked)
         self._plans.append(_Submitted(plan, {each.row: each.ids for each in plan.drafts}))
-        executor.submit(plan)
+        return plan
+
+    def submitted(self, executor: Executor) -> None:
         self._send_masks(executor)
-        if self.owed is plan:
+        if self.owed is not None:
             self._check_ends(self._plans[-1])
 
     def _check_ends(self, of: _Submitted) -> None:

@@ -141,7 +141,8 @@ class Controller:
         scheduler, grammars = self.scheduler, self.scheduler.grammars
         try:
             while scheduler.in_flight < self.depth and (plan := scheduler.schedule()) is not None:
-                grammars.submit(plan, self.executor)
+                self.executor.submit(grammars.prepare(plan))
+                grammars.submitted(self.executor)
             for name, why in grammars.failures(scheduler.running):
                 events += scheduler.end(name, "error", why)
             events += scheduler.retire(grammars.read(self.executor)) if scheduler.in_flight else []

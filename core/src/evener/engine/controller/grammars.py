@@ -37,9 +37,14 @@ class Grammars:
         """Those of the tokens proposed for a request that may come next. All its tokens were read."""
         return drafts
 
-    def submit(self, plan: Plan, executor: Executor) -> None:
-        """Submit ``plan``, and its masks as soon as the tokens that they depend on were read."""
-        executor.submit(plan)
+    def prepare(self, plan: Plan) -> Plan:
+        """The plan to submit: ``plan``, in which ``masked`` lists the samples that wait for a mask. Called once for
+        each plan, in order; the controller submits the result and then calls ``submitted``."""
+        return plan
+
+    def submitted(self, executor: Executor) -> None:
+        """The executor has the plan of the last ``prepare``. Its masks follow now, or in ``read`` once the tokens that
+        they depend on were read."""
 
     def read(self, executor: Executor) -> StepResult:
         """The result of the oldest plan."""
