@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -400,6 +401,28 @@ def test_no_distribution_pins_torch_or_pulls_in_what_replaces_it() -> None:
             if project["name"] not in MAY_REQUIRE.get(need.name, {project["name"]}):
                 wrong.append(f"{project['name']} requires {line}")
     assert wrong == []
+
+
+#: A table in a package's docstring: two lines of ``=`` around its head, and one at its end.
+TABLE = re.compile(r"^=+ +=+\n.*\n=+ +=+\n(.+?)\n=+ +=+$", re.MULTILINE | re.DOTALL)
+PACKAGES = [module for module in ALL.values() if module.path.name == "__init__.py"]
+
+
+@pytest.mark.parametrize("package", [each for each in PACKAGES if TABLE.search(each.text)], ids=lambda each: each.name)
+def test_a_table_of_modules_names_every_module_of_its_package_and_no_other(package: Module) -> None:
+    table = TABLE.search(package.text)
+    assert table
+    named = re.findall(r"``(\w+)``", table[1])
+    first = re.findall(r"``(\w+)``", " ".join(row.split("  ")[0] for row in table[1].splitlines()))
+    inside = {name.removeprefix(f"{package.name}.") for name in ALL if name.startswith(f"{package.name}.")}
+    inside = {name for name in inside if "." not in name}
+    assert inside - set(named) == set() and set(first) - inside == set()
+
+
+def test_the_rooms_of_the_core_have_such_tables() -> None:
+    rooms = ("contracts", "plugins", "resolution", "engine", "engine/wire", "engine/controller", "engine/worker")
+    shown = {package.path.parent for package in PACKAGES if TABLE.search(package.text)}
+    assert shown >= {ROOT / "core/src/evener" / room for room in rooms}
 
 
 @pytest.mark.parametrize(

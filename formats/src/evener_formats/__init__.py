@@ -1,31 +1,35 @@
 """Formats of checkpoints, tokenizers and chats, and quantization schemes, registered through the same hooks as anybody
 else's. Torch-free.
 
-=====================  ============================================================================
-package/module         holds
-=====================  ============================================================================
-``beside``             what schemes share whose weights are several tensors
-``bitsandbytes``       the scheme of bitsandbytes checkpoints of four bits
-``chat``               chat templates
-``compressed``         the schemes compressed-tensors and modelopt; ``packed``: what both have packed
-``described``          the tensors of a weight, from a ``quantization_config`` alone
-``gptq``               the scheme of GPTQ checkpoints; ``awq``: that of AWQ
-``gguf``               GGUF files: header, families' tensor names, and the scheme of block formats
-``halves``             the scheme of GPTQ and AWQ numbers in a device's file layout
-``kv_cache``           which state is quantized, and the scales of keys and values
-``modelslim``          the scheme of ModelSlim's checkpoints, which describe their weights in a file of their own
-``mxfp4``              the scheme of MXFP4 checkpoints (gpt-oss)
-``peft``               adapters (LoRA) as PEFT saves them
-``quantize``           quantizing plain weights while they are read
-``rules``              rules by layer name, and other values of a ``quantization_config``
-``safetensors_files``  weights in safetensors files
-``scaled``             FP8 and int8 with scales: the scheme fp8
-``torch_files``        PyTorch's own weight files (``pytorch_model.bin``)
-``tokenizers``         ``tokenizer.json``; SentencePiece, tiktoken and GGUF tokenizers as one
-``unpacked``           integers of four bits that are stored one in a byte
-``w4afp8``             the scheme of experts of four bits beside FP8
-``words``              numbers of 2, 3, 4 and 8 bits in words of 32
-=====================  ============================================================================
+=========================  ==========================================================================================
+package/module             holds
+=========================  ==========================================================================================
+``beside``                 what schemes share whose weights are several tensors
+``bitsandbytes``           the scheme of bitsandbytes checkpoints of four bits
+``chat``                   chat templates
+``compressed``             the schemes compressed-tensors and modelopt; ``packed``: what both have packed
+``described``              the tensors of a weight, from a ``quantization_config`` alone
+``gptq``                   the scheme of GPTQ checkpoints; ``awq``: that of AWQ
+``gguf``                   GGUF files: header, families' tensor names, and the scheme of block formats
+``halves``                 the scheme of GPTQ and AWQ numbers in a device's file layout
+``kv_cache``               which state is quantized, and the scales of keys and values
+``modelslim``              the scheme of ModelSlim's checkpoints, which describe their weights in a file of their own
+``modelslim_description``  that file
+``modelslim_examples``     small checkpoints of this scheme, for the conformance kit
+``mxfp4``                  the scheme of MXFP4 checkpoints (gpt-oss)
+``peft``                   adapters (LoRA) as PEFT saves them
+``plugin``                 the hooks of this package
+``quantize``               quantizing plain weights while they are read
+``read_ahead``             weight files, read from the disk while earlier weights are converted
+``rules``                  rules by layer name, and other values of a ``quantization_config``
+``safetensors_files``      weights in safetensors files
+``scaled``                 FP8 and int8 with scales: the scheme fp8
+``torch_files``            PyTorch's own weight files (``pytorch_model.bin``)
+``tokenizers``             ``tokenizer.json``; SentencePiece, tiktoken and GGUF tokenizers as one
+``unpacked``               integers of four bits that are stored one in a byte
+``w4afp8``                 the scheme of experts of four bits beside FP8
+``words``                  numbers of 2, 3, 4 and 8 bits in words of 32
+=========================  ==========================================================================================
 """
 
 from __future__ import annotations

@@ -3,20 +3,26 @@ the same hooks as anybody else's.
 
 Torch-free.
 
-=======================  ============================================================================
+=======================  ==================================================================================
 module                   holds
-=======================  ============================================================================
+=======================  ==================================================================================
 ``llguidance_grammars``  structured output, with the library llguidance
 ``xgrammar_grammars``    the same with the library xgrammar
 ``forced_tokens``        what a grammar leaves no choice about, for drafts
+``proposed_tokens``      masks behind proposed tokens, for libraries whose matchers cannot take tokens back
 ``text_library``         what both share: forbidden tokens on top, and texts without a form
+``forbidden_tokens``     sequences of tokens that must not occur
+``grammar_texts``        the texts of grammars, as every grammar library reads them
+``structural_tags``      structural tags as grammars in the syntax of llguidance
+``after_reasoning``      answers with reasoning before them: while the model reasons, any token may come
+``reasoning_tokens``     where this reasoning ends, in a model's tokens
 ``drafting``             speculative decoding: what proposes tokens, and which requests get some
 ``tools``                parsers of tool calls, a module for each kind of format
 ``reasoning``            parsers of what a model writes before its answer
 ``harmony``              both, for the format of gpt-oss
 ``json_call``            a call as a JSON object, read while it is written
 ``text_stream``          text in pieces, in which marks may be cut at any character
-=======================  ============================================================================
+=======================  ==================================================================================
 """
 
 from __future__ import annotations

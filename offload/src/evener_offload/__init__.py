@@ -2,9 +2,9 @@
 that the device does not need now. Torch-free. Blocks that leave the prefix cache are ``evener_kv``'s, stages on unlike
 devices ``evener_stages``'s; weights that leave the device, or are replaced, ``evener_weights``'.
 
-====================  ===================================================================
+====================  ======================================================================================
 module                holds
-====================  ===================================================================
+====================  ======================================================================================
 ``layers``            which layers' experts are in host memory
 ``automatic``         what ``auto`` counts with
 ``placed_layers``     their call sites and weights, and the placement that these get
@@ -16,6 +16,7 @@ module                holds
 ``halves``            two halves in turns, and the thread in which the host computes meanwhile
 ``halving``           which steps are computed in halves: decided, or measured
 ``residents``         which experts of a layer are on the device: the last used ones
+``expert_ranks``      expert parallelism: a rank holds some of a layer's experts
 ``second_layout``     the same experts a second time, in a layout that another backend reads
 ``expert_slots``      stacks of experts in host memory, and their slots on the device
 ``resident_layer``    the slots of one or several layers; the order of copies to them and products with them
@@ -25,7 +26,7 @@ module                holds
 ``expert_costs``      what is sooner: computing experts on the host, or copying them
 ``host_share``        the host's part of experts that the device computes
 ``resident_experts``  experts that the device computes, some after they were copied to it
-====================  ===================================================================
+====================  ======================================================================================
 """
 
 from __future__ import annotations

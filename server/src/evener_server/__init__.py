@@ -1,71 +1,82 @@
-"""The HTTP server of evener: the OpenAI API for its engine, and a page for people.
+"""The HTTP server of evener: the OpenAI API for its engine, and a chat page.
 
 Importing this package imports neither FastAPI nor torch.
 
-======================  ==========================================================
-module                  content
-======================  ==========================================================
-``command``             ``evener serve``
-``run_command``         ``evener run``; ``run_outputs``: the folder that it writes
-``torch_libraries``     torch's libraries, loaded while modules are imported
-``chat_command``        ``evener chat``
-``chat_models``         what answers there: a model in this process, or a server
-``chat_screen``         how answers are shown there
-``client_command``      ``evener client``; ``client_http``: how it asks a server
-``completion_script``   ``evener completion``
-``process``             the serving process: socket, signals, draining
-``app``                 the FastAPI application and its routes
-``status``              models, health, readiness, version
-``metrics``             counters and histograms for Prometheus
-``dashboard``           a dashboard of them for Grafana (``grafana.json``)
-``vllm_metrics``        the same under vLLM's names
-``options``             keys of the server itself
-``stats_logger``        the periodic log line
-``trace_settings``      whether requests are traced: opens what makes and sends their spans
-``trace_places``        where spans go, by keys and variables
-``request_traces``      their spans, for OpenTelemetry
-``nodes``               one process started per machine: starts torchrun
-``router_info``         what routers ask: the server's and the model's limits
-``kv_events``           events of the prefix cache, for routers
-``service``             what the endpoints share
-``sampling_defaults``   what requests get that name no temperature and the like
-``status_page``         GET /status, for programs and people
-``page``                the page for people at /; ``web/`` has its files
-``adapters``            adapters (LoRA) that are loaded while the server runs
-``weights``             sleep and wake, and new weights while the server runs
-``operator_folder``     folders that clients name, below one of the operator's
-``api_keys``            which keys requests may have, and the check of each
-``key_file``            the file that they are in; ``key_use``: what each uses, and limits
-``tls``                 the certificate
-``middleware``          request ids, access log, unexpected errors
-``body``                from a request's bytes to a JSON object
-``protocol``            request bodies: every field, and what is refused
-``field_types``         types of fields that need a check of their own
-``messages``            the messages of a chat
-``images``              images in messages, decoded
-``bad_words``           texts that must not be generated
+========================  =======================================================================================
+module                    content
+========================  =======================================================================================
+``command``               ``evener serve``
+``run_command``           ``evener run``; ``run_outputs``: the folder that it writes
+``torch_libraries``       torch's libraries, loaded while modules are imported
+``collector``             when Python's garbage collector runs, during a start and at the end
+``chat_command``          ``evener chat``
+``chat_models``           what answers there: a model in this process, or a server
+``chat_screen``           how answers are shown there
+``client_command``        ``evener client``; ``client_http``: how it asks a server
+``completion_script``     ``evener completion``
+``process``               the serving process: socket, signals, draining
+``app``                   the FastAPI application and its routes
+``status``                models, health, readiness, version
+``metrics``               counters and histograms for Prometheus
+``dashboard``             a dashboard of them for Grafana (``grafana.json``)
+``vllm_metrics``          the same under vLLM's names
+``options``               keys of the server itself
+``stats_logger``          the periodic log line
+``trace_settings``        whether requests are traced: opens what makes and sends their spans
+``trace_places``          where spans go, by keys and variables
+``request_traces``        their spans, for OpenTelemetry
+``nodes``                 one process started per machine: starts torchrun
+``router_info``           what routers ask: the server's and the model's limits
+``kv_events``             events of the prefix cache, for routers
+``service``               what the endpoints share
+``sampling_defaults``     what requests get that name no temperature and the like
+``status_page``           GET /status, for programs and people
+``page``                  the chat page at /; ``web/`` has its files
+``adapters``              adapters (LoRA) that are loaded while the server runs
+``weights``               sleep and wake, and new weights while the server runs
+``operator_folder``       folders that clients name, below one of the operator's
+``api_keys``              which keys requests may have, and the check of each
+``key_file``              the file that they are in; ``key_use``: what each uses, and limits
+``tls``                   the certificate
+``connections``           limits on connections, and on the time that a request takes to arrive
+``middleware``            request ids, access log, unexpected errors
+``body``                  from a request's bytes to a JSON object
+``protocol``              request bodies: every field, and what is refused
+``unknown_fields``        fields of a request that this API does not have
+``field_types``           types of fields that need a check of their own
+``messages``              the messages of a chat
+``images``                images in messages, decoded
+``bad_words``             texts that must not be generated
+``structured``            what an answer has to be: ``response_format``, ``structured_outputs``, ``guided_*``
+``grammar_check``         checks a request's grammar in a process of its own
 ``chat`` ``completions``  the two endpoints
-``batch``               several chats in one request
-``transfers``           prompts that one server computes and another answers
-``held``                grammars of answers: forms, forced calls, reasoning before them
-``translated``          what APIs share that are translated into chat completions
-``responses``           OpenAI's Responses API
-``anthropic``           Anthropic's Messages API
-``embeddings``          vectors of texts; ``vector_bytes``: as bytes
-``ksanallm``            KsanaLLM's /generate and /forward; ``msgpack_body``: requests in msgpack
-``tools``               the tools of a chat
-``parsers``             which parsers read tool calls and reasoning
-``turns``               the newest turns of a conversation that is too long
-``message_parts``       content, reasoning and tool calls of a generated message
-``tokens``              tokenize and detokenize
-``echo``                completions that begin with their prompt
-``embedded_prompts``    prompts and parts of chats as embeddings; ``saved_tensor``: the file of one tensor
-``watermark``           seeds that mark sampled texts, and finding the mark
-``generation``          the samples of one API request, and the set of running ones
-``streaming``           a generation as an HTTP response, whole or as server-sent events
-``logprobs``            log-probabilities in OpenAI's format
-``errors``              every error in OpenAI's shape
-======================  ==========================================================
+``batch``                 several chats in one request
+``beams``                 beam search for a request
+``fill_in_middle``        ``suffix``: a text between two others
+``decisions``             POST /v1/decisions: the probability of each of several options
+``transfers``             prompts that one server computes and another answers
+``held``                  grammars of answers: forms, forced calls, reasoning before them
+``translated``            what APIs share that are translated into chat completions
+``responses``             OpenAI's Responses API
+``anthropic``             Anthropic's Messages API
+``embeddings``            vectors of texts; ``vector_bytes``: as bytes
+``scores``                POST /score and /rerank; ``pair_text``: what the model reads for a query and a document
+``pooled``                what embeddings and scores have in common
+``ksanallm``              KsanaLLM's /generate and /forward; ``msgpack_body``: requests in msgpack
+``tools``                 the tools of a chat
+``parsers``               which parsers read tool calls and reasoning
+``turns``                 the newest turns of a conversation that is too long
+``prompt_tokens``         token ids of texts and chats, to show or count them, or to cut a prompt
+``message_parts``         content, reasoning and tool calls of a generated message
+``tokens``                tokenize and detokenize
+``echo``                  completions that begin with their prompt
+``embedded_prompts``      prompts and parts of chats as embeddings; ``saved_tensor``: the file of one tensor
+``watermark``             seeds that mark sampled texts, and finding the mark
+``generation``            the samples of one API request, and the set of running ones
+``streaming``             a generation as an HTTP response, whole or as server-sent events
+``logprobs``              log-probabilities in OpenAI's format
+``errors``                every error in OpenAI's shape
+========================  =======================================================================================
 """
 
 from __future__ import annotations
@@ -140,7 +151,7 @@ descriptor = Descriptor(
             "each request; none: what OpenTelemetry's variables say (OTEL_EXPORTER_OTLP_ENDPOINT).",
         ),
         "page": Option(
-            type=bool, default=True, help="Serve a page for people at /: a chat with the model in a browser."
+            type=bool, default=True, help="Serve a chat page at /, for people with a browser."
         ),
         "reasoning_parser": Option(
             type=str,

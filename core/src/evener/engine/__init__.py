@@ -1,13 +1,16 @@
 """The engine, in four packages. Read them in this order.
 
-==============  ==============================================================================================
+==============  ===========================================================================================
 package         holds
-==============  ==============================================================================================
+==============  ===========================================================================================
 ``wire``        what crosses between the parts: messages, plans of steps, interfaces of client and executor
+``batching``    how large a step may be
 ``controller``  the scheduler: which request computes which tokens in each step, and in which blocks
 ``worker``      one device rank: builds the model, plans its memory, runs steps and samples
+``sampling``    token ids from logits, and results that were not read yet
+``quantized``   how state is stored, and its scales
 ``processes``   starting the parts in one process or in several, with their sockets and heartbeats
-==============  ==============================================================================================
+==============  ===========================================================================================
 
 ``wire`` imports none of the others, ``controller`` and ``worker`` import only ``wire``, ``processes`` imports all.
 """

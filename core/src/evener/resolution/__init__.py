@@ -1,6 +1,14 @@
 """Resolution: before the first step every op, state slot and linear weight of a model gets its provider or layout.
 
-In reading order: ``candidates`` (what there is to choose from, and why a kernel may not serve a call), ``resolver``
-(choosing), ``manifest`` (the record of the choices), ``footprint`` (memory of a step), ``attribution`` (which package
-raised an error), ``tuning`` (measured times).
+===============  ===================================================================================
+module           holds, in reading order
+===============  ===================================================================================
+``buckets``      ranges of token counts that share one function of a call site
+``candidates``   ``Candidates``: what there is to choose from, and why a kernel may not serve a call
+``resolver``     ``Resolver``: chooses
+``tuning``       measured times, which go before priorities
+``footprint``    memory that a step needs
+``manifest``     the record of the choices
+``attribution``  which package raised an error
+===============  ===================================================================================
 """

@@ -1,13 +1,14 @@
 """POST /v1/responses: OpenAI's Responses API, translated into chat completions.
 
-================  =====================================================
+================  =====================================================================
 module            content
-================  =====================================================
+================  =====================================================================
 ``body``          the fields of a request
 ``conversation``  items of a conversation as messages of a chat
+``references``    items of earlier answers that a request names instead of sending them
 ``output``        a generated message as items, and its events
 ``store``         answers that a later request can go on from
 ``job``           one request
 ``background``    requests that were answered before their generation
-================  =====================================================
+================  =====================================================================
 """

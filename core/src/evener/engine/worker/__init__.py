@@ -1,18 +1,19 @@
 """The worker: one device rank. It builds the model, plans its memory and runs steps.
 
-===================  =======================================================================
+===================  =====================================================================
 module               holds, in reading order
-===================  =======================================================================
+===================  =====================================================================
 ``worker``           ``Worker``: the start of a rank from beginning to end, then its steps
 ``assembly``         choosing backend and kernels, declaring and resolving the model
+``placement``        experts that are not on the device: asks a package for them
 ``geometry``         which layers share a block table, and how the pool is cut into blocks
 ``weights``          filling the weights of a rank's part of the model
 ``memory``           the memory plan that follows, and its report
 ``runner``           one plan in, one step on the device
 ``step_layout``      the arrays of a step, sent to the device in one upload
-``media``            the media rows that a worker keeps
+``captured_inputs``  the inputs of captured steps, at fixed addresses
 ``graphs``           decode steps that are captured once and replayed
 ``stages``           what ranks of different pipeline stages send each other
 ``inline_executor``  the executor of a worker in the controller's own thread
-===================  =======================================================================
+===================  =====================================================================
 """
