@@ -1,4 +1,4 @@
-"""``GET /status``: JSON for programs, and a page for people."""
+"""``GET /status``: JSON for programs, and a page for a browser."""
 
 from __future__ import annotations
 

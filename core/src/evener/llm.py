@@ -145,7 +145,7 @@ class LLM:
     def embed(
         self, prompts: str | list[int] | Sequence[str | list[int]], *, dimensions: int | None = None
     ) -> list[Embedding]:
-        """The vectors of texts or token ids, of a model with ``infer.task=embed``.
+        """The embeddings of texts or token ids, of a model with ``infer.task=embed``.
 
         Args:
             dimensions: numbers of each vector; None: as many as the model has.

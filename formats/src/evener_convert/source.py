@@ -165,7 +165,7 @@ def description(source: Source) -> dict[str, Any]:
 
 
 class _Planned(Communicator):
-    """A rank of a group that does not run: it says which part of the model is its."""
+    """Stands for one rank while converting; gives the part of the model that this rank holds."""
 
     def __init__(self, world: World) -> None:
         self.name, self.rank, self.size = "tp", world.tp_rank, world.tp_size

@@ -35,7 +35,7 @@ class Beam:
         ids: its tokens behind the prompt.
         score: their log-probability; of a finished one divided as ``length_penalty`` says.
         entries: for each token the likeliest tokens there with their log-probabilities, its own first.
-        stopped: it ended with a stop token, its last; else it has the longest length.
+        stopped: whether its last token is a stop token; otherwise it reached max_tokens.
     """
 
     ids: tuple[int, ...] = ()
@@ -45,8 +45,8 @@ class Beam:
 
 
 class BeamSearch:
-    """One search. Ask for the likeliest ``needed`` tokens behind each of ``running``, give them to ``advance``, and
-    repeat it until ``done``.
+    """One search. Get the ``needed`` most likely next tokens of each of ``running``, give them to ``advance``, and repeat
+    this until ``done``.
 
     Attributes:
         running: unfinished texts, the likeliest first.

@@ -1,4 +1,4 @@
-"""Structured output, parsers of tool calls and reasoning, drafts, adapters, media of prompts, vectors of texts; through
+"""Structured output, parsers of tool calls and reasoning, drafts, adapters, media in prompts, text embeddings; through
 the same hooks as anybody else's.
 
 Torch-free.

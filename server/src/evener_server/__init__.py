@@ -59,7 +59,7 @@ module                    content
 ``translated``            what APIs share that are translated into chat completions
 ``responses``             OpenAI's Responses API
 ``anthropic``             Anthropic's Messages API
-``embeddings``            vectors of texts; ``vector_bytes``: as bytes
+``embeddings``            text embeddings; ``vector_bytes``: as bytes
 ``scores``                POST /score and /rerank; ``pair_text``: what the model reads for a query and a document
 ``pooled``                what embeddings and scores have in common
 ``ksanallm``              KsanaLLM's /generate and /forward; ``msgpack_body``: requests in msgpack
@@ -150,9 +150,7 @@ descriptor = Descriptor(
             type=str, default=None, help="Address of a collector (OTLP, as http://127.0.0.1:4318) that gets a trace of "
             "each request; none: what OpenTelemetry's variables say (OTEL_EXPORTER_OTLP_ENDPOINT).",
         ),
-        "page": Option(
-            type=bool, default=True, help="Serve a chat page at /, for people with a browser."
-        ),
+        "page": Option(type=bool, default=True, help="Serve a chat page at /, for people with a browser."),
         "reasoning_parser": Option(
             type=str,
             default="auto",

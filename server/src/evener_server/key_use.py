@@ -20,8 +20,8 @@ _MINUTE = 60.0
 
 
 class Allowance:
-    """So many a minute: they come back evenly, and up to a minute's worth is saved up. More than there are may be
-    taken: what was taken too much has to come back first.
+    """A token bucket: it refills evenly and holds at most one minute's worth. It may be overdrawn; the next caller then
+    waits until the debt is refilled.
 
     Args:
         clock: the current time in seconds.

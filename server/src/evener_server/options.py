@@ -40,7 +40,7 @@ class ServerOptions:
         model_aliases: other names of the model, separated by commas.
         max_logprobs: log-probabilities that a request may have of a position; -1: those of all tokens.
         otlp_endpoint: where spans of requests are sent; None: what the environment says.
-        page: serve the page for people at /.
+        page: serve the chat page at /.
         request_metrics: answers have the times of their request.
         root_path: a path before every route.
         sampling_defaults: values of sampling parameters that requests do not name.

@@ -1,4 +1,4 @@
-"""The page for people at ``/``, and the files that it is made of.
+"""The chat page at ``/``, and the files that it is made of.
 
 The files are part of this package. They are read once, and only they are served: a path is looked up among their names,
 never in the file system.

@@ -1,4 +1,4 @@
-"""``GET /status``: what runs here and how busy it is, in one answer: JSON for programs, a page for people.
+"""``GET /status``: what runs here and how busy it is, in one answer: JSON for programs, a page for a browser.
 
 The page is a file of this package, the same for everybody: it has no data, asks for the JSON like any other client, and
 needs an API key for that where the server has keys.

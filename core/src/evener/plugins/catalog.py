@@ -177,7 +177,7 @@ class Catalog:
         }
 
     def need(self, kind: str, name: str, what: str, install: str, error: type[EvenerError] = ConfigError) -> Any:
-        """What has this name in ``lazy_imports``, imported; "": the first in the order of names.
+        """Import and return the entry called ``name``; with "", the first by name.
 
         Raises:
             ConfigError, or another ``error``: there is none. It says that ``what`` needs it, and what to ``install``.
@@ -189,7 +189,8 @@ class Catalog:
         return found[name].load()
 
     def answers(self, kind: str, *asked: Any) -> Iterator[Any]:
-        """What the functions of one kind make of ``asked``, in order; those that return None know nothing of it."""
+        """What the functions of one kind return for ``asked``, in order. None means that a function does not apply, and is
+        left out."""
         found = (each.load()(*asked) for each in self.lazy_imports(kind).values())
         return (answer for answer in found if answer is not None)
 
@@ -214,5 +215,5 @@ class Provided(Generic[T]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a user may call it: its name, its package, or both."""
+        """The names that a user may type for it: its name, its package, or both."""
         return cast(Any, self.value).name, self.package, self.label

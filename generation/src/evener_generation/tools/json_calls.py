@@ -39,7 +39,7 @@ class JsonParser(StepParser):
         return self.no_call() if self.stream.ended and not self._call.started else False
 
     def no_call(self) -> bool:
-        """What looked like a call is content. Behind its mark another call may begin."""
+        """The text was not a call; pass it on as content. Another call may begin after its marker."""
         self.say(self._mark)
         self.stream.text, self._raw = self._raw + self.stream.text, ""
         self.step = self.plain

@@ -36,7 +36,7 @@ class ParameterParser(StepParser):
         self.end_call()
 
     def no_call(self, more: str = "") -> bool:
-        """What looked like a call is content."""
+        """The text was not a call; pass it on as content."""
         self.say(self._raw + more)
         self._raw, self.step = "", self.content
         return True
