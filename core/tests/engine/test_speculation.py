@@ -174,7 +174,9 @@ def test_a_faulty_drafter_ends_drafts_with_a_warning_and_no_request(
     assert "no more drafts" in line and "Faulty" in line
 
 
-def test_something_other_than_a_drafter_is_refused_with_its_package(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_other_than_a_drafter_is_refused_with_its_package(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = LazyImport(kind="drafter", name="odd", path="json:loads", package="odd", distribution="odd-drafts")
     others = Catalog.lazy_imports
     monkeypatch.setattr(

@@ -45,8 +45,8 @@ class Beam:
 
 
 class BeamSearch:
-    """One search. Get the ``needed`` most likely next tokens of each of ``running``, give them to ``advance``, and repeat
-    this until ``done``.
+    """One search. Get the ``needed`` most likely next tokens of each of ``running``, give them to ``advance``, and
+    repeat this until ``done``.
 
     Attributes:
         running: unfinished texts, the likeliest first.

@@ -1,6 +1,6 @@
-"""Mixture-of-experts models that are larger than the accelerator's memory: the host computes the experts of some layers,
-or keeps those that the device does not need now. Torch-free. ``evener_kv`` has the blocks that leave the prefix cache,
-``evener_stages`` pipeline stages on different kinds of devices, ``evener_weights`` sleep mode and changes of weights.
+"""Mixture-of-experts models that are larger than the accelerator's memory: the host computes the experts of some
+layers, or keeps those that the device does not need now. Torch-free. ``evener_kv`` has the blocks that leave the prefix
+cache, ``evener_stages`` pipeline stages on different kinds of devices, ``evener_weights`` sleep mode and new weights.
 
 ====================  ======================================================================================
 module                holds
@@ -35,7 +35,7 @@ from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="offload",
-    summary="Host memory for experts and cached blocks; stages on different kinds of devices; sleep mode, changes of weights.",
+    summary="Host memory for experts and cached blocks; stages on unlike devices; sleep mode, changing weights.",
     contracts={"descriptor": 1, "experts": 1},
     placements={
         "host": "evener_offload.host_experts:HostExperts",

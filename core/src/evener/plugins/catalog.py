@@ -189,8 +189,8 @@ class Catalog:
         return found[name].load()
 
     def answers(self, kind: str, *asked: Any) -> Iterator[Any]:
-        """What the functions of one kind return for ``asked``, in order. None means that a function does not apply, and is
-        left out."""
+        """What the functions of one kind return for ``asked``, in order. None means that a function does not apply, and
+        is left out."""
         found = (each.load()(*asked) for each in self.lazy_imports(kind).values())
         return (answer for answer in found if answer is not None)
 
