@@ -52,8 +52,9 @@ class _Later(MetaPathFinder, Loader):
             if found is not None and found.loader is not None:
                 self._loader, found.loader = found.loader, self
             return found
-        if self._module is None or getattr(sys.modules["torch"].__spec__, "_initializing", False):
-            return None  # in ``import torch``
+        torch = sys.modules.get("torch")
+        if self._module is None or torch is None or getattr(torch.__spec__, "_initializing", False):
+            return None  # in ``import torch``, or after one that failed
         self.finish()
         return _again(sys.modules[name]) if name in sys.modules else None
 
