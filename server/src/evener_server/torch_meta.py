@@ -42,7 +42,10 @@ class _Later(MetaPathFinder, Loader):
     """Finds the module in the place of Python's own finder, and executes it later."""
 
     def __init__(self) -> None:
-        self._lock, self._loader, self._module = RLock(), None, None
+        self._lock = RLock()
+        #: Python's own, until the module is executed; and the module, once ``import torch`` has asked for it.
+        self._loader: Loader | None = None
+        self._module: _Module | None = None
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not name.startswith("torch"):
