@@ -74,7 +74,7 @@ class _Later(MetaPathFinder, Loader):
             module, loader, self._loader = self._module, self._loader, None
             if loader is not None and module is not None:
                 loader.exec_module(module)
-                module.__class__ = ModuleType
+                module.__class__ = ModuleType  # type: ignore[assignment]  # it is one, and needs no more than that now
                 sys.meta_path.remove(self)
         return module is not None
 
