@@ -4,8 +4,9 @@
 
 Of each process: seconds from its begin to its end, processor time (user and system), and the most memory that was
 resident, mapped files included. Medians. One start of each, which is not counted, brings files into memory and fills
-caches. ``--gguf`` is the file that llama.cpp reads in place of a folder; ``make llamacpp`` builds it, in an environment
-of its own. Other processes disturb the seconds; processor time less.
+caches, Python's byte code among them, as an installed package has it. ``--gguf`` is the file that llama.cpp reads in
+place of a folder; ``make llamacpp`` builds it, in an environment of its own. Other processes disturb the seconds;
+processor time less.
 """
 
 from __future__ import annotations
@@ -65,9 +66,11 @@ def once(command: Sequence[str]) -> Cost:
     Raises:
         SystemExit: it failed.
     """
+    # Where Python keeps no byte code (a container's setting), modules of a source tree would be compiled each time.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile("w+") as said:
         began = time.perf_counter()
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environ)
         _, status, used = os.wait4(child.pid, 0)
         seconds = time.perf_counter() - began
         child.returncode = os.waitstatus_to_exitcode(status)

@@ -12,7 +12,7 @@ import torch
 from evener.contracts.quant import WeightPart, plain
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.huge_pages import Arena, HugePacking, available
+from evener_backend_cpu.huge_pages import Arena, HugePacking, available, begin_small
 
 CPU = torch.device("cpu")
 
@@ -56,3 +56,36 @@ def test_huge_pages_are_used_only_if_enabled_and_available(tmp_path: Path) -> No
         (tmp_path / "enabled").write_text(text)
         assert available(tmp_path / "enabled") is there
     assert not available(tmp_path / "nothing")
+
+
+def flags_at(address: int) -> set[str]:
+    """The kernel's flags of the mapping that holds ``address``."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return set(line.split()[1:])
+    raise AssertionError("no mapping holds it")
+
+
+@pytest.mark.skipif(not available(), reason="the system has no huge pages")
+def test_each_layers_state_begins_in_small_pages_and_goes_on_in_huge_ones() -> None:
+    pool = CpuDevice(0, {}).zeros(4 * 41_000_000).view(4, 1000, 41_000)
+    before = flags_at(pool.data_ptr() + (1 << 20))
+    for layer in pool:
+        begin_small(layer)
+    for layer in pool:
+        first = layer.data_ptr()
+        behind = -(-(first + (64 << 10)) // (2 << 20)) * (2 << 20)
+        assert all("nh" in flags_at(at) for at in (first + 4096, first + (64 << 10) - 1, behind - 1))
+        assert flags_at(behind) == before and flags_at(first + layer.nbytes - (2 << 20)) == before
+
+
+@pytest.mark.skipif(not available(), reason="the system has no huge pages")
+def test_memory_that_others_may_get_later_stays_as_it_is() -> None:
+    small = torch.zeros(1000, 5000, dtype=torch.uint8)  # less than any size that surely has a mapping of its own
+    begin_small(small)
+    assert "nh" not in flags_at(small.data_ptr() + 8192)

@@ -101,6 +101,23 @@ def test_every_declared_weight_is_filled_and_parts_are_stacked_in_order(write_fo
     assert all(weight.value is not None for weight in build.weights)
 
 
+def test_the_largest_matrix_is_read_before_the_others_in_their_order(write_folder: Write, config: Any) -> None:
+    untied = {**config, "vocab_size": 100, "tie_word_embeddings": False}
+    checkpoint = open_checkpoint(write_folder(tensors_of(untied), untied))
+    read: list[str] = []
+    tensor = checkpoint.tensor
+    checkpoint.tensor = lambda name: read.append(name) or tensor(name)  # type: ignore[func-returns-value,method-assign]
+    build = declare(checkpoint.config, headers=checkpoint.headers)
+    load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU)
+    declared = [name for item in build.weights for name in names_of(item)]
+    assert declared[-1] == "lm_head.weight" and read == ["lm_head.weight", *declared[:-1]]
+
+
+def names_of(item: Any) -> list[str]:
+    """The stored tensors of a declared weight, in order."""
+    return [part.name for part in item.parts] if isinstance(item, LinearWeight) else list(getattr(item, "sources", ()))
+
+
 def test_weights_that_need_no_conversion_stay_mapped_and_the_tied_head_is_the_embedding(
     write_folder: Write, config: Any
 ) -> None:

@@ -19,12 +19,32 @@ from evener.ops.reference.linear import PlainPacking
 _PAGE = 2 << 20
 #: Bytes reserved at a time. Only pages that are written take memory.
 _CHUNK = 64 << 20
+#: Bytes of a layer's state that have small pages at least: the blocks of a start and of a short context.
+_SMALL = 64 << 10
+#: Memory of this size has a mapping of its own: glibc's largest threshold is half of it.
+_OWN_MAPPING = 64 << 20
 _STATE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def available(state: Path = _STATE) -> bool:
     """Whether the system gives huge pages on request (madvise)."""
     return state.exists() and "[never]" not in state.read_text(encoding="ascii")
+
+
+def begin_small(storage: torch.Tensor) -> None:
+    """Give the front of one layer's state small pages, up to the first boundary of huge ones behind 64 KiB.
+
+    A start writes two blocks of each layer. In huge pages they would take 2 MiB a layer, and the time to clear them.
+
+    Args:
+        storage: uint8 [blocks, bytes], not written yet; a part of the pool.
+    """
+    begin, page = storage.data_ptr(), mmap.PAGESIZE
+    start, stop = -(-begin // page) * page, -(-(begin + _SMALL) // _PAGE) * _PAGE
+    own = storage.untyped_storage().nbytes() >= _OWN_MAPPING
+    if own and stop <= begin + storage.nbytes and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # Only advice: a system without huge pages refuses it, and needs none.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_NOHUGEPAGE)
 
 
 class Arena:

@@ -16,6 +16,7 @@ from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, 
 from evener.state_pages.elements import dequantize, quantize
 from evener_backend_cpu.arguments import optional, require, require_indices
 from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.huge_pages import begin_small
 from evener_backend_cpu.native_library import DTYPES, Geometry, Step
 from evener_backend_cpu.stored_packing import KINDS
 
@@ -159,11 +160,13 @@ class PagedState(AttentionProvider, QuantizedState):
         return spec.nbytes * block_size
 
     def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> PagedViews:
+        begin_small(storage)
         return PagedViews(storage, spec, block_size)
 
     def bind_scaled(
         self, storage: torch.Tensor, spec: StateSpec, block_size: int, scales: Sequence[torch.Tensor]
     ) -> PagedViews:
+        begin_small(storage)
         return PagedViews(storage, spec, block_size, scales)
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:

@@ -88,10 +88,7 @@ class Ledger:
         if places <= self._seen:
             return
         self._seen |= places
-        if places <= self._mapped:
-            self.bytes.mapped += nbytes
-        else:
-            self.bytes.allocated += nbytes
+        self.bytes += WeightBytes(mapped=nbytes) if places <= self._mapped else WeightBytes(allocated=nbytes)
 
 
 def _places(value: Any) -> Iterator[tuple[str, int]]:
@@ -116,7 +113,11 @@ class _Loader:
         self._ends: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def load(self, declared: Sequence[Declared]) -> WeightBytes:
-        counted = fill(declared, self._tensor, self._matrices, self._packings, self._device, self._ledger)
+        # The largest first, heads mostly: while one is packed the pages of its file are in memory beside it.
+        sizes = {id(item): item.rows * item.columns for item in declared if type(item) is LinearWeight}
+        most = max(sizes.values(), default=0)
+        order = sorted(declared, key=lambda item: sizes.get(id(item), 0) < most)
+        counted = fill(order, self._tensor, self._matrices, self._packings, self._device, self._ledger)
         wrong = dict.fromkeys(name for name, *ends in self._ends if not all(map(torch.isfinite, ends)))
         if problem := finding("NaN or infinite somewhere, as stored or in the dtype of this run", list(wrong)):
             raise CheckpointError(f"in {self._checkpoint.path}, {problem}; fetch or convert the model again")
@@ -136,8 +137,7 @@ class _Loader:
 
     def _convert(self, name: str, dtype: str, cut: Slice | None) -> torch.Tensor:
         """A tensor or a slice of it, on the device in ``dtype``; a name that several weights read is converted once."""
-        key = (name, dtype, cut)
-        if key in self._converted:
+        if (key := (name, dtype, cut)) in self._converted:
             return self._converted[key]
         stored = scheme_of(name, self._scheme, self._checkpoint.headers).part(name, self._checkpoint.headers)
         if stored is None or stored.format.plain:
@@ -161,8 +161,7 @@ class _Loader:
         return self._uploader.move(name, part.contiguous(), extent)
 
     def _tensor(self, item: Weight) -> torch.Tensor:
-        pieces = [self._convert(name, item.dtype, cut) for name, cut in item.pieces()]
-        return item.join(pieces)
+        return item.join([self._convert(name, item.dtype, cut) for name, cut in item.pieces()])
 
     def _part(self, part: WeightPart, cut: Slice | None, dtype: str) -> WeightPart:
         if part.format.plain:
