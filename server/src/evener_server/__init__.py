@@ -8,7 +8,6 @@ module                    content
 ``command``               ``evener serve``
 ``run_command``           ``evener run``; ``run_outputs``: the folder that it writes
 ``torch_libraries``       torch's libraries, loaded while modules are imported
-``torch_meta``            torch's kernels for tensors without data, left out of its import until they are needed
 ``collector``             when Python's garbage collector runs, during a start and at the end
 ``chat_command``          ``evener chat``
 ``chat_models``           what answers there: a model in this process, or a server

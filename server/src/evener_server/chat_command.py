@@ -23,7 +23,6 @@ from evener_server.chat_screen import MarkdownScreen, PlainScreen, Screen, witho
 from evener_server.collector import collector_paused, end_without_collection
 from evener_server.run_command import add_sampling_options, sampling_params_from
 from evener_server.torch_libraries import load_ahead
-from evener_server.torch_meta import meta_kernels_later
 
 HELP = (
     "/reset: new conversation; /system TEXT: set the system message (no TEXT: none); /exit: end; Ctrl-C: stop an answer"
@@ -74,7 +73,6 @@ def _command() -> Command:
 async def _local(command: Command, argv: list[str]) -> ChatModel:
     arguments, config = read_config(command, argv)
     load_ahead()
-    meta_kernels_later()
     params = sampling_params_from(arguments, config)
     set_up_logging(config.log)
     with collector_paused():

@@ -21,7 +21,6 @@ from evener.logs import set_up_logging
 from evener_server.collector import collector_paused, end_without_collection, not_looked_at
 from evener_server.run_outputs import open_outputs
 from evener_server.torch_libraries import load_ahead
-from evener_server.torch_meta import meta_kernels_later
 
 if TYPE_CHECKING:
     from evener.async_llm import AsyncLLM
@@ -41,7 +40,6 @@ def main(argv: list[str]) -> int:
     if arguments.prompt == "-":
         arguments.prompt = sys.stdin.read()
     load_ahead()
-    meta_kernels_later()
     # A wrong request is reported before the output folder is created and before weights are read.
     with collector_paused():
         params, chats = sampling_params_from(arguments, config), _uses_chat_template(config, arguments)
