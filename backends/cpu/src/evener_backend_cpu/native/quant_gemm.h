@@ -6,6 +6,7 @@
 
 #include "gemm.h"
 #include "quant_amx.h"
+#include "quant_brain.h"
 #include "quant_lanes.h"
 #include "quant_table.h"
 #include "stored_gemm.h"
@@ -126,16 +127,6 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
     }
   }
   for (int r = 0; r < R; r++) out[r] = f[r];
-}
-
-template <class T, class O>
-static __attribute__((noinline)) void put_rows(const v16* f, long rows, long skip, long count, const T* bias, O* y, long ldy, Rows out) {
-  for (long r = 0; r < rows; r++) {
-    O* to = y + out[r] * ldy;
-    if (count == LANES && !bias) store(to, f[r]);
-    else
-      for (long i = 0; i < count; i++) put(to + i, bias ? f[r][skip + i] + wide(bias[i]) : f[r][skip + i]);
-  }
 }
 
 template <class F, class T, class O, int R>
@@ -287,7 +278,13 @@ __attribute__((noinline)) void multiply(const Matrix& w, const T* x, const Quant
       stored_gemm<decltype(kind)::value, T, O>(*(const Stored*)s.data, x, M, from - s.first, to - s.first, K, b, at, ldy, in, out);
     });
     if (!stored) with_block_format(s.kind, [&](auto form) {
-      gemm_part<decltype(form), T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy, in, out, next);
+      using F = decltype(form);
+#ifdef EVENER_AMX
+      // A product that has no memory goes on below: its bits differ, as on a processor without tiles.
+      if constexpr (sizeof(T) == 2 && has_brain<F>())
+        if (brain_rows<F, O>((const char*)s.data, x, M, from - s.first, to - s.first, K, b, at, ldy, in, out, next)) return;
+#endif
+      gemm_part<F, T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy, in, out, next);
     });
   }
 }
