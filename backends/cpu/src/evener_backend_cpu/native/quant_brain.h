@@ -226,7 +226,7 @@ static __attribute__((noinline)) void brain_few(const char* tile, const bf16* x,
   finish();
 }
 
-// As ``gemm_part``; false without tiles, or memory.
+// As ``gemm_part``; false without tiles.
 template <class F, class O, class Index>
 static __attribute__((noinline)) bool brain_rows(const char* tiles, const bf16* x, long M, long n0, long n1, long K, const bf16* bias, O* y, long ldy,
                                                  Index in, Index out, Ahead* ahead) {
@@ -238,7 +238,11 @@ static __attribute__((noinline)) bool brain_rows(const char* tiles, const bf16* 
   if (most > M) most = M;
   const long size = F::tile_bytes(K), end = (n1 + LANES - 1) / LANES, kept_bytes = (most + 15) / 16 * 2048;
   char* base = (char*)room.reserve(4 * Brain<F>::tile + kept_bytes + (in.at ? most * K * 2 : 0));
-  if (!base) return false;
+  if (!base) {
+    for (long m = 0; m < M; m++)
+      for (long n = 0; n < n1 - n0; n++) put(y + out[m] * ldy + n, NAN);
+    return true;
+  }
   bf16 *pairs = (bf16*)base, *copy = (bf16*)(base + 4 * Brain<F>::tile + kept_bytes);
   v16* kept = (v16*)(base + 4 * Brain<F>::tile);
   for (long m0 = 0; m0 < M; m0 += most) {

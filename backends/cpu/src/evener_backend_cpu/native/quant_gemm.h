@@ -42,6 +42,22 @@ INLINE bool needs_integers(const Matrix& w) {
   return false;
 }
 
+// Whether a product with rows of T does. ``needs_integers`` says it for any rows.
+template <class T> INLINE bool takes_integers(const Matrix& w) {
+#ifdef EVENER_AMX
+  if (sizeof(T) == 2 && w.blocks && !tiles_error()) {
+    for (long i = 0; i < w.blocks->count; i++) {
+      const long kind = w.blocks->segments[i].kind;
+      bool integers = kind != PLAIN_PART && kind < STORED_E4M3;
+      with_block_format(kind, [&](auto form) { integers &= !has_brain<decltype(form)>(); });
+      if (integers) return true;
+    }
+    return false;
+  }
+#endif
+  return needs_integers(w);
+}
+
 // Rows as integers: x[m, c] = scale[m, c / 32] * q[m, c]; ``sum`` adds q over 16 columns.
 struct Quantized {
   int16_t* q;
@@ -178,6 +194,9 @@ __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, 
   long panel = 393216 / (columns * 2) & ~7L, size = F::tile_bytes(columns);
   Ahead own(Span{tiles + n0 / LANES * size, tiles + (n1 + LANES - 1) / LANES * size});
   if (!next) next = &own;
+  // Without memory a product of a table goes on below, with the same bits.
+  if constexpr (F::scales == TABLE)
+    if (M >= TABLE_LEAST && table_product<F, T, O>(tiles, x.q, x.scale, M, n0, n1, columns, bias, y, ldy, in, out, next)) return;
   if (panel < 32) panel = 32;
   for (long m0 = 0; m0 < M; m0 += panel) {
     long m1 = m0 + panel < M ? m0 + panel : M, first = m0;
@@ -280,7 +299,6 @@ __attribute__((noinline)) void multiply(const Matrix& w, const T* x, const Quant
     if (!stored) with_block_format(s.kind, [&](auto form) {
       using F = decltype(form);
 #ifdef EVENER_AMX
-      // A product that has no memory goes on below: its bits differ, as on a processor without tiles.
       if constexpr (sizeof(T) == 2 && has_brain<F>())
         if (brain_rows<F, O>((const char*)s.data, x, M, from - s.first, to - s.first, K, b, at, ldy, in, out, next)) return;
 #endif
