@@ -245,6 +245,8 @@ static __attribute__((noinline)) bool brain_rows(const char* tiles, const bf16* 
   }
   bf16 *pairs = (bf16*)base, *copy = (bf16*)(base + 4 * Brain<F>::tile + kept_bytes);
   v16* kept = (v16*)(base + 4 * Brain<F>::tile);
+  Ahead own(Span{tiles + n0 / LANES * size, tiles + end * size});
+  if (!ahead) ahead = &own;
   for (long m0 = 0; m0 < M; m0 += most) {
     const long rows = M - m0 < most ? M - m0 : most, sixteen = rows < 16 ? rows : 16;
     const bf16* from = in.at ? copy : x + in[m0] * K;
