@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             least, median = milliseconds(device, weights, rows, args.dtype, args.calls)
             row = {
                 "form": form, "size": args.size, "rows": rows, "dtype": args.dtype, "isa": args.isa,
-                "ms": round(least, 3), "median_ms": round(median, 3),
+                "ms": round(least, 5), "median_ms": round(median, 5),
                 "gflops": round(2 * rows * args.size**2 / least / 1e6, 1), "cpu": cpu_name(),
             }  # fmt: skip
             record(row, args.out)
