@@ -7,7 +7,7 @@
 #include "quant_table.h"
 
 #ifdef EVENER_AMX
-template <class F> constexpr bool has_brain() { return F::scales == FLOAT8 || F::scales == TABLE; }
+template <class F> constexpr bool has_brain() { return has_fp4(F::scales) || F::scales == TABLE; }
 
 // ``passes``: tiles of a unit, which are added up. ``units``: so many are summed before they are scaled. ``groups``: as many sums are kept together.
 // ``tile``: numbers in bfloat16 of the columns of one tile that are used together.
@@ -15,6 +15,8 @@ template <class F> struct Brain {
   static const int passes = F::scales == TABLE ? 2 : 1, groups = F::scales == TABLE ? 2 : 1;
   static const long units = F::scales == TABLE ? 2 : 8, step = units * groups, tile = step * passes * 512;
 };
+
+static const float ONES[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};  // scales where 256 columns share none
 
 // Both sets of 16 lanes in bfloat16, the first one in the lower halves; their lower halves hold nothing.
 INLINE __m512i brain_pairs(__m512 even, __m512 odd) {
@@ -45,24 +47,28 @@ INLINE void unpack_table(const char* scales, const BrainTable& table, bf16* to) 
     _mm512_store_si512(to + i * 32 + 512, _mm512_permutexvar_epi16(at, table.lower));
   }
 }
-static __attribute__((noinline)) void unpack_any_scales(const char* scales, bf16* to) {
+template <class F> static __attribute__((noinline)) void unpack_any_scales(const char* scales, bf16* to) {
   const __m512 twice = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
   for (int i = 0; i < 16; i++) {
-    __m512 s = (__m512)stored16<STORED_E4M3>((const uint8_t*)scales + i / 8 * 16);
-    __m512i word = _mm512_srl_epi32(_mm512_loadu_si512(scales + 32 + i / 4 * 64), _mm_cvtsi32_si128(4 * (i % 4)));
-    __m512 even = _mm512_mul_ps(_mm512_permutexvar_ps(word, twice), s), odd = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(word, 16), twice), s);
-    _mm512_store_si512(to + i * 32, brain_pairs(even, odd));
+    v16 s, t;
+    group_scales<F>(scales, i / 8 * F::groups / 2, splat(1.f), splat(0.f), s, t);
+    __m512i word = _mm512_srl_epi32(_mm512_loadu_si512(scales + F::scale_bytes + i / 4 * 64), _mm_cvtsi32_si128(4 * (i % 4)));
+    v16 even = (v16)_mm512_permutexvar_ps(word, twice) * s, odd = (v16)_mm512_permutexvar_ps(_mm512_srli_epi32(word, 16), twice) * s;
+    _mm512_store_si512(to + i * 32, brain_pairs((__m512)even, (__m512)odd));
   }
 }
 // Twice an E2M1 number is 0, or 2^k or 1.5 2^k, k up to 3. Of a scale s above 0 that is a normal number, the bits of s 2^k in bfloat16 are those of s
-// and k << 7, and 1.5 s has 64 to 84 more, as its last three bits say. A table has ``base`` and k << 7, with 127 in the bits for what 1.5 adds, and
-// 0 for zero; what ``base`` has more than the bits of s is taken away, but not from zero.
-INLINE void unpack_fp4(const char* scales, bf16* to) {
-  const int base = 0x4400, more = 0x3c00;  // the bits of s are those of its byte << 4, and ``more``
+// and k << 7, and 1.5 s has 64 to 84 more, as the last three bits of an E4M3 scale say; of a power of two 64. A table has ``base`` and k << 7, with 127
+// in the bits for what 1.5 adds, and 0 for zero; what ``base`` has more than the bits of s is taken away, but not from zero.
+template <class F> INLINE void unpack_fp4(const char* scales, bf16* to) {
+  const bool power = F::scales == POWER;
+  // The bits of s are those of its byte << ``by``, and ``more``; the byte is from ``least`` to ``most``.
+  const int base = power ? 0x7d00 : 0x4400, more = power ? -0x80 : 0x3c00, by = power ? 7 : 4, least = power ? 2 : 8, most = power ? 250 : 0x7e;
   auto two = [](int x) { return x | x << 16; };
-  const __m256i bytes = _mm256_loadu_si256((const __m256i*)scales);
-  if (_mm256_cmpgt_epu8_mask(_mm256_sub_epi8(bytes, _mm256_set1_epi8(8)), _mm256_set1_epi8(0x7e - 8))) return unpack_any_scales(scales, to);
-  const int16_t b = base, s = (int16_t)(base | 0x8000), half = 0x7f;
+  const __m256i bytes = power ? _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)scales)) : _mm256_loadu_si256((const __m256i*)scales);
+  const uint32_t other = _mm256_cmpgt_epu8_mask(_mm256_sub_epi8(bytes, _mm256_set1_epi8((char)least)), _mm256_set1_epi8((char)(most - least)));
+  if (power ? other & 0xffff : other) return unpack_any_scales<F>(scales, to);
+  const int16_t b = base, s = (int16_t)(base | 0x8000), half = power ? 64 : 127;
   alignas(64) static const int16_t codes[32] = {
       0, b, b + 128, b + 128 + half, b + 256, b + 256 + half, b + 384, b + 384 + half, 0, s, s + 128, s + 128 + half, s + 256, s + 256 + half, s + 384, s + 384 + half,
       0, b, b + 128, b + 128 + half, b + 256, b + 256 + half, b + 384, b + 384 + half, 0, s, s + 128, s + 128 + half, s + 256, s + 256 + half, s + 384, s + 384 + half};
@@ -72,20 +78,20 @@ INLINE void unpack_fp4(const char* scales, bf16* to) {
   const __m512i spread = _mm512_set_epi32(two(0x800f), two(0x800e), two(0x800d), two(0x800c), two(0x800b), two(0x800a), two(0x8009), two(0x8008), two(0x8007),
                                           two(0x8006), two(0x8005), two(0x8004), two(0x8003), two(0x8002), two(0x8001), two(0x8000));
 #pragma GCC unroll 2
-  for (int g = 0; g < 2; g++) {
+  for (int g = 0; g < F::groups; g++) {
     __m512i byte = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)scales + g)), spread);  // in both halves
-    __m512i keep = _mm512_permutexvar_epi32(byte, halves), away = _mm512_sub_epi16(_mm512_set1_epi16(base - more), _mm512_slli_epi16(byte, 4));
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-      __m512i at = _mm512_srli_epi16(_mm512_loadu_si512(scales + 32 + (g * 2 + i / 4) * 64), 4 * (i % 4));
-      __m512i found = _mm512_and_si512(_mm512_permutexvar_epi16(at, table), keep);
-      _mm512_store_si512(to + (g * 8 + i) * 32, _mm512_subs_epu16(found, away));
+    __m512i keep = _mm512_permutexvar_epi32(byte, halves), away = _mm512_sub_epi16(_mm512_set1_epi16(base - more), _mm512_slli_epi16(byte, by));
+#pragma GCC unroll 16
+    for (int i = g * 16 / F::groups; i < (g + 1) * 16 / F::groups; i++) {
+      __m512i found = _mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(scales + F::scale_bytes + i / 4 * 64), 4 * (i % 4)), table);
+      if (!power) found = _mm512_and_si512(found, keep);
+      _mm512_store_si512(to + i * 32, _mm512_subs_epu16(found, away));
     }
   }
 }
 template <class F> INLINE void unpack_brain(const char* scales, const BrainTable& table, bf16* to) {
   if constexpr (F::scales == TABLE) unpack_table(scales, table, to);
-  else unpack_fp4(scales, to);
+  else unpack_fp4<F>(scales, to);
 }
 
 // sums[a][w] = 16 rows of x from x[a] on by tile w of weights, over some units of x and of ``pairs``.
@@ -147,7 +153,7 @@ template <class F, int W> struct BrainSums {
     finish();
     some = (units + Brain<F>::units - 1) / Brain<F>::units;
     for (int g = 0; g < groups; g++)
-      for (int w = 0; w < W; w++) scale[g][w] = head[w] + (F::scales == TABLE ? 64 + (u % 8 / 2 + g) * 64 : 0);
+      for (int w = 0; w < W; w++) scale[g][w] = !F::head_bytes ? (const char*)ONES : head[w] + (F::scales == TABLE ? 64 + (u % 8 / 2 + g) * 64 : 0);
     kept = to, tiles = A * W, at ^= 1;
   }
 };
@@ -189,7 +195,7 @@ static __attribute__((noinline)) void brain_few(const char* tile, const bf16* x,
   const bf16* second = x + (rows - sixteen) * K;
   alignas(64) float sums[2][A * 256];
   BrainTable table;
-  v16 d = splat(0.f);
+  v16 d = load(ONES);
   long at = 0;
   for (long r = 0; r < A * 16; r++) kept[r] = splat(0.f);
   auto finish = [&] {
