@@ -1,7 +1,7 @@
-// Products of bfloat16 rows with four-bit numbers of a table, with AMX. 256 columns of two tiles of weights become bfloat16 at a time and stay in
-// the first cache for many rows of x. An E2M1 number of NVFP4 times its E4M3 scale has six significant bits at most, so nothing is rounded. A
-// float32 number of a table is the sum of two of bfloat16 to 2^-17 of itself, and takes two products. A sum takes the same products in the same
-// order for any number of rows of x.
+// Products of bfloat16 rows with four-bit floats and with four-bit numbers of a table, with AMX. 256 columns of two tiles of weights become bfloat16
+// at a time and stay in the first cache for many rows of x, which are not rounded. An E2M1 number times its E4M3 scale has six significant bits at
+// most, and two with a power of two (MXFP4), so nothing is rounded there either. A float32 number of a table is the sum of two of bfloat16 to 2^-17
+// of itself, and takes two products. A sum takes the same products in the same order for any number of rows of x.
 #pragma once
 #include "amx.h"
 #include "quant_table.h"
@@ -65,21 +65,23 @@ template <class F> INLINE void unpack_fp4(const char* scales, bf16* to) {
   // The bits of s are those of its byte << ``by``, and ``more``; the byte is from ``least`` to ``most``.
   const int base = power ? 0x7d00 : 0x4400, more = power ? -0x80 : 0x3c00, by = power ? 7 : 4, least = power ? 2 : 8, most = power ? 250 : 0x7e;
   auto two = [](int x) { return x | x << 16; };
-  const __m256i bytes = power ? _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)scales)) : _mm256_loadu_si256((const __m256i*)scales);
+  const __m128i* from = (const __m128i*)scales;
+  const __m256i bytes = power ? _mm256_castsi128_si256(_mm_loadu_si128(from)) : _mm256_loadu_si256((const __m256i*)from);
   const uint32_t other = _mm256_cmpgt_epu8_mask(_mm256_sub_epi8(bytes, _mm256_set1_epi8((char)least)), _mm256_set1_epi8((char)(most - least)));
   if (power ? other & 0xffff : other) return unpack_any_scales<F>(scales, to);
   const int16_t b = base, s = (int16_t)(base | 0x8000), half = power ? 64 : 127;
-  alignas(64) static const int16_t codes[32] = {
-      0, b, b + 128, b + 128 + half, b + 256, b + 256 + half, b + 384, b + 384 + half, 0, s, s + 128, s + 128 + half, s + 256, s + 256 + half, s + 384, s + 384 + half,
-      0, b, b + 128, b + 128 + half, b + 256, b + 256 + half, b + 384, b + 384 + half, 0, s, s + 128, s + 128 + half, s + 256, s + 256 + half, s + 384, s + 384 + half};
+#define EIGHT(s) 0, s, s + 128, s + 128 + half, s + 256, s + 256 + half, s + 384, s + 384 + half
+  alignas(64) static const int16_t codes[32] = {EIGHT(b), EIGHT(s), EIGHT(b), EIGHT(s)};  // twice, as in ``BrainTable``
+#undef EIGHT
   auto kept = [&](int added) { return two(0xff80 | added); };
   const __m512i table = _mm512_load_si512(codes);
   const __m512i halves = _mm512_broadcast_i32x8(_mm256_setr_epi32(kept(64), kept(72), kept(80), kept(84), kept(80), kept(76), kept(72), kept(68)));
-  const __m512i spread = _mm512_set_epi32(two(0x800f), two(0x800e), two(0x800d), two(0x800c), two(0x800b), two(0x800a), two(0x8009), two(0x8008), two(0x8007),
-                                          two(0x8006), two(0x8005), two(0x8004), two(0x8003), two(0x8002), two(0x8001), two(0x8000));
+  // Byte i of each sixteen into both halves of lane i, above it a zero.
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i spread = _mm512_or_si512(_mm512_or_si512(lane, _mm512_slli_epi32(lane, 16)), _mm512_set1_epi16((short)0x8000));
 #pragma GCC unroll 2
   for (int g = 0; g < F::groups; g++) {
-    __m512i byte = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)scales + g)), spread);  // in both halves
+    __m512i byte = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(from + g)), spread);
     __m512i keep = _mm512_permutexvar_epi32(byte, halves), away = _mm512_sub_epi16(_mm512_set1_epi16(base - more), _mm512_slli_epi16(byte, by));
 #pragma GCC unroll 16
     for (int i = g * 16 / F::groups; i < (g + 1) * 16 / F::groups; i++) {
@@ -153,7 +155,8 @@ template <class F, int W> struct BrainSums {
     finish();
     some = (units + Brain<F>::units - 1) / Brain<F>::units;
     for (int g = 0; g < groups; g++)
-      for (int w = 0; w < W; w++) scale[g][w] = !F::head_bytes ? (const char*)ONES : head[w] + (F::scales == TABLE ? 64 + (u % 8 / 2 + g) * 64 : 0);
+      for (int w = 0; w < W; w++)
+        scale[g][w] = !F::head_bytes ? (const char*)ONES : head[w] + (F::scales == TABLE ? 64 + (u % 8 / 2 + g) * 64 : 0);
     kept = to, tiles = A * W, at ^= 1;
   }
 };
@@ -162,7 +165,8 @@ template <class F, int W> struct BrainSums {
 // were not used before.
 template <class F, int W>
 static __attribute__((noinline)) void brain_tiles(const char* tile, const bf16* x, long rows, long K, bf16* pairs, v16* kept, bool first) {
-  const long each = F::quant_bytes + F::scale_bytes + F::head_bytes / 8, sixteens = (rows + 15) / 16, units = K / UNIT, size = F::tile_bytes(K), last = rows < 16 ? 0 : rows - 16;
+  const long each = F::quant_bytes + F::scale_bytes + F::head_bytes / 8, sixteens = (rows + 15) / 16, units = K / UNIT;
+  const long size = F::tile_bytes(K), last = rows < 16 ? 0 : rows - 16;
   BrainSums<F, W> sums(rows < 16 ? rows : 16);
   BrainTable table;
   for (long i = 0; i < sixteens * W * 16; i++) kept[i] = splat(0.f);
