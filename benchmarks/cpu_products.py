@@ -11,10 +11,12 @@ the same core doubles a time, and the least of many calls is the one that was al
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 import after_stdlib  # noqa: F401
@@ -46,9 +48,11 @@ def main(argv: Sequence[str]) -> int:
         for rows in (int(each) for each in args.rows.split(",")):
             least, median = milliseconds(device, weights, rows, args.dtype, args.calls)
             row = {
+                "device": cpu_name(), "date": str(date.today()), "model": f"one product of {args.size} x {args.size}",
+                "command": f"python benchmarks/cpu_products.py {shlex.join(argv)}".strip(),
                 "form": form, "size": args.size, "rows": rows, "dtype": args.dtype, "isa": args.isa,
                 "ms": round(least, 5), "median_ms": round(median, 5),
-                "gflops": round(2 * rows * args.size**2 / least / 1e6, 1), "cpu": cpu_name(),
+                "gflops": round(2 * rows * args.size**2 / least / 1e6, 1),
             }  # fmt: skip
             record(row, args.out)
     return 0
