@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import cold_start
+import cpu_products
 import cpu_start
 import draft_costs
 import gpu_check
@@ -652,6 +653,20 @@ def test_a_model_larger_than_the_device_is_timed(tmp_path: Path, monkeypatch: py
         assert row["step_ms"] > 0 and row["moved_ms"] > 0 and row["cap_gb"] == 0.02
     assert host["step_host_share"] > 0 and host["counted_a_step"]["host_expert_read_bytes"] > 0
     assert resident["counted_a_step"]["expert_hits"] > 0
+
+
+def test_products_of_the_processor_are_timed_in_each_form(tmp_path: Path) -> None:
+    out = tmp_path / "products.jsonl"
+    words = ["--size", "256", "--rows", "1,5", "--calls", "2", "--out", str(out)]
+    assert cpu_products.main(["--forms", "nvfp4,nf4,q4_k,plain", *words]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["form"], row["rows"]) for row in rows] == [
+        (form, rows) for form in ("nvfp4", "nf4", "q4_k", "plain") for rows in (1, 5)]  # fmt: skip
+    for row in rows:
+        assert 0 < row["ms"] <= row["median_ms"]
+        assert row["gflops"] == pytest.approx(2 * row["rows"] * 256**2 / row["ms"] / 1e6, rel=0.2)
+    with pytest.raises(SystemExit, match="unknown forms: nvfp5; known are plain, nvfp4, "):
+        cpu_products.main(["--forms", "nvfp5", *words])
 
 
 def test_experts_of_the_host_are_timed_beside_the_speed_of_its_memory(

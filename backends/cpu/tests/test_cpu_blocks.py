@@ -185,25 +185,29 @@ def test_rows_are_bitwise_invariant_to_batch_and_thread_count(device: CpuDevice,
     check_invariance(device, partial(multiply, device, packed), x, (1, 2, 5, 16, 130))
 
 
-@pytest.mark.parametrize("storage", ["q4_0", "q4_1", "q4_k"])
+@pytest.mark.parametrize("storage", ["q4_0", "q4_1", "q4_k", MXFP4.storage])
 def test_few_rows_have_the_bits_of_single_ones_though_tiles_compute_them(device: CpuDevice, storage: str) -> None:
     """Tiles of four-bit quants take more than 8 rows; up to 8 after whole sixteens are left to other code."""
     columns = 512 if storage == "q4_k" else 608
     packed = device.blocks.pack([part(storage, 50, columns)], "bfloat16", torch.device("cpu"))
     x = rows_of(36, columns, "bfloat16")
     single = torch.cat([multiply(device, packed, row[None]) for row in x])
-    for count in (3, 8, 9, 12, 13, 19, 28, 36):
+    for count in (3, 8, 9, 12, 13, 19, 28, 36):  # those in floats take other code from 17 and from 33 rows on
         assert torch.equal(multiply(device, packed, x[:count]), single[:count]), count
 
 
-def test_mxfp4_scales_cover_every_power_of_two(device: CpuDevice) -> None:
+@pytest.mark.parametrize(("dtype", "tokens"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 20), ("bfloat16", 40)])
+def test_mxfp4_scales_cover_every_power_of_two(device: CpuDevice, dtype: str, tokens: int) -> None:
     scale = torch.arange(256, dtype=torch.uint8)[:, None]
     weight = torch.full((256, 1, 16), 0x52, dtype=torch.uint8)  # 1, 3, 1, 3, …
     stored = WeightPart("x", 256, 32, MXFP4, {"weight": weight, "scale": scale})
-    packed = device.blocks.pack([stored], "float32", torch.device("cpu"))
-    got = multiply(device, packed, torch.ones(1, 32) * 2.0**-6)[0]  # a sum of 64 / 64
-    assert got[255].isnan() and (got[:40] < 2.0**-86).all()  # below that, factors of two products are no normal numbers
-    torch.testing.assert_close(got[40:255], 2.0 ** (torch.arange(40.0, 255.0) - 127), rtol=1e-4, atol=0)
+    packed = device.blocks.pack([stored], dtype, torch.device("cpu"))
+    x = torch.full((tokens, 32), 2.0**-6, dtype=getattr(torch, dtype))  # a sum of 64 / 64
+    for got in multiply(device, packed, x, out="float32"):
+        # Below 40, factors of two products are no normal numbers. 3 times the largest scale is infinite in bfloat16.
+        assert got[255].isnan() and (got[:40] < 2.0**-86).all()
+        last = 255 if dtype == "float32" else 254
+        torch.testing.assert_close(got[40:last], 2.0 ** (torch.arange(40.0, last) - 127), rtol=1e-4, atol=0)
 
 
 def test_nan_inputs_stay_nan(device: CpuDevice) -> None:

@@ -2,7 +2,8 @@
 reading of the formats says.
 
 Tolerance as for other blocks: activations are rounded to 16-bit integers with a scale for 32 columns, an error below
-1e-4 of the lengths of the rows that are multiplied.
+1e-4 of the lengths of the rows that are multiplied. With AMX, rows in bfloat16 are not rounded, and a table's numbers
+to 2⁻¹⁷.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def test_a_product_matches_the_dequantized_product(device: CpuDevice, form: str,
     for rows, columns in ((1, 128), (16, 256), (37, 384), (150, 640)):
         one = part(FORMS[form], rows, columns, seed=rows)
         packed, values = pack(device, one, dtype=dtype), reference_dequantize(one).double()
-        for tokens in (0, 1, 2, 5, 19):
+        for tokens in (0, 1, 2, 5, 19, 33, 70):
             x = rows_of(tokens, columns, dtype)
             for out in {dtype, "float32"}:
                 got = multiply(device, packed, x, out=out)
@@ -68,32 +69,59 @@ def test_a_product_matches_the_dequantized_product(device: CpuDevice, form: str,
                     assert distance(got, x, values) < CLOSE[out]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [32, 96, 288])
-def test_columns_of_floats_may_be_any_multiple_of_32(device: CpuDevice, columns: int) -> None:
-    one, x = part(NVFP4, 19, columns), rows_of(5, columns, "float32")
-    assert distance(multiply(device, pack(device, one), x), x, reference_dequantize(one).double()) < 1e-4
+def test_columns_of_floats_may_be_any_multiple_of_32(device: CpuDevice, columns: int, dtype: str) -> None:
+    one = part(NVFP4, 19, columns)
+    packed, values = pack(device, one, dtype=dtype), reference_dequantize(one).double()
+    for tokens in (5, 20, 40):
+        x = rows_of(tokens, columns, dtype)
+        assert distance(multiply(device, packed, x, out="float32"), x, values) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_number_and_scale_is_kept(device: CpuDevice, form: str) -> None:
+def test_every_number_and_scale_is_kept(device: CpuDevice, form: str, dtype: str) -> None:
     """Rows of the identity read one column at a time, so nothing is added up: what is left are a few roundings of
-    products of scales in float32."""
+    products of scales in float32. With AMX a number of a table is the sum of two in bfloat16."""
     one = part(FORMS[form], 48, 640)
-    got = multiply(device, pack(device, one), torch.eye(640), out="float32")
+    x = torch.eye(640, dtype=getattr(torch, dtype))
+    got = multiply(device, pack(device, one, dtype=dtype), x, out="float32")
     want = reference_dequantize(one).T
-    assert torch.allclose(got, want, rtol=3e-7, atol=3e-7 * float(want.abs().max()))
+    small = 3e-7 if dtype == "float32" or form == "nvfp4" else 2.0**-17
+    assert torch.allclose(got, want, rtol=small, atol=3e-7 * float(want.abs().max()))
 
 
-def test_all_scales_of_eight_bits_and_signs_are_read(device: CpuDevice) -> None:
+@pytest.mark.parametrize("tokens", [1, 20, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_scales_of_eight_bits_and_signs_are_read(device: CpuDevice, dtype: str, tokens: int) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     scale = codes.view(torch.float8_e4m3fn)[:, None].expand(256, 2).contiguous()
     tensors = {"weight": torch.full((256, 16), 0xA2, dtype=torch.uint8), "scale": scale, "factor": torch.tensor(0.125)}
     one = WeightPart("w", 256, 32, NVFP4, tensors)  # 1, -1, 1, -1, …
-    x = torch.zeros(1, 32)
-    x[0, 30] = 1.0
-    got, want = multiply(device, pack(device, one), x)[0], scale[:, 0].float() * 0.125
-    assert torch.allclose(got, want, rtol=3e-7, atol=0, equal_nan=True)
-    assert got.isnan().nonzero().flatten().tolist() == [127, 255]
+    x = torch.zeros(tokens, 32, dtype=getattr(torch, dtype))
+    x[:, 30] = 1.0
+    want = scale[:, 0].float() * 0.125
+    for got in multiply(device, pack(device, one, dtype=dtype), x, out="float32"):
+        assert torch.allclose(got, want, rtol=3e-7, atol=0, equal_nan=True)
+        assert got.isnan().nonzero().flatten().tolist() == [127, 255]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_four_bit_float_times_every_scale(device: CpuDevice, dtype: str) -> None:
+    """Rows are sorted so that most tiles have positive normal scales only, which have a way of their own with AMX, and
+    others have all kinds."""
+    usual, rest = torch.arange(8, 127), torch.tensor([*range(8), *range(128, 255)])
+    codes = torch.cat((usual, rest)).to(torch.uint8)
+    scale = torch.stack((codes, codes.flip(0)), dim=1)
+    scale[:112, 1] = codes[:112].flip(0)
+    numbers = torch.arange(0, 16, 2) * 17 + 16  # both of a byte: 0 and 1, 2 and 3, …
+    weight = numbers.to(torch.uint8).repeat(len(codes), 2)
+    tensors = {"weight": weight, "scale": scale.view(torch.float8_e4m3fn), "factor": torch.tensor(1.0)}
+    one = WeightPart("w", len(codes), 32, NVFP4, tensors)
+    x = torch.eye(32, dtype=getattr(torch, dtype))
+    got = multiply(device, pack(device, one, dtype=dtype), x, out="float32")
+    assert torch.allclose(got, reference_dequantize(one).T, rtol=3e-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,29 +144,32 @@ def test_parts_of_one_layer_may_differ_in_their_format_table_and_factor(device: 
     assert distance(got, x, torch.cat([reference_dequantize(p).double() for p in parts])) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_are_bitwise_invariant_to_batch_and_thread_count(device: CpuDevice, form: str) -> None:
-    one, x = part(FORMS[form], 30, 1024), rows_of(107, 1024, "float32")
-    check_invariance(device, partial(multiply, device, pack(device, one)), x, (1, 2, 3, 4, 5, 16))
+def test_rows_are_bitwise_invariant_to_batch_and_thread_count(device: CpuDevice, form: str, dtype: str) -> None:
+    one, x = part(FORMS[form], 30, 1024), rows_of(530, 1024, dtype)
+    counts = (1, 2, 3, 4, 5, 8, 13, 16, 17, 31, 32, 33, 48, 107)
+    check_invariance(device, partial(multiply, device, pack(device, one, dtype=dtype)), x, counts)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
-def test_stacked_experts_stay_packed(device: CpuDevice, form: str) -> None:
+def test_stacked_experts_stay_packed(device: CpuDevice, form: str, dtype: str) -> None:
     experts = [part(FORMS[form], 48, 256, seed=seed) for seed in range(4)]
-    stack = device.blocks.pack_stack(([each] for each in experts), 4, "float32", CPU)
-    assert stack.nbytes == 4 * device.blocks.nbytes([replace(experts[0], tensors={})], "float32")
-    static = {"rows": 48, "columns": 256, "experts": 4, "dtype": "float32"}
+    stack = device.blocks.pack_stack(([each] for each in experts), 4, dtype, CPU)
+    assert stack.nbytes == 4 * device.blocks.nbytes([replace(experts[0], tensors={})], dtype)
+    static = {"rows": 48, "columns": 256, "experts": 4, "dtype": dtype}
     kernel = NativeGroupedLinear(device)
     call = OpCall("grouped_linear", static, Bucket(1, 512), device.capabilities, {"weight": stack.layout})
     assert kernel.supports(call) is None
-    x, slots = rows_of(9, 256, "float32"), torch.arange(18, dtype=torch.int32).view(9, 2) % 4
-    got = kernel.build(call)(x, stack, slots, None)
-    assert isinstance(got, torch.Tensor)
-    values = [reference_dequantize(each).double() for each in experts]
-    for token in range(9):
-        for place in range(2):
-            one = values[int(slots[token, place])]
-            assert distance(got[token, place][None], x[token][None], one) < 1e-4
+    run, values = kernel.build(call), [reference_dequantize(each).double() for each in experts]
+    for tokens in (9, 75):  # the latter with more than 32 for an expert
+        x, slots = rows_of(tokens, 256, dtype), torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2) % 4
+        got = run(x, stack, slots, None)
+        assert isinstance(got, torch.Tensor)
+        for slot in range(4):
+            at = (slots == slot).nonzero()
+            assert distance(got[at[:, 0], at[:, 1]], x[at[:, 0]], values[slot]) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("form", FORMS)

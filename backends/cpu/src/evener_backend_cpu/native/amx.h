@@ -40,13 +40,13 @@ class Tiles {
   };
 
  public:
-  // Registers 0 to 3: sums, 16 rows for ``columns`` columns; 4 and 5: the left operand; 6 and 7: the right one, 16 pairs of ``columns``.
-  // 4 and 5 have ``left`` bytes in a row, 6 and 7 ``right`` rows.
-  explicit Tiles(long columns, long left = 64, long right = 16) {
+  // Registers 0 to 3: sums, ``rows`` rows for ``columns`` columns; 4 and 5: the left operand, as many rows; 6 and 7: the right one, 16 pairs of
+  // ``columns``. 4 and 5 have ``left`` bytes in a row, 6 and 7 ``right`` rows.
+  explicit Tiles(long columns, long left = 64, long right = 16, long rows = 16) {
     Config c{};
     c.palette = 1;
     for (int i = 0; i < 8; i++) {
-      c.rows[i] = (uint8_t)(i > 5 ? right : 16);
+      c.rows[i] = (uint8_t)(i > 5 ? right : rows);
       c.bytes[i] = (uint16_t)(i == 4 || i == 5 ? left : 4 * columns);
     }
     asm volatile("ldtilecfg %0" ::"m"(c));

@@ -67,7 +67,7 @@ INLINE Quantized quantized(const T* x, long M, long K, char* shared, char* mine,
 // The same, if the matrix needs integers.
 template <class T>
 INLINE Quantized quantized(const Matrix& w, const T* x, long M, long K, char* shared, char* mine, Barrier& barrier, long tid, long threads) {
-  return needs_integers(w) ? quantized(x, M, K, shared, mine, barrier, tid, threads) : Quantized{};
+  return takes_integers<T>(w) ? quantized(x, M, K, shared, mine, barrier, tid, threads) : Quantized{};
 }
 
 struct Norm {

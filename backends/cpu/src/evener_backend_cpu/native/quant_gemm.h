@@ -6,6 +6,7 @@
 
 #include "gemm.h"
 #include "quant_amx.h"
+#include "quant_brain.h"
 #include "quant_lanes.h"
 #include "quant_table.h"
 #include "stored_gemm.h"
@@ -39,6 +40,22 @@ INLINE bool needs_integers(const Matrix& w) {
   for (long i = 0; w.blocks && i < w.blocks->count; i++)
     if (w.blocks->segments[i].kind != PLAIN_PART && w.blocks->segments[i].kind < STORED_E4M3) return true;
   return false;
+}
+
+// Whether a product with rows of T does. ``needs_integers`` says it for any rows.
+template <class T> INLINE bool takes_integers(const Matrix& w) {
+#ifdef EVENER_AMX
+  if (sizeof(T) == 2 && w.blocks && !tiles_error()) {
+    for (long i = 0; i < w.blocks->count; i++) {
+      const long kind = w.blocks->segments[i].kind;
+      bool integers = kind != PLAIN_PART && kind < STORED_E4M3;
+      with_block_format(kind, [&](auto form) { integers &= !has_brain<decltype(form)>(); });
+      if (integers) return true;
+    }
+    return false;
+  }
+#endif
+  return needs_integers(w);
 }
 
 // Rows as integers: x[m, c] = scale[m, c / 32] * q[m, c]; ``sum`` adds q over 16 columns.
@@ -128,16 +145,6 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
   for (int r = 0; r < R; r++) out[r] = f[r];
 }
 
-template <class T, class O>
-static __attribute__((noinline)) void put_rows(const v16* f, long rows, long skip, long count, const T* bias, O* y, long ldy, Rows out) {
-  for (long r = 0; r < rows; r++) {
-    O* to = y + out[r] * ldy;
-    if (count == LANES && !bias) store(to, f[r]);
-    else
-      for (long i = 0; i < count; i++) put(to + i, bias ? f[r][skip + i] + wide(bias[i]) : f[r][skip + i]);
-  }
-}
-
 template <class F, class T, class O, int R>
 INLINE void put_quant(const char* tile, const Quantized& x, Rows in, long columns, long skip, long count, const T* bias, O* y, long ldy, Rows out,
                       Ahead* ahead) {
@@ -187,6 +194,9 @@ __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, 
   long panel = 393216 / (columns * 2) & ~7L, size = F::tile_bytes(columns);
   Ahead own(Span{tiles + n0 / LANES * size, tiles + (n1 + LANES - 1) / LANES * size});
   if (!next) next = &own;
+  // Without memory a product of a table goes on below, with the same bits.
+  if constexpr (F::scales == TABLE)
+    if (M >= TABLE_LEAST && table_product<F, T, O>(tiles, x.q, x.scale, M, n0, n1, columns, bias, y, ldy, in, out, next)) return;
   if (panel < 32) panel = 32;
   for (long m0 = 0; m0 < M; m0 += panel) {
     long m1 = m0 + panel < M ? m0 + panel : M, first = m0;
@@ -287,7 +297,12 @@ __attribute__((noinline)) void multiply(const Matrix& w, const T* x, const Quant
       stored_gemm<decltype(kind)::value, T, O>(*(const Stored*)s.data, x, M, from - s.first, to - s.first, K, b, at, ldy, in, out);
     });
     if (!stored) with_block_format(s.kind, [&](auto form) {
-      gemm_part<decltype(form), T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy, in, out, next);
+      using F = decltype(form);
+#ifdef EVENER_AMX
+      if constexpr (sizeof(T) == 2 && has_brain<F>())
+        if (brain_rows<F, O>((const char*)s.data, x, M, from - s.first, to - s.first, K, b, at, ldy, in, out, next)) return;
+#endif
+      gemm_part<F, T, O>((const char*)s.data, q, M, from - s.first, to - s.first, K, b, at, ldy, in, out, next);
     });
   }
 }

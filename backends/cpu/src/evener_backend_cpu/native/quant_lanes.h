@@ -190,3 +190,14 @@ template <class F> INLINE void group_scales(const char* scales, int g, v16 d, v1
   if (F::scales == ZERO_BRAIN) s = load((const bf16*)scales);
   if (has_zero(F::scales)) t = -s * bytes16<int8_t>(scales + 32);
 }
+
+// Sums of ``rows`` rows, a tile's lanes from ``skip`` on; ``bias`` and ``y`` point to the first of them.
+template <class T, class O>
+static __attribute__((noinline)) void put_rows(const v16* f, long rows, long skip, long count, const T* bias, O* y, long ldy, Rows out) {
+  for (long r = 0; r < rows; r++) {
+    O* to = y + out[r] * ldy;
+    if (count == LANES && !bias) store(to, f[r]);
+    else
+      for (long i = 0; i < count; i++) put(to + i, bias ? f[r][skip + i] + wide(bias[i]) : f[r][skip + i]);
+  }
+}
