@@ -67,12 +67,12 @@ class Api:
     def get(self, path: str, **settings: Any) -> httpx.Response:
         return self.request("GET", path, **settings)
 
-    def chat(self, **fields: Any) -> httpx.Response:
+    def chat(self, /, **fields: Any) -> httpx.Response:
         """A chat that says "hi"; ``fields`` added or, if they are ``...``, left out."""
         body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **fields}
         return self.post("/v1/chat/completions", {k: v for k, v in body.items() if v is not ...})
 
-    def complete(self, **fields: Any) -> httpx.Response:
+    def complete(self, /, **fields: Any) -> httpx.Response:
         """A completion of "hello"; ``fields`` as in ``chat``."""
         body = {"model": "fake", "prompt": "hello", "max_tokens": 4, **fields}
         return self.post("/v1/completions", {k: v for k, v in body.items() if v is not ...})
