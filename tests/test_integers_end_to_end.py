@@ -106,13 +106,15 @@ def nf4(name: str, shape: Any) -> Stored:
     return tensors, (table[codes] * absmax.repeat_interleave(64)).reshape(rows, columns)
 
 
+FLOATS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 KINDS: dict[str, tuple[Callable[[str, Any], Stored], dict[str, Any]]] = {
     "gptq 4": gptq(4, True, False, "gptq"), "gptq 4 act": gptq(4, False, True, "gptq"),
     "gptq 3 act": gptq(3, True, True, "gptq_v2"), "gptq 8": gptq(8, False, False, "gptq"),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
     "packed 4": packed(4, True, False), "packed 4 act": packed(4, False, True), "packed 8": packed(8, False, False),
     "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
-    "nvfp4 packed": (nvfp4_packed, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
+    "nvfp4 packed": (nvfp4_packed, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+                                    "config_groups": {"group_0": {"targets": ["Linear"], "weights": FLOATS}}}),
     "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }  # fmt: skip
 #: Sizes that two ranks can cut in blocks of 64 columns.
