@@ -7,8 +7,6 @@ is rounded, so no format has a tolerance of its own.
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,7 @@ import gguf
 import numpy
 import pytest
 import torch
+from packed_blocks import portable_device
 from row_invariance import check_invariance
 
 from evener.backend.native_code import Unavailable
@@ -26,7 +25,7 @@ from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import BLOCKS, MXFP4, PackedWeight, WeightPart, block_format, plain
 from evener_backend_cpu.block_packing import FORMATS, KINDS, LANES, LAYOUT, BlockPacking, tile_bytes
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.native_library import SOURCES, Native
+from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.primitives import NativeEmbedding, NativeLinear
 
 DTYPES = ["float32", "bfloat16"]
@@ -248,13 +247,7 @@ def test_refusals_name_the_reason(device: CpuDevice) -> None:
 
 @pytest.mark.slow
 def test_without_vector_instructions_the_results_are_the_same(device: CpuDevice, tmp_path: Path) -> None:
-    made = tmp_path / "portable.so"
-    # Nothing here is large: to optimize takes ten times as long as all the rest.
-    command = ["g++", "-O0", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w", "-DEVENER_PORTABLE"]
-    subprocess.run([*command, str(SOURCES / "kernels.cpp"), "-o", str(made)], check=True, timeout=300)
-    other = CpuDevice(0, {})
-    other._native = Native(made)
-    assert ctypes.CDLL(str(made))
+    other = portable_device(tmp_path)
     for storage in STORAGES:
         weight = part(storage, 37, 512)
         x = rows_of(5, 512, "float32")

@@ -12,11 +12,12 @@ from functools import partial
 
 import pytest
 import torch
+from packed_blocks import pack
 from row_invariance import check_invariance
 from test_cpu_stored import CPU, DTYPES, distance, multiply, rows_of
 
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import PackedWeight, QuantFormat, WeightPart, plain
+from evener.contracts.quant import QuantFormat, WeightPart, plain
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear
 from evener_backend_cpu.grouped_packing import is_grouped, most_columns
@@ -35,14 +36,6 @@ def device() -> CpuDevice:
 
 def part(form: QuantFormat, rows: int, columns: int, seed: int = 1) -> WeightPart:
     return random_grouped(form, rows, columns, torch.Generator().manual_seed(seed))
-
-
-def pack(device: CpuDevice, *parts: WeightPart, dtype: str = "float32") -> PackedWeight:
-    bare = [replace(each, tensors={}) for each in parts]
-    assert device.blocks.supports(bare, dtype) is None
-    packed = device.blocks.pack(parts, dtype, CPU)
-    assert packed.nbytes == device.blocks.nbytes(bare, dtype)
-    return packed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,6 @@ Tolerance, relative to the lengths of the rows that are multiplied: float32 1e-6
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packed_blocks import portable_device
 from row_invariance import check_invariance
 
 from evener.backend.native_code import Unavailable
@@ -21,7 +21,7 @@ from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import MXFP4, PackedWeight, QuantFormat, WeightPart, plain
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear
-from evener_backend_cpu.native_library import SOURCES, Native
+from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.primitives import NativeLinear
 from evener_backend_cpu.stored_packing import KINDS, StoredPacking
 
@@ -208,11 +208,7 @@ def test_scales_that_do_not_cover_the_columns_are_refused_before_memory_is_touch
 
 @pytest.mark.slow
 def test_without_vector_instructions_the_results_are_the_same(tmp_path: Path) -> None:
-    made = tmp_path / "portable.so"
-    command = ["g++", "-O0", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w", "-DEVENER_PORTABLE"]
-    subprocess.run([*command, str(SOURCES / "kernels.cpp"), "-o", str(made)], check=True, timeout=300)
-    other = CpuDevice(0, {})
-    other._native = Native(made)
+    other = portable_device(tmp_path)
     for storage in KINDS:
         for dtype in DTYPES:
             test_every_byte_is_the_number_that_torch_reads(other, storage, dtype)

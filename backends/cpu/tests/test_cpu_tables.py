@@ -8,8 +8,6 @@ to 2⁻¹⁷.
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,16 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed_blocks import pack, portable_device
 from row_invariance import check_invariance
 from test_cpu_stored import CPU, DTYPES, distance, multiply, rows_of
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import NVFP4, PackedWeight, QuantFormat, WeightPart, plain
+from evener.contracts.quant import NVFP4, QuantFormat, WeightPart, plain
 from evener_backend_cpu.block_packing import KINDS, tile_bytes
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear
-from evener_backend_cpu.native_library import SOURCES, Native
+from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.primitives import NativeEmbedding
 from evener_conformance.kit.cases.blocks import random_table, reference_dequantize
 
@@ -44,14 +43,6 @@ def device() -> CpuDevice:
 
 def part(form: QuantFormat, rows: int, columns: int, seed: int = 1) -> WeightPart:
     return random_table(form, rows, columns, torch.Generator().manual_seed(seed))
-
-
-def pack(device: CpuDevice, *parts: WeightPart, dtype: str = "float32") -> PackedWeight:
-    bare = [replace(each, tensors={}) for each in parts]
-    assert device.blocks.supports(bare, dtype) is None
-    packed = device.blocks.pack(parts, dtype, CPU)
-    assert packed.nbytes == device.blocks.nbytes(bare, dtype)
-    return packed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -213,12 +204,7 @@ def test_tensors_of_another_size_or_dtype_are_refused(
 
 @pytest.mark.slow
 def test_without_vector_instructions_the_results_are_the_same(device: CpuDevice, tmp_path: Path) -> None:
-    made = tmp_path / "portable.so"
-    command = ["g++", "-O0", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w", "-DEVENER_PORTABLE"]
-    subprocess.run([*command, str(SOURCES / "kernels.cpp"), "-o", str(made)], check=True, timeout=300)
-    other = CpuDevice(0, {})
-    other._native = Native(made)
-    assert ctypes.CDLL(str(made))
+    other = portable_device(tmp_path)
     for form in FORMS.values():
         one, x = part(form, 37, 384), rows_of(5, 384, "float32")
         assert distance(multiply(other, pack(other, one), x), x, reference_dequantize(one).double()) < 1e-4
