@@ -38,3 +38,8 @@ def capabilities(capability: tuple[int, int], units: int, shared: int) -> Device
         variant=f"sm_{capability[0]}{capability[1]}",
         features=frozenset(features),
     )
+
+
+def feature(device: DeviceCapabilities, name: str) -> int:
+    """The number of a feature ``name:number``; 0 without it."""
+    return next((int(each.partition(":")[2]) for each in device.features if each.startswith(f"{name}:")), 0)

@@ -1,0 +1,741 @@
+// One decoder layer for one token: see docs/lab/one-token-kernel.md and one_token.py, which defines the sizes.
+//
+// 128 programs; each 16 of them have one key head. Warps 0-7 compute, warp 8 streams weights, warp 9 waits
+// for the launch before and streams keys and values.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#define PROGRAMS 128
+#define SHARE 16
+#define WARPS 8
+#define THREADS 256
+#define GROUP (HEADS / KV_HEADS)
+// Rows of one program of each product, and rows of one warp.
+#define Q_ROWS (GROUP * D / SHARE)
+#define K_ROWS (D / SHARE)
+#define QKV_ROWS (Q_ROWS + 2 * K_ROWS)
+#define OUT_ROWS (HIDDEN / PROGRAMS)
+#define INNER_ROWS (INNER / PROGRAMS)
+#define UP(a, b) (((a) + (b) - 1) / (b))
+#define QKV_EACH (2 * UP(QKV_ROWS, 2 * WARPS))  // even: rows are sent in pairs
+#define OUT_EACH UP(OUT_ROWS, WARPS)
+#define INNER_EACH UP(INNER_ROWS, WARPS)
+#define INNER_WORDS UP(INNER_EACH, 2)
+#define ATTENDED (HEADS * D)
+// Of one program: elements of its cluster's attention that it merges.
+#define MERGED (GROUP * D / SHARE)
+// Messages of 16 bytes, three numbers each, that bring it from one program: sums, maximum, mass.
+#define PART_MESSAGES UP(MERGED + 2, 3)
+#define HEAD_WORDS ((GROUP + 2) * D / 2)
+// Elements of the stream of one thread.
+#define EACH (HIDDEN / THREADS)
+// Keys: lanes of one key, keys of one warp, keys of one stage.
+#define KEY_LANES (D / 8)
+#define WARP_KEYS (32 / KEY_LANES)
+#define STAGE_KEYS (WARPS * WARP_KEYS)
+#define KV_STAGES 2
+#define KV_STAGE_BYTES (STAGE_KEYS * D * 4)
+#define WIDE(k) ((k) % 1024 == 0 && MOST >= 1024 ? 1024 : (k) % 768 == 0 && MOST >= 768 ? 768 : (k) % 512 == 0 && MOST >= 512 ? 512 : 256)
+#define STAGE_BYTES (WARPS * MOST * 2)
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+// Shared memory, in bytes.
+#define AT_RING 0
+#define AT_KV (AT_RING + STAGES * STAGE_BYTES)
+#define AT_VECTOR (AT_KV + KV_STAGES * KV_STAGE_BYTES)
+#define AT_WIDE (AT_VECTOR + HIDDEN * 2)
+#define VECTORS (HIDDEN * 2 + MAX(ATTENDED, INNER) * 2)
+#define SUMS (WARPS * GROUP * D * 4)
+#define AT_SUMS AT_VECTOR
+#define AT_STATS (AT_VECTOR + MAX(VECTORS, SUMS))
+#define AT_PARTS (AT_STATS + WARPS * GROUP * 8)
+#define AT_QUERY (AT_PARTS + SHARE * PART_MESSAGES * 12)
+#define AT_KEY (AT_QUERY + GROUP * D * 4)
+#define AT_VALUE (AT_KEY + D * 2)
+#define AT_ANGLES (AT_VALUE + D * 2)
+#define AT_OWN (AT_ANGLES + D * 4)
+#define AT_NORMS (AT_OWN + UP(OUT_ROWS * 4, 16) * 16)
+#define AT_META (AT_NORMS + 2 * WARPS * 4)
+#define AT_BARRIERS (AT_META + 16)
+#define BARRIERS (2 * STAGES + 2 * KV_STAGES + 1)
+#define SHARED (AT_BARRIERS + BARRIERS * 8)
+
+// Device memory of all layers, in messages of 8 bytes.
+#define CONTROL 256
+#define AT_PART_MESSAGES CONTROL
+#define AT_QKV (AT_PART_MESSAGES + PROGRAMS * SHARE * PART_MESSAGES * 2)
+#define AT_ATTENDED (AT_QKV + KV_HEADS * HEAD_WORDS)
+#define AT_STREAM (AT_ATTENDED + ATTENDED / 2)
+#define AT_INNER (AT_STREAM + HIDDEN)
+#define AT_NEXT (AT_INNER + PROGRAMS * WARPS * INNER_WORDS)
+
+struct Layer {
+    const u16* x;
+    const float* residual;  // or null
+    u16* out;
+    float* stream;
+    const u16 *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *mlp_norm, *gate_up, *down;  // biases: or null
+    const float* cos_sin;
+    const int* positions;
+    const void* slots;
+    const int *kv_lens, *table;
+    u16 *keys, *values;
+    long long key_page, value_page;
+    u64* messages;
+    u32* report;
+    u64* stamps;
+    u32 before, after;  // flags of the stream of the layer before (0: it comes as x and residual) and of this one
+    u32 site, wide_slots, page_bits;
+};
+
+#ifndef FREE
+#define FREE false  // true: no wait for messages, to time all else
+#endif
+#ifdef STAMPS
+#define STAMP(i) if (tid == 0 && p.stamps) { p.stamps[blockIdx.x * 16 + (i)] = clock64(); if ((i) == 1) p.stamps[blockIdx.x * 16 + 15] = now(); }
+#else
+#define STAMP(i)
+#endif
+
+__device__ __forceinline__ u64 now() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ u32 pack(float a, float b) {
+    u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a)); return d;
+}
+__device__ __forceinline__ float rounded(float a) { return low(pack(a, 0.f)); }
+__device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
+
+__device__ __noinline__ void give_up(u32* report, u32 code) {
+    if (report) { atomicExch_system(report, code | blockIdx.x << 16); __threadfence_system(); }
+    __trap();
+}
+
+// Every wait ends: after PATIENCE nanoseconds the launch fails.
+__device__ __forceinline__ void too_long(u64& since, u32* report, u32 code) {
+    const u64 time = now();
+    if (!since) since = time;
+    else if (time - since > PATIENCE) give_up(report, code);
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity, u32* report, u32 code) {
+    u32 done = 0;
+    u64 since = 0;
+    while (true) {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+        if (done) break;
+        too_long(since, report, code);
+    }
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void post(u64* at, u32 value, u32 flag) {
+    asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" :: "l"(at), "r"(value), "r"(flag) : "memory");
+}
+__device__ __forceinline__ uint4 look(const u64* at) {
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+// One message of 16 bytes: loads and stores of 128 bits are single (PTX ISA, memory consistency model).
+__device__ __forceinline__ void post_wide(u64* at, float a, float b, float c, u32 flag) {
+    asm volatile("{ .reg .b128 m; .reg .b64 l, h; mov.b64 l, {%1, %2}; mov.b64 h, {%3, %4}; mov.b128 m, {l, h};\n"
+                 "st.relaxed.gpu.global.b128 [%0], m; }"
+                 :: "l"(at), "f"(a), "f"(b), "f"(c), "r"(flag) : "memory");
+}
+__device__ __forceinline__ uint4 look_wide(const u64* at) {
+    uint4 v;
+    asm volatile("{ .reg .b128 m; .reg .b64 l, h; ld.relaxed.gpu.global.b128 m, [%4]; mov.b128 {l, h}, m;\n"
+                 "mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 take(const u64* at, u32 flag, u32* report, u32 code) {
+    u64 since = 0;
+    while (true) {
+        u32 value, mark;
+        asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(value), "=r"(mark) : "l"(at) : "memory");
+        if (mark == flag || FREE) return value;
+        too_long(since, report, code);
+    }
+}
+__device__ __forceinline__ void together() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+// COUNT pairs of messages from `at` on, `step` messages apart.
+template <int COUNT>
+__device__ __forceinline__ void poll(const u64* at, int step, u32 flag, uint4 (&v)[COUNT], u32* report, u32 code) {
+    u64 since = 0;
+    while (true) {
+        bool all = true;
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) v[n] = look(at + n * step);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) all = all && v[n].y == flag && v[n].w == flag;
+        if (all || FREE) break;
+        too_long(since, report, code);
+    }
+}
+
+struct Ring {
+    u32 stage, parity;
+    __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
+};
+
+extern __shared__ __align__(128) unsigned char shared[];
+
+// The rows of one program, tile by tile: the last bytes of each warp's next row come from `row(i, half)` [K].
+template <int K, int EACH_WARP, int ROWS, int HALVES, typename Row>
+__device__ __forceinline__ void stream(Ring& ring, u32 base, u32 full, u32 empty, u64 policy, u32* report, Row row) {
+    constexpr int C = WIDE(K);
+    const u32 lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int piece = 0; piece < K / C; piece++)
+#pragma unroll 1
+        for (int t = 0; t < EACH_WARP; t++)
+#pragma unroll 1
+            for (int half = 0; half < HALVES; half++) {
+                const int i = lane * EACH_WARP + t;
+                const bool there = lane < WARPS && i < ROWS;
+                const u32 count = __popc(__ballot_sync(~0u, there));
+                wait(empty + ring.stage * 8, ring.parity ^ 1, report, 1);
+                if (lane == 0) expect(full + ring.stage * 8, count * C * 2);
+                __syncwarp();
+                if (there)
+                    bulk(base + ring.stage * STAGE_BYTES + lane * C * 2, row(i, half) + piece * C, C * 2,
+                         full + ring.stage * 8, policy);
+                ring.next();
+            }
+}
+
+// Sums of one warp's rows with the vector [K] at `vector` in shared memory; all lanes get them.
+template <int K, int SUMS_, typename = void>
+__device__ __forceinline__ void multiply(Ring& ring, u32 full, u32 empty, u32 vector, float (&sums)[SUMS_], u32* report) {
+    constexpr int C = WIDE(K);
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int n = 0; n < SUMS_; n++) sums[n] = 0.f;
+#pragma unroll 1
+    for (int piece = 0; piece < K / C; piece++) {
+        float x[C / 32];
+#pragma unroll
+        for (int j = 0; j < C / 256; j++) {
+            const uint4 v = *(const uint4*)(shared + vector + piece * C * 2 + j * 512 + lane * 16);
+            x[8 * j] = low(v.x), x[8 * j + 1] = high(v.x), x[8 * j + 2] = low(v.y), x[8 * j + 3] = high(v.y);
+            x[8 * j + 4] = low(v.z), x[8 * j + 5] = high(v.z), x[8 * j + 6] = low(v.w), x[8 * j + 7] = high(v.w);
+        }
+#pragma unroll
+        for (int n = 0; n < SUMS_; n++) {
+            wait(full + ring.stage * 8, ring.parity, report, 2);
+            float a = 0.f, b = 0.f, c = 0.f, d = 0.f;
+            const unsigned char* row = shared + AT_RING + ring.stage * STAGE_BYTES + warp * C * 2 + lane * 16;
+#pragma unroll
+            for (int j = 0; j < C / 256; j++) {
+                const uint4 v = *(const uint4*)(row + j * 512);
+                a = fmaf(low(v.x), x[8 * j], a), b = fmaf(high(v.x), x[8 * j + 1], b);
+                c = fmaf(low(v.y), x[8 * j + 2], c), d = fmaf(high(v.y), x[8 * j + 3], d);
+                a = fmaf(low(v.z), x[8 * j + 4], a), b = fmaf(high(v.z), x[8 * j + 5], b);
+                c = fmaf(low(v.w), x[8 * j + 6], c), d = fmaf(high(v.w), x[8 * j + 7], d);
+            }
+            sums[n] += (a + b) + (c + d);
+            __syncwarp();
+            if (lane == 0) arrive(empty + ring.stage * 8);
+            ring.next();
+        }
+    }
+#pragma unroll
+    for (int bit = 16; bit; bit >>= 1)
+#pragma unroll
+        for (int n = 0; n < SUMS_; n++) sums[n] += __shfl_xor_sync(~0u, sums[n], bit);
+}
+
+// The normalized stream, rounded, as the vector [HIDDEN] in shared memory.
+__device__ __forceinline__ void normalize(const float (&total)[EACH], const u32 (&weights)[EACH / 2], u32 tid, int turn, float eps) {
+    float square = 0.f;
+#pragma unroll
+    for (int n = 0; n < EACH; n++) square = fmaf(total[n], total[n], square);
+#pragma unroll
+    for (int bit = 16; bit; bit >>= 1) square += __shfl_xor_sync(~0u, square, bit);
+    float* of_warps = (float*)(shared + AT_NORMS) + turn * WARPS;
+    if ((tid & 31) == 0) of_warps[tid >> 5] = square;
+    together();
+    square = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) square += of_warps[w];
+    const float scale = rsqrtf(square / HIDDEN + eps);
+    u32* to = (u32*)(shared + AT_VECTOR) + tid * (EACH / 2);
+#pragma unroll
+    for (int n = 0; n < EACH / 2; n++)
+        to[n] = pack(total[2 * n] * scale * (low(weights[n]) + OFFSET), total[2 * n + 1] * scale * (high(weights[n]) + OFFSET));
+    together();
+}
+
+// The row of queries, keys and values that is row `i` of program `rank` of a key head.
+__device__ __forceinline__ int qkv_row(int head, int rank, int i) {
+    if (i < Q_ROWS) return head * GROUP * D + rank * Q_ROWS + i;
+    if (i < Q_ROWS + K_ROWS) return (HEADS + head) * D + rank * K_ROWS + i - Q_ROWS;
+    return (HEADS + KV_HEADS + head) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS;
+}
+
+extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __grid_constant__ Layer p) {
+    const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, program = blockIdx.x;
+    const u32 head = program / SHARE, rank = program % SHARE;
+    const u32 base = (u32)__cvta_generic_to_shared(shared);
+    const u32 full = base + AT_BARRIERS, empty = full + STAGES * 8;
+    const u32 kv_full = empty + STAGES * 8, kv_empty = kv_full + KV_STAGES * 8;
+    const u32 meta_bar = kv_empty + KV_STAGES * 8;
+    STAMP(0);
+    if (tid == 0) {
+        for (int i = 0; i < STAGES; i++) init(full + i * 8, 1), init(empty + i * 8, WARPS);
+        for (int i = 0; i < KV_STAGES; i++) init(kv_full + i * 8, 1), init(kv_empty + i * 8, WARPS);
+        init(meta_bar, 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    if (warp == WARPS) {  // weights
+        u64 policy;
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        Ring ring{0, 0};
+        const u32 to = base + AT_RING;
+        stream<HIDDEN, QKV_EACH, QKV_ROWS, 1>(ring, to, full, empty, policy, p.report, [&](int i, int) {
+            return p.qkv + (long long)qkv_row(head, rank, i) * HIDDEN;
+        });
+        stream<ATTENDED, OUT_EACH, OUT_ROWS, 1>(ring, to, full, empty, policy, p.report, [&](int i, int) {
+            return p.o + (long long)(program * OUT_ROWS + i) * ATTENDED;
+        });
+        stream<HIDDEN, INNER_EACH, INNER_ROWS, 2>(ring, to, full, empty, policy, p.report, [&](int i, int half) {
+            return p.gate_up + (long long)(half * INNER + program * INNER_ROWS + i) * HIDDEN;
+        });
+        stream<INNER, OUT_EACH, OUT_ROWS, 1>(ring, to, full, empty, policy, p.report, [&](int i, int) {
+            return p.down + (long long)(program * OUT_ROWS + i) * INNER;
+        });
+        return;
+    }
+    if (warp == WARPS + 1) {  // what the step is, keys and values
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+        const int page_mask = (1 << p.page_bits) - 1;
+        u64 policy;
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        const int length = p.kv_lens[0], position = p.positions[0];
+        const long long slot = p.wide_slots ? *(const long long*)p.slots : (long long)*(const int*)p.slots;
+        const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);
+        const int begin = rank * each, end = begin + each < old ? begin + each : old;
+        const int member = lane % STAGE_KEYS;
+        int key = begin + member;
+        int page = key < end ? p.table[key >> p.page_bits] : 0;
+        float* angles = (float*)(shared + AT_ANGLES);
+        for (int d = lane; d < D; d += 32) angles[d] = p.cos_sin[(long long)position * D + d];
+        if (lane == 0) {
+            *(int*)(shared + AT_META) = length;
+            *(long long*)(shared + AT_META + 8) = slot;
+        }
+        arrive(meta_bar);
+        u32 stage = 0, parity = 0;
+        for (int from = begin; from < end; from += STAGE_KEYS) {
+            const int count = end - from < STAGE_KEYS ? end - from : STAGE_KEYS;
+            wait(kv_empty + stage * 8, parity ^ 1, p.report, 3);
+            if (lane == 0) expect(kv_full + stage * 8, count * D * 4);
+            __syncwarp();
+            for (int part = 0; part < 2 * STAGE_KEYS; part += 32) {
+                // Lanes have keys, then values; with few lanes a key the same lane has both.
+                const int both = part + lane, which = both / STAGE_KEYS, m = both % STAGE_KEYS;
+                const int of = STAGE_KEYS >= 32 ? page : __shfl_sync(~0u, page, m);
+                if (which < 2 && m < count) {
+                    const int k = from + m;
+                    const u16* row = which ? p.values + (long long)of * p.value_page : p.keys + (long long)of * p.key_page;
+                    bulk(base + AT_KV + stage * KV_STAGE_BYTES + (which * STAGE_KEYS + m) * D * 2,
+                         row + (long long)((head << p.page_bits) + (k & page_mask)) * D, D * 2, kv_full + stage * 8, policy);
+                }
+            }
+            key += STAGE_KEYS;
+            page = key < end ? p.table[key >> p.page_bits] : 0;
+            if (++stage == KV_STAGES) stage = 0, parity ^= 1;
+        }
+        return;
+    }
+
+    Ring ring{0, 0};
+    u32 count;  // how often this site was launched
+    u32 weights[EACH / 2], mlp_weights[EACH / 2];
+#pragma unroll
+    for (int n = 0; n < EACH / 2; n++) {
+        weights[n] = ((const u32*)p.norm)[tid * (EACH / 2) + n];
+        mlp_weights[n] = ((const u32*)p.mlp_norm)[tid * (EACH / 2) + n];
+    }
+    // The pairs that a lane rotates: words of a head's first half, and of its second.
+    constexpr int HALF = D / 4, MANY_WORDS = UP(HALF, 32);
+    u32 first_gain[MANY_WORDS], second_gain[MANY_WORDS];
+    const u32* head_norm = (const u32*)(warp < GROUP ? p.q_norm : p.k_norm);
+#pragma unroll
+    for (int n = 0; n < MANY_WORDS; n++) {
+        const int word = lane + 32 * n;
+        first_gain[n] = QK_NORM && word < HALF ? head_norm[word] : 0;
+        second_gain[n] = QK_NORM && word < HALF ? head_norm[HALF + word] : 0;
+    }
+    float qkv_bias[QKV_EACH], o_bias[OUT_EACH];
+#pragma unroll
+    for (int n = 0; n < QKV_EACH; n++) {
+        const int i = warp * QKV_EACH + n;
+        qkv_bias[n] = p.qkv_bias && i < QKV_ROWS ? widen(p.qkv_bias[qkv_row(head, rank, i)]) : 0.f;
+    }
+#pragma unroll
+    for (int n = 0; n < OUT_EACH; n++) {
+        const int i = warp * OUT_EACH + n;
+        o_bias[n] = p.o_bias && i < OUT_ROWS ? widen(p.o_bias[program * OUT_ROWS + i]) : 0.f;
+    }
+
+    float total[EACH];
+    if (p.before) {
+        // The launch before the last has ended, and the last one is of another site.
+        count = ((volatile u32*)p.messages)[p.site];
+        uint4 v[EACH / 2];
+        poll(p.messages + AT_NEXT + tid * EACH, 2, p.before, v, p.report, 4);
+#pragma unroll
+        for (int n = 0; n < EACH / 2; n++) total[2 * n] = __uint_as_float(v[n].x), total[2 * n + 1] = __uint_as_float(v[n].z);
+    } else {
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        count = ((volatile u32*)p.messages)[p.site];
+#pragma unroll
+        for (int n = 0; n < EACH / 2; n++) {
+            const u32 v = ((volatile const u32*)p.x)[tid * (EACH / 2) + n];
+            total[2 * n] = low(v), total[2 * n + 1] = high(v);
+        }
+        if (p.residual) {
+#pragma unroll
+            for (int n = 0; n < EACH; n++) total[n] += ((volatile const float*)p.residual)[tid * EACH + n];
+        }
+    }
+    const u32 flag = (count << 8) + p.site + 1;
+    STAMP(1);
+    normalize(total, weights, tid, 0, EPS);
+    STAMP(2);
+    {
+        float sums[QKV_EACH];
+        multiply<HIDDEN>(ring, full, empty, AT_VECTOR, sums, p.report);
+#pragma unroll
+        for (int n = 0; n < QKV_EACH; n++) sums[n] += qkv_bias[n];
+#pragma unroll
+        for (int n = 0; n < QKV_EACH / 2; n++) {
+            const int i = warp * QKV_EACH + 2 * n;
+            if (lane == n && i < QKV_ROWS) {
+                int word = (rank * Q_ROWS + i) / 2;
+                if (i >= Q_ROWS) word = (GROUP * D + rank * K_ROWS + i - Q_ROWS) / 2;
+                if (i >= Q_ROWS + K_ROWS) word = ((GROUP + 1) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS) / 2;
+                post(p.messages + AT_QKV + head * HEAD_WORDS + word, pack(sums[2 * n], sums[2 * n + 1]), flag);
+            }
+        }
+    }
+    STAMP(3);
+    wait(meta_bar, 0, p.report, 5);
+    const int length = *(const int*)(shared + AT_META);
+    const long long slot = *(const long long*)(shared + AT_META + 8);
+    const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);
+    const int begin = rank * each, end = begin + each < old ? begin + each : old;
+    const long long in_page = (((long long)head << p.page_bits) + (slot & ((1 << p.page_bits) - 1))) * D;
+    if (warp <= GROUP + 1) {  // queries, the key, the value
+        const u64* from = p.messages + AT_QKV + head * HEAD_WORDS + warp * (D / 2);
+        u32 first[MANY_WORDS], second[MANY_WORDS];
+#pragma unroll
+        for (int n = 0; n < MANY_WORDS; n++) {
+            const int word = lane + 32 * n;
+            first[n] = word < HALF ? take(from + word, flag, p.report, 6) : 0;
+            second[n] = word < HALF ? take(from + HALF + word, flag, p.report, 6) : 0;
+        }
+        __syncwarp();
+        STAMP(4);
+        if (warp <= GROUP) {
+            float square = 0.f;
+#pragma unroll
+            for (int n = 0; n < MANY_WORDS; n++) {
+                square = fmaf(low(first[n]), low(first[n]), fmaf(high(first[n]), high(first[n]), square));
+                square = fmaf(low(second[n]), low(second[n]), fmaf(high(second[n]), high(second[n]), square));
+            }
+            float scale = 1.f;
+            if (QK_NORM) {
+#pragma unroll
+                for (int bit = 16; bit; bit >>= 1) square += __shfl_xor_sync(~0u, square, bit);
+                scale = rsqrtf(square / D + EPS);
+            }
+            const float* angles = (const float*)(shared + AT_ANGLES);
+#pragma unroll
+            for (int n = 0; n < MANY_WORDS; n++) {
+                const int word = lane + 32 * n;
+                if (word >= HALF) continue;
+                float a[2] = {low(first[n]), high(first[n])}, b[2] = {low(second[n]), high(second[n])};
+                if (QK_NORM) {
+                    a[0] *= scale * (low(first_gain[n]) + OFFSET), a[1] *= scale * (high(first_gain[n]) + OFFSET);
+                    b[0] *= scale * (low(second_gain[n]) + OFFSET), b[1] *= scale * (high(second_gain[n]) + OFFSET);
+                }
+                const float2 cosine = *(const float2*)(angles + 2 * word), sine = *(const float2*)(angles + D / 2 + 2 * word);
+                first[n] = pack(a[0] * cosine.x - b[0] * sine.x, a[1] * cosine.y - b[1] * sine.y);
+                second[n] = pack(b[0] * cosine.x + a[0] * sine.x, b[1] * cosine.y + a[1] * sine.y);
+            }
+        }
+        u32* in_shared = (u32*)(shared + (warp == GROUP ? AT_KEY : AT_VALUE));
+        u32* in_memory = (u32*)((warp == GROUP ? p.keys + (slot >> p.page_bits) * p.key_page
+                                               : p.values + (slot >> p.page_bits) * p.value_page) + in_page);
+#pragma unroll
+        for (int n = 0; n < MANY_WORDS; n++) {
+            const int word = lane + 32 * n;
+            if (word >= HALF) continue;
+            if (warp < GROUP) {
+                float2* to = (float2*)(shared + AT_QUERY + warp * D * 4);
+                to[word] = make_float2(low(first[n]) * SCALE, high(first[n]) * SCALE);
+                to[HALF + word] = make_float2(low(second[n]) * SCALE, high(second[n]) * SCALE);
+            } else {
+                in_shared[word] = first[n], in_shared[HALF + word] = second[n];
+                if (rank == 0) in_memory[word] = first[n], in_memory[HALF + word] = second[n];
+            }
+        }
+    }
+    together();
+    STAMP(5);
+    {
+        const u32 part = lane % KEY_LANES, member = warp * WARP_KEYS + lane / KEY_LANES;
+        float q[GROUP][8], sum[GROUP][8], most[GROUP], mass[GROUP];
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+            most[g] = -1e30f, mass[g] = 0.f;
+#pragma unroll
+            for (int n = 0; n < 8; n++) q[g][n] = ((const float*)(shared + AT_QUERY))[g * D + part * 8 + n], sum[g][n] = 0.f;
+        }
+        auto attend = [&](const uint4 k, uint4 v, bool seen) {
+            const float kf[8] = {low(k.x), high(k.x), low(k.y), high(k.y), low(k.z), high(k.z), low(k.w), high(k.w)};
+            if (!seen) v = make_uint4(0, 0, 0, 0);
+            const float vf[8] = {low(v.x), high(v.x), low(v.y), high(v.y), low(v.z), high(v.z), low(v.w), high(v.w)};
+            float score[GROUP];
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                score[g] = 0.f;
+#pragma unroll
+                for (int n = 0; n < 8; n++) score[g] = fmaf(q[g][n], kf[n], score[g]);
+            }
+#pragma unroll
+            for (int bit = KEY_LANES / 2; bit; bit >>= 1)
+#pragma unroll
+                for (int g = 0; g < GROUP; g++) score[g] += __shfl_xor_sync(~0u, score[g], bit);
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                const float s = seen ? score[g] : -1e30f, top = fmaxf(most[g], s);
+                const float keep = exp2f(most[g] - top), weight = seen ? exp2f(s - top) : 0.f;
+                most[g] = top, mass[g] = fmaf(mass[g], keep, weight);
+#pragma unroll
+                for (int n = 0; n < 8; n++) sum[g][n] = fmaf(sum[g][n], keep, weight * vf[n]);
+            }
+        };
+        if (rank == SHARE - 1 && warp == 0) {
+            const uint4 k = *(const uint4*)(shared + AT_KEY + part * 16), v = *(const uint4*)(shared + AT_VALUE + part * 16);
+            attend(k, v, lane < KEY_LANES);
+        }
+        u32 stage = 0, parity = 0;
+#pragma unroll 1
+        for (int from = begin; from < end; from += STAGE_KEYS) {
+            wait(kv_full + stage * 8, parity, p.report, 7);
+            const unsigned char* at = shared + AT_KV + stage * KV_STAGE_BYTES + member * D * 2 + part * 16;
+            const uint4 k = *(const uint4*)at, v = *(const uint4*)(at + STAGE_KEYS * D * 2);
+            attend(k, v, from + (int)member < end);
+            __syncwarp();
+            if (lane == 0) arrive(kv_empty + stage * 8);
+            if (++stage == KV_STAGES) stage = 0, parity ^= 1;
+        }
+#pragma unroll
+        for (int bit = KEY_LANES; bit < 32; bit <<= 1)
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                const float other = __shfl_xor_sync(~0u, most[g], bit), top = fmaxf(most[g], other);
+                const float mine = exp2f(most[g] - top);
+                mass[g] *= mine, most[g] = top;
+                mass[g] += __shfl_xor_sync(~0u, mass[g], bit);
+#pragma unroll
+                for (int n = 0; n < 8; n++) sum[g][n] *= mine, sum[g][n] += __shfl_xor_sync(~0u, sum[g][n], bit);
+            }
+        if (lane < KEY_LANES) {
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                float4* to = (float4*)(shared + AT_SUMS + ((warp * GROUP + g) * D + part * 8) * 4);
+                to[0] = make_float4(sum[g][0], sum[g][1], sum[g][2], sum[g][3]);
+                to[1] = make_float4(sum[g][4], sum[g][5], sum[g][6], sum[g][7]);
+                if (lane == 0) *(float2*)(shared + AT_STATS + (warp * GROUP + g) * 8) = make_float2(most[g], mass[g]);
+            }
+        }
+    }
+    together();
+    STAMP(6);
+#pragma unroll
+    for (int e = tid; e < GROUP * D; e += THREADS) {
+        const int g = e / D;
+        float2 stats[WARPS];
+        float top = -1e30f, sum = 0.f, mass = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            stats[w] = *(const float2*)(shared + AT_STATS + (w * GROUP + g) * 8);
+            top = fmaxf(top, stats[w].x);
+        }
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float weight = exp2f(stats[w].x - top);
+            sum = fmaf(weight, ((const float*)(shared + AT_SUMS))[(w * GROUP) * D + e], sum);
+            mass = fmaf(weight, stats[w].y, mass);
+        }
+        const u32 peer = e / MERGED, j = e % MERGED;
+        float three[3];
+#pragma unroll
+        for (int n = 0; n < 3; n++) {
+            const u32 from = 3 * j + n;
+            const float other = __shfl_sync(~0u, sum, from < MERGED ? from : 0, MERGED);
+            three[n] = from < MERGED ? other : from == MERGED ? top : mass;
+        }
+        if (j < PART_MESSAGES)
+            post_wide(p.messages + AT_PART_MESSAGES + (((head * SHARE + peer) * SHARE + rank) * PART_MESSAGES + j) * 2,
+                      three[0], three[1], three[2], flag);
+    }
+    if (tid < SHARE * PART_MESSAGES) {
+        u64 since = 0;
+        uint4 v;
+        while (true) {
+            v = look_wide(p.messages + AT_PART_MESSAGES + (program * SHARE * PART_MESSAGES + tid) * 2);
+            if (v.w == flag || FREE) break;
+            too_long(since, p.report, 8);
+        }
+        u32* to = (u32*)(shared + AT_PARTS) + tid * 3;
+        to[0] = v.x, to[1] = v.y, to[2] = v.z;
+    }
+    together();
+    STAMP(7);
+    {
+        constexpr int ROUNDS = UP(MERGED, 16);
+        const u32 source = lane % SHARE, half = tid / SHARE;
+        const float* part = (const float*)(shared + AT_PARTS) + source * PART_MESSAGES * 3;
+        const float2 stats = make_float2(part[MERGED], part[MERGED + 1]);
+        float top = stats.x, results[ROUNDS];
+#pragma unroll
+        for (int bit = 8; bit; bit >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+        const float weight = exp2f(stats.x - top);
+        float mass = weight * stats.y;
+#pragma unroll
+        for (int n = 0; n < ROUNDS; n++) {
+            const u32 j = half * ROUNDS + n;
+            results[n] = j < MERGED ? weight * part[j] : 0.f;
+        }
+#pragma unroll
+        for (int bit = 8; bit; bit >>= 1) {
+            mass += __shfl_xor_sync(~0u, mass, bit);
+#pragma unroll
+            for (int n = 0; n < ROUNDS; n++) results[n] += __shfl_xor_sync(~0u, results[n], bit);
+        }
+        const float scale = 1.f / mass;
+        u64* to = p.messages + AT_ATTENDED + (head * GROUP * D + rank * MERGED) / 2;
+        if (ROUNDS == 1) {
+            const float other = __shfl_xor_sync(~0u, results[0], 16);
+            if (lane == 0 && warp * 2 < MERGED) post(to + warp, pack(results[0] * scale, other * scale), flag);
+        } else if (source == 0) {
+#pragma unroll
+            for (int n = 0; n + 1 < ROUNDS; n += 2)
+                post(to + (half * ROUNDS + n) / 2, pack(results[n] * scale, results[n + 1 < ROUNDS ? n + 1 : 0] * scale), flag);
+        }
+    }
+    STAMP(8);
+    // Pairs of messages a thread takes at once.
+    constexpr int ATTENDED_PAIRS = UP(ATTENDED / 4, THREADS);
+    {
+        uint4 v[ATTENDED_PAIRS];
+        poll(p.messages + AT_ATTENDED + 2 * tid, 2 * THREADS, flag, v, p.report, 9);
+#pragma unroll
+        for (int n = 0; n < ATTENDED_PAIRS; n++)
+            *(uint2*)(shared + AT_WIDE + (tid + n * THREADS) * 8) = make_uint2(v[n].x, v[n].z);
+    }
+    together();
+    STAMP(9);
+    {
+        float sums[OUT_EACH];
+        multiply<ATTENDED>(ring, full, empty, AT_WIDE, sums, p.report);
+#pragma unroll
+        for (int n = 0; n < OUT_EACH; n++) {
+            const u32 i = warp * OUT_EACH + n;
+            if (lane == n && i < OUT_ROWS)
+                post(p.messages + AT_STREAM + program * OUT_ROWS + i, __float_as_uint(rounded(sums[n] + o_bias[n])), flag);
+        }
+    }
+    STAMP(10);
+    {
+        uint4 v[EACH / 2];
+        poll(p.messages + AT_STREAM + tid * EACH, 2, flag, v, p.report, 10);
+#pragma unroll
+        for (int n = 0; n < EACH / 2; n++) total[2 * n] += __uint_as_float(v[n].x), total[2 * n + 1] += __uint_as_float(v[n].z);
+    }
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+        const int i = (int)(tid * EACH + n) - (int)(program * OUT_ROWS);
+        if (i >= 0 && i < OUT_ROWS) {
+            ((float*)(shared + AT_OWN))[i] = total[n];
+            p.stream[tid * EACH + n] = total[n];
+        }
+    }
+    STAMP(11);
+    normalize(total, mlp_weights, tid, 1, MLP_EPS);
+    {
+        float sums[2 * INNER_EACH], made[2 * INNER_WORDS];
+        multiply<HIDDEN>(ring, full, empty, AT_VECTOR, sums, p.report);
+#pragma unroll
+        for (int n = 0; n < 2 * INNER_WORDS; n++) {
+            const int m = n < INNER_EACH ? n : 0;
+            const float gate = rounded(sums[2 * m]), up = rounded(sums[2 * m + 1]);
+            made[n] = __fdividef(gate, 1.f + exp2f(-1.44269504f * gate)) * up;
+        }
+        u64* to = p.messages + AT_INNER + (program * WARPS + warp) * INNER_WORDS;
+#pragma unroll
+        for (int n = 0; n < INNER_WORDS; n++)
+            if (lane == n) post(to + n, pack(made[2 * n], made[2 * n + 1]), flag);
+    }
+    STAMP(12);
+    {
+        constexpr int PAIRS = PROGRAMS * WARPS * INNER_WORDS / 2, MANY = UP(PAIRS, THREADS), CHUNK = MANY % 4 ? MANY : 4;
+#pragma unroll 1
+        for (int first = 0; first < MANY; first += CHUNK) {
+            uint4 v[CHUNK];
+            poll(p.messages + AT_INNER + 2 * (tid + first * THREADS), 2 * THREADS, flag, v, p.report, 11);
+#pragma unroll
+            for (int n = 0; n < CHUNK; n++)
+#pragma unroll
+                for (int m = 0; m < 2; m++) {
+                    const int message = 2 * (tid + (first + n) * THREADS) + m, unit = message / INNER_WORDS;
+                    const int w = unit % WARPS, t = message % INNER_WORDS * 2, i = w * INNER_EACH + t;
+                    u16* to = (u16*)(shared + AT_WIDE) + unit / WARPS * INNER_ROWS + i;
+                    const u32 value = m ? v[n].z : v[n].x;
+                    if (i < INNER_ROWS) to[0] = (u16)value;
+                    if (t + 1 < INNER_EACH && i + 1 < INNER_ROWS) to[1] = (u16)(value >> 16);
+                }
+        }
+    }
+    together();
+    STAMP(13);
+    {
+        float sums[OUT_EACH];
+        multiply<INNER>(ring, full, empty, AT_WIDE, sums, p.report);
+#pragma unroll
+        for (int n = 0; n < OUT_EACH; n++) {
+            const u32 i = warp * OUT_EACH + n;
+            if (lane == n && i < OUT_ROWS) {
+                const float y = rounded(sums[n]);
+                post(p.messages + AT_NEXT + program * OUT_ROWS + i, __float_as_uint(((const float*)(shared + AT_OWN))[i] + y), p.after);
+                p.out[program * OUT_ROWS + i] = (u16)(__float_as_uint(y) >> 16);
+            }
+        }
+    }
+    if (program == 0 && tid == 0) ((volatile u32*)p.messages)[p.site] = count + 1;
+    STAMP(14);
+}

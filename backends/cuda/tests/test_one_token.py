@@ -1,0 +1,157 @@
+"""The decoder layer of one token: what it refuses, its sizes, and its argument, with a driver that launches nothing."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any, cast
+
+import pytest
+import torch
+
+from evener.contracts.ops import Bucket, OpCall
+from evener.layers.builder import Builder
+from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
+from evener.layers.rotary import RotaryConfig
+from evener_backend_cuda.capability import capabilities, feature
+from evener_backend_cuda.compiled import CompiledKernel, Driver
+from evener_backend_cuda.one_token import MAX_SITES, Messages, OneTokenLayer, Sizes, _Argument, defines
+from evener_kernels_triton.state import LAYOUT
+
+HOPPER = capabilities((9, 0), 132, 232_448)
+SOURCE = (files("evener_backend_cuda") / "one_token.cu").read_text()
+SMALL = AttentionConfig(heads=8, kv_heads=8, head_dim=64, rotary=RotaryConfig(64), qk_norm=True)
+
+
+class Launches:
+    """Stands for a loaded kernel: keeps copies of its arguments."""
+
+    def __init__(self) -> None:
+        self.arguments: list[_Argument] = []
+        self.where = (7, 0)
+
+    def place(self, device: torch.device) -> tuple[int, int]:
+        return self.where
+
+    def __call__(self, stream: int, argument: ctypes.Structure) -> None:
+        self.arguments.append(copy.copy(cast(_Argument, argument)))
+
+
+class NoDriver(Driver):
+    """Compiles and loads nothing."""
+
+    def __init__(self, missing: str | None = None) -> None:
+        self.launches, self.missing = Launches(), missing
+        self.compiled: list[Mapping[str, object]] = []
+
+    def refusal(self) -> str | None:
+        return self.missing
+
+    def compile(self, source: str, defines: Mapping[str, object]) -> bytes:
+        self.compiled.append(defines)
+        return source.encode()
+
+    def kernel(self, code: bytes, name: str, grid: int, threads: int, shared: int) -> CompiledKernel:
+        assert code.decode().count(name) == 1 and shared <= feature(HOPPER, "shared")
+        return cast(CompiledKernel, self.launches)
+
+
+def layer(
+    attention: AttentionConfig = SMALL, mlp: MLPConfig = MLPConfig(inner=512), hidden: int = 512,  # noqa: B008
+    dtype: str = "bfloat16", number: int = 3,
+) -> dict[str, Any]:  # fmt: skip
+    """The static parameters of a layer."""
+    build = Builder(dtype, 64)
+    DecoderLayer(build, f"model.layers.{number}", hidden, attention, mlp, 1e-6)
+    return dict(next(site.static for site in build.sites if site.op == "decoder_layer"))
+
+
+def call(static: dict[str, Any], bucket: Bucket = Bucket(1, 1), device: Any = HOPPER) -> OpCall:  # noqa: B008
+    return OpCall("decoder_layer", static, bucket, device, state_layout=LAYOUT)
+
+
+def kernel(missing: str | None = None) -> tuple[OneTokenLayer, NoDriver]:
+    driver = NoDriver(missing)
+    return OneTokenLayer(torch.device("cpu"), driver), driver
+
+
+def qwen(hidden: int, inner: int, heads: int) -> dict[str, Any]:
+    attention = replace(SMALL, heads=heads, head_dim=128, rotary=RotaryConfig(128))
+    return layer(attention, MLPConfig(inner=inner), hidden)
+
+
+@pytest.mark.parametrize("static, stages", [
+    (layer(), 5), (qwen(1024, 3072, 16), 5), (qwen(2048, 6144, 16), 4), (qwen(4096, 12288, 32), 3),
+])  # fmt: skip
+def test_takes_layers_of_one_token(static: dict[str, Any], stages: int) -> None:
+    taken, driver = kernel()
+    assert taken.supports(call(static)) is None
+    assert taken.workspace(call(static)) > 0
+    taken.build(call(static))
+    assert driver.compiled[0]["STAGES"] == stages
+
+
+@pytest.mark.parametrize("static, reason", [
+    (layer(dtype="float16"), "computes in bfloat16, not in float16"),
+    (layer(replace(SMALL, kv_heads=4)), "shares its programs out to 8 key heads, not 4"),
+    (layer(replace(SMALL, heads=24)), "24 heads of 64: takes"),
+    (layer(replace(SMALL, head_dim=32, rotary=RotaryConfig(32))), "8 heads of 32: takes"),
+    (layer(replace(SMALL, rotary=RotaryConfig(32))), "rotated as a whole"),
+    (layer(replace(SMALL, rotary=RotaryConfig(64, interleaved=True))), "in halves"),
+    (layer(replace(SMALL, window=64)), "attends to all keys"),
+    (layer(replace(SMALL, softcap=20.0)), "without soft cap"),
+    (layer(replace(SMALL, sinks=True)), "without soft cap, sinks"),
+    (layer(replace(SMALL, slopes=(0.5,) * 8)), "sinks and slopes"),
+    (layer(replace(SMALL, post_norm="post")), "has no norm after attention"),
+    (layer(mlp=MLPConfig(inner=512, activation="gelu")), "does not know activation 'gelu'"),
+    (layer(mlp=MLPConfig(inner=512, bias=True)), "has no biases in the MLP"),
+    (layer(mlp=MLPConfig(inner=512, post_norm="post")), "no norm after it"),
+    (layer(mlp=MLPConfig(inner=640)), "hidden 512 and inner 640 are not multiples"),
+    (layer(hidden=768), "hidden 768 and inner 512 are not multiples"),
+    (qwen(4096, 65536, 32), "do not fit into a multiprocessor"),
+])  # fmt: skip
+def test_refuses_other_layers_with_the_reason(static: dict[str, Any], reason: str) -> None:
+    assert reason in str(kernel()[0].supports(call(static)))
+
+
+def test_refuses_steps_and_devices_with_the_reason() -> None:
+    taken, _ = kernel()
+    assert "computes one token, not 2" in str(taken.supports(call(layer(), Bucket(2, 2))))
+    assert "machine code is for sm_90, not sm_80" in str(
+        taken.supports(call(layer(), device=capabilities((8, 0), 108, 166_912)))
+    )
+    assert "needs 128 multiprocessors" in str(
+        taken.supports(call(layer(), device=capabilities((9, 0), 114, 232_448)))
+    )
+    assert kernel("there is no NVRTC")[0].supports(call(layer())) == "there is no NVRTC"
+
+
+def test_every_macro_of_the_source_is_given() -> None:
+    """A name in capitals that nothing defines would be 0 in a condition of the preprocessor."""
+    given = {*defines(cast(Any, layer()), 3), *re.findall(r"#define (\w+)", SOURCE), "STAMPS"}
+    given |= set(re.findall(r"(?:int|,) ([A-Z]\w+)(?= =|,|>)", SOURCE))  # constants and parameters of templates
+    code = re.sub(r"//.*|\"[^\"\n]*\"", "", SOURCE)
+    assert {name for name in re.findall(r"\b[A-Z][A-Z_]{2,}\b|\bD\b", code)} - given == set()
+
+
+def test_the_argument_is_laid_out_as_in_the_source() -> None:
+    text = re.sub(r"//.*", "", SOURCE[SOURCE.index("struct Layer {") : SOURCE.index("};")]).split("{")[1]
+    names = re.findall(r"(\w+)\s*[,;]", text)
+    assert names == [field[0] for field in _Argument._fields_]
+
+
+def test_sites_and_marks_differ() -> None:
+    messages = Messages(torch.device("cpu"))
+    sites = [messages.site() for _ in range(MAX_SITES)]
+    assert len(set(sites)) == MAX_SITES and max(sites) < MAX_SITES
+    marks = [messages.next_flag() for _ in range(5)]
+    assert len(set(marks)) == 5 and 0 not in marks
+    assert messages.of(300) is messages.of(300) and len(messages.of(400)) == 400
+
+
+def test_programs_that_find_no_memory_have_no_stages() -> None:
+    assert Sizes(1024, 3072, 16, 128).stages(0) == 0
