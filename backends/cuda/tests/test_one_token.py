@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import re
 from collections.abc import Mapping
@@ -20,7 +19,12 @@ from evener.layers.rotary import RotaryConfig
 from evener_backend_cuda.capability import capabilities, feature
 from evener_backend_cuda.compiled import CompiledKernel, Driver
 from evener_backend_cuda.one_token import MAX_SITES, Messages, OneTokenLayer, Sizes, _Argument, defines
-from evener_kernels_triton.state import LAYOUT
+from evener.ops.schemas import BUILTIN
+from evener_conformance.kit.composites import TinyModel
+from evener_conformance.kit.families import families
+from evener_conformance.reference.device import HostDevice
+from evener_kernels_triton.state import LAYOUT, PagedState
+from evener_kernels_triton.tuning import Tuning
 
 HOPPER = capabilities((9, 0), 132, 232_448)
 SOURCE = (files("evener_backend_cuda") / "one_token.cu").read_text()
@@ -38,7 +42,7 @@ class Launches:
         return self.where
 
     def __call__(self, stream: int, argument: ctypes.Structure) -> None:
-        self.arguments.append(copy.copy(cast(_Argument, argument)))
+        self.arguments.append(_Argument.from_buffer_copy(argument))
 
 
 class NoDriver(Driver):
@@ -151,6 +155,62 @@ def test_sites_and_marks_differ() -> None:
     marks = [messages.next_flag() for _ in range(5)]
     assert len(set(marks)) == 5 and 0 not in marks
     assert messages.of(300) is messages.of(300) and len(messages.of(400)) == 400
+
+
+class Model:
+    """Two layers with the kernel, whose launches do nothing."""
+
+    def __init__(self) -> None:
+        self.kernel, driver = kernel()
+        self.launches = driver.launches
+        family = next(f for f in families() if f.name == "shared")
+        device, self.hidden = HostDevice(0), family.hidden
+        device.capabilities = replace(HOPPER, host_memory=True)
+        state = PagedState(Tuning(132, 227 << 10, False))
+        self.tiny = TinyModel(device, "bfloat16", family, [self.kernel], state, list(BUILTIN))
+
+    def step(self, inference: bool = True) -> list[_Argument]:
+        """The arguments of a step of one token behind three others."""
+        self.launches.arguments.clear()
+        with torch.inference_mode(inference):
+            self.tiny.step(torch.ones(1, self.hidden), (3,), (1,))
+        return list(self.launches.arguments)
+
+
+def test_a_layer_takes_the_stream_of_the_layer_before_from_its_messages() -> None:
+    model = Model()
+    for inference in (True, False):
+        first, second = model.step(inference)
+        assert first.before == 0 and first.residual is None and first.x == first.out
+        assert second.before == first.after != second.after
+        assert (second.x, second.residual, second.stream) == (first.out, first.stream, first.stream)
+        assert first.site != second.site and first.messages == second.messages
+        assert first.page_bits == model.tiny.block.bit_length() - 1
+
+
+def test_a_layer_reads_the_stream_from_memory_where_another_launch_came_between() -> None:
+    model = Model()
+    launch, places = model.launches, iter([(7, 0), (7, 1)])  # the capture begins between the two layers
+    launch.place = lambda device: next(places)  # type: ignore[method-assign]
+    assert [each.before for each in model.step()] == [0, 0]
+
+
+def test_a_layer_reads_the_stream_from_memory_after_a_change() -> None:
+    model = Model()
+    site = model.tiny.layers[1].sites[0]
+    run = site.table[0]
+
+    def changed(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> Any:
+        return run(x.add_(1.0), residual, *others)
+
+    site.table = (changed, *site.table[1:])
+    assert [each.before for each in model.step(inference=False)] == [0, 0]
+
+    def another(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> Any:
+        return run(x + 1.0, residual, *others)
+
+    site.table = (another, *site.table[1:])
+    assert [each.before for each in model.step()] == [0, 0]
 
 
 def test_programs_that_find_no_memory_have_no_stages() -> None:

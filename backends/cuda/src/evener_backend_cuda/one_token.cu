@@ -19,10 +19,12 @@ typedef unsigned short u16;
 #define OUT_ROWS (HIDDEN / PROGRAMS)
 #define INNER_ROWS (INNER / PROGRAMS)
 #define UP(a, b) (((a) + (b) - 1) / (b))
-#define QKV_EACH (2 * UP(QKV_ROWS, 2 * WARPS))  // even: rows are sent in pairs
-#define OUT_EACH UP(OUT_ROWS, WARPS)
-#define INNER_EACH UP(INNER_ROWS, WARPS)
-#define INNER_WORDS UP(INNER_EACH, 2)
+// Tiles of eight rows; gate and up take turns.
+#define QKV_TILES UP(QKV_ROWS, 8)
+#define OUT_TILES UP(OUT_ROWS, 8)
+#define INNER_TILES (2 * UP(INNER_ROWS, 8))
+// Tiles that are summed at a time, so that sums fit into registers.
+#define AT_ONCE(tiles) UP(tiles, UP(tiles, 6))
 #define ATTENDED (HEADS * D)
 // Of one program: elements of its cluster's attention that it merges.
 #define MERGED (GROUP * D / SHARE)
@@ -38,7 +40,18 @@ typedef unsigned short u16;
 #define KV_STAGES 2
 #define KV_STAGE_BYTES (STAGE_KEYS * D * 4)
 #define WIDE(k) ((k) % 1024 == 0 && MOST >= 1024 ? 1024 : (k) % 768 == 0 && MOST >= 768 ? 768 : (k) % 512 == 0 && MOST >= 512 ? 512 : 256)
-#define STAGE_BYTES (WARPS * MOST * 2)
+// The rows of a tile are 64 bytes further apart than they are long, so that eight lanes read from all banks.
+#define PITCH(c) ((c) * 2 + 64)
+#define STAGE_BYTES (8 * PITCH(MOST))
+#define MOST_ROWS MAX(QKV_TILES * 8, INNER_TILES * 8)
+// Words that a program sends to all: attention, rows of the stream, of the MLP, of the next layer's stream (float32);
+// and their messages of 16 bytes, three words each.
+#define ATTENDED_WORDS (MERGED / 2)
+#define OUT_WORDS (OUT_ROWS / 2)
+#define INNER_WORDS (INNER_ROWS / 2)
+#define NEXT_WORDS OUT_ROWS
+#define MESSAGES(words) UP(words, 3)
+#define MOST_WORDS MAX(MAX(ATTENDED_WORDS, INNER_WORDS), NEXT_WORDS)
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 // Shared memory, in bytes.
@@ -46,7 +59,7 @@ typedef unsigned short u16;
 #define AT_KV (AT_RING + STAGES * STAGE_BYTES)
 #define AT_VECTOR (AT_KV + KV_STAGES * KV_STAGE_BYTES)
 #define AT_WIDE (AT_VECTOR + HIDDEN * 2)
-#define VECTORS (HIDDEN * 2 + MAX(ATTENDED, INNER) * 2)
+#define VECTORS (HIDDEN * 2 + MAX(MAX(ATTENDED, INNER) * 2, HIDDEN * 4))
 #define SUMS (WARPS * GROUP * D * 4)
 #define AT_SUMS AT_VECTOR
 #define AT_STATS (AT_VECTOR + MAX(VECTORS, SUMS))
@@ -56,7 +69,9 @@ typedef unsigned short u16;
 #define AT_VALUE (AT_KEY + D * 2)
 #define AT_ANGLES (AT_VALUE + D * 2)
 #define AT_OWN (AT_ANGLES + D * 4)
-#define AT_NORMS (AT_OWN + UP(OUT_ROWS * 4, 16) * 16)
+#define AT_ROWS (AT_OWN + UP(OUT_ROWS * 4, 16) * 16)
+#define AT_WORDS (AT_ROWS + WARPS * MOST_ROWS * 4)
+#define AT_NORMS (AT_WORDS + UP(MESSAGES(MOST_WORDS) * 12, 16) * 16)
 #define AT_META (AT_NORMS + 2 * WARPS * 4)
 #define AT_BARRIERS (AT_META + 16)
 #define BARRIERS (2 * STAGES + 2 * KV_STAGES + 1)
@@ -67,9 +82,11 @@ typedef unsigned short u16;
 #define AT_PART_MESSAGES CONTROL
 #define AT_QKV (AT_PART_MESSAGES + PROGRAMS * SHARE * PART_MESSAGES * 2)
 #define AT_ATTENDED (AT_QKV + KV_HEADS * HEAD_WORDS)
-#define AT_STREAM (AT_ATTENDED + ATTENDED / 2)
-#define AT_INNER (AT_STREAM + HIDDEN)
-#define AT_NEXT (AT_INNER + PROGRAMS * WARPS * INNER_WORDS)
+#define INBOX(words) (COPIES * PROGRAMS * MESSAGES(words) * 2)
+#define AT_STREAM (AT_ATTENDED + INBOX(ATTENDED_WORDS))
+#define AT_INNER (AT_STREAM + INBOX(OUT_WORDS))
+#define AT_NEXT (AT_INNER + INBOX(INNER_WORDS))
+#define ALL_MESSAGES (AT_NEXT + INBOX(NEXT_WORDS))
 
 struct Layer {
     const u16* x;
@@ -93,11 +110,28 @@ struct Layer {
 #ifndef FREE
 #define FREE false  // true: no wait for messages, to time all else
 #endif
+#ifndef STREAM
+#define STREAM true  // false: no weights, to time all else
+#endif
+#ifndef COPIES
+#define COPIES 8
+#endif
+#ifndef FLIGHT
+#define FLIGHT 1  // tiles that are under way at once
+#endif
+#ifndef PREFETCH
+#define PREFETCH 0
+#endif
+#ifndef NAP
+#define NAP 40
+#endif
 #ifdef STAMPS
 #define STAMP(i) if (tid == 0 && p.stamps) { p.stamps[blockIdx.x * 16 + (i)] = clock64(); if ((i) == 1) p.stamps[blockIdx.x * 16 + 15] = now(); }
 #else
 #define STAMP(i)
 #endif
+
+extern __shared__ __align__(128) unsigned char shared[];
 
 __device__ __forceinline__ u64 now() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
@@ -113,9 +147,10 @@ __device__ __noinline__ void give_up(u32* report, u32 code) {
     __trap();
 }
 
-// Every wait ends: after PATIENCE nanoseconds the launch fails.
+// Every wait ends: after PATIENCE cycles the launch fails. (Reading the time in nanoseconds takes longer than a look at a
+// message.)
 __device__ __forceinline__ void too_long(u64& since, u32* report, u32 code) {
-    const u64 time = now();
+    const u64 time = clock64();
     if (!since) since = time;
     else if (time - since > PATIENCE) give_up(report, code);
 }
@@ -143,13 +178,11 @@ __device__ __forceinline__ void bulk(u32 to, const void* from, u32 bytes, u32 ba
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+__device__ __forceinline__ void ahead(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void post(u64* at, u32 value, u32 flag) {
     asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" :: "l"(at), "r"(value), "r"(flag) : "memory");
-}
-__device__ __forceinline__ uint4 look(const u64* at) {
-    uint4 v;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
 }
 // One message of 16 bytes: loads and stores of 128 bits are single (PTX ISA, memory consistency model).
 __device__ __forceinline__ void post_wide(u64* at, float a, float b, float c, u32 flag) {
@@ -172,21 +205,63 @@ __device__ __forceinline__ u32 take(const u64* at, u32 flag, u32* report, u32 co
         too_long(since, report, code);
     }
 }
+__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+template <typename T>
+__device__ __forceinline__ T fresh(const T* at) { return *(const volatile T*)at; }
 __device__ __forceinline__ void together() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
-// COUNT pairs of messages from `at` on, `step` messages apart.
-template <int COUNT>
-__device__ __forceinline__ void poll(const u64* at, int step, u32 flag, uint4 (&v)[COUNT], u32* report, u32 code) {
-    u64 since = 0;
-    while (true) {
-        bool all = true;
+// Send WORDS words of this program, in shared memory, to all programs, in COPIES copies: programs that all read one wait
+// for each other, and so do many stores. The first WRITERS threads wrote the words; all threads call it.
+template <int WORDS, int WRITERS>
+__device__ __forceinline__ void tell(u64* region, u32 program, u32 flag) {
+    constexpr int COUNT = MESSAGES(WORDS);
+    if (WRITERS > 32) together();
+    else __syncwarp();
+    const float* words = (const float*)(shared + AT_WORDS);
 #pragma unroll
-        for (int n = 0; n < COUNT; n++) v[n] = look(at + n * step);
-#pragma unroll
-        for (int n = 0; n < COUNT; n++) all = all && v[n].y == flag && v[n].w == flag;
-        if (all || FREE) break;
-        too_long(since, report, code);
+    for (int n = 0; n < UP(COPIES * COUNT, WRITERS > 32 ? THREADS : 32); n++) {
+        const int e = threadIdx.x + n * (WRITERS > 32 ? THREADS : 32), copy = e / COUNT, m = e % COUNT;
+        if ((WRITERS > 32 || threadIdx.x < 32) && e < COPIES * COUNT)
+            post_wide(region + ((copy * PROGRAMS + program) * COUNT + m) * 2, words[3 * m], words[3 * m + 1], words[3 * m + 2], flag);
     }
+}
+
+// Wait for the words of all programs; `take` gets their numbers and values.
+template <int WORDS, typename Take>
+__device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u32* report, u32 code, Take take) {
+    constexpr int COUNT = MESSAGES(WORDS), ALL = PROGRAMS * COUNT, MANY = UP(ALL, THREADS), CHUNK = MANY < 4 ? MANY : 4;
+    const u64* from = region + program % COPIES * ALL * 2;
+#pragma unroll 1
+    for (int first = 0; first < MANY; first += CHUNK) {
+        uint4 v[CHUNK];
+        u64 since = 0;
+        while (true) {
+            bool all = true;
+#pragma unroll
+            for (int n = 0; n < CHUNK; n++) {
+                const int e = threadIdx.x + (first + n) * THREADS;
+                if (e < ALL) v[n] = look_wide(from + e * 2);
+            }
+#pragma unroll
+            for (int n = 0; n < CHUNK; n++) all = all && (threadIdx.x + (first + n) * THREADS >= ALL || v[n].w == flag);
+            if (all || FREE) break;
+            too_long(since, report, code);
+        }
+#pragma unroll
+        for (int n = 0; n < CHUNK; n++) {
+            const int e = threadIdx.x + (first + n) * THREADS, source = e / COUNT, word = e % COUNT * 3;
+            if (e >= ALL) continue;
+            take(source * WORDS + word, v[n].x);
+            if (word + 1 < WORDS) take(source * WORDS + word + 1, v[n].y);
+            if (word + 2 < WORDS) take(source * WORDS + word + 2, v[n].z);
+        }
+    }
+}
+
+// sums [16, 8] += left [16, 16] x right [16, 8] in bfloat16; all rows of the left one are the same, so rows 8 to 15 may be 0.
+__device__ __forceinline__ void product(float (&sums)[4], u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a), "r"(0), "r"(b), "r"(c), "r"(d));
 }
 
 struct Ring {
@@ -194,92 +269,112 @@ struct Ring {
     __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
 };
 
-extern __shared__ __align__(128) unsigned char shared[];
-
-// The rows of one program, tile by tile: the last bytes of each warp's next row come from `row(i, half)` [K].
-template <int K, int EACH_WARP, int ROWS, int HALVES, typename Row>
-__device__ __forceinline__ void stream(Ring& ring, u32 base, u32 full, u32 empty, u64 policy, u32* report, Row row) {
-    constexpr int C = WIDE(K);
+// The rows of one program, tile by tile, into the ring. `row(tile, i)`: row `i` of a tile [K], or null.
+template <int K, int TILES, typename Row>
+__device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u32 to, u32 full, u32 empty, u64 policy, u32* report, Row row) {
+    constexpr int C = WIDE(K), STEP = AT_ONCE(TILES);
     const u32 lane = threadIdx.x & 31;
 #pragma unroll 1
-    for (int piece = 0; piece < K / C; piece++)
+    for (int first = 0; first < TILES; first += STEP)
 #pragma unroll 1
-        for (int t = 0; t < EACH_WARP; t++)
+        for (int piece = 0; piece < K / C; piece++)
 #pragma unroll 1
-            for (int half = 0; half < HALVES; half++) {
-                const int i = lane * EACH_WARP + t;
-                const bool there = lane < WARPS && i < ROWS;
-                const u32 count = __popc(__ballot_sync(~0u, there));
+            for (int t = first; t < first + STEP && t < TILES; t++) {
+                const u16* from = lane < 8 ? row(t, lane) : nullptr;
+                const u32 count = __popc(__ballot_sync(~0u, from != nullptr));
+                // Who asks memory for more than it gives in its latency only makes messages wait behind the rest.
+                if (++issued > FLIGHT) {
+                    wait(full + landed.stage * 8, landed.parity, report, 13);
+                    landed.next();
+                }
                 wait(empty + ring.stage * 8, ring.parity ^ 1, report, 1);
-                if (lane == 0) expect(full + ring.stage * 8, count * C * 2);
+                if (lane == 0) expect(full + ring.stage * 8, STREAM ? count * C * 2 : 0);
                 __syncwarp();
-                if (there)
-                    bulk(base + ring.stage * STAGE_BYTES + lane * C * 2, row(i, half) + piece * C, C * 2,
-                         full + ring.stage * 8, policy);
+                if (from && STREAM)
+                    bulk(to + ring.stage * STAGE_BYTES + lane * PITCH(C), from + piece * C, C * 2, full + ring.stage * 8, policy);
                 ring.next();
             }
 }
 
-// Sums of one warp's rows with the vector [K] at `vector` in shared memory; all lanes get them.
-template <int K, int SUMS_, typename = void>
-__device__ __forceinline__ void multiply(Ring& ring, u32 full, u32 empty, u32 vector, float (&sums)[SUMS_], u32* report) {
-    constexpr int C = WIDE(K);
+// Products of one program's rows with the vector [K] at `vector` in shared memory. A warp has an eighth of the columns of
+// each tile; its sums go to AT_ROWS. On the tensor cores, a tile is the right operand, eight columns of it; the vector is
+// every row of the left one. Columns are taken in the order in which lanes read them: it is the same on both sides.
+template <int K, int TILES>
+__device__ __forceinline__ void multiply(Ring& ring, u32 full, u32 empty, u32 vector, u32* report) {
+    constexpr int C = WIDE(K), STEP = AT_ONCE(TILES), LOADS = C / 256, SETS = STEP > 4 ? 1 : STEP > 2 ? 2 : 4;
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
-    for (int n = 0; n < SUMS_; n++) sums[n] = 0.f;
-#pragma unroll 1
-    for (int piece = 0; piece < K / C; piece++) {
-        float x[C / 32];
+    for (int first = 0; first < TILES; first += STEP) {
+        float sums[STEP][SETS][4];  // a second set waits less for the first
 #pragma unroll
-        for (int j = 0; j < C / 256; j++) {
-            const uint4 v = *(const uint4*)(shared + vector + piece * C * 2 + j * 512 + lane * 16);
-            x[8 * j] = low(v.x), x[8 * j + 1] = high(v.x), x[8 * j + 2] = low(v.y), x[8 * j + 3] = high(v.y);
-            x[8 * j + 4] = low(v.z), x[8 * j + 5] = high(v.z), x[8 * j + 6] = low(v.w), x[8 * j + 7] = high(v.w);
-        }
+        for (int t = 0; t < STEP; t++)
 #pragma unroll
-        for (int n = 0; n < SUMS_; n++) {
-            wait(full + ring.stage * 8, ring.parity, report, 2);
-            float a = 0.f, b = 0.f, c = 0.f, d = 0.f;
-            const unsigned char* row = shared + AT_RING + ring.stage * STAGE_BYTES + warp * C * 2 + lane * 16;
+            for (int n = 0; n < 4 * SETS; n++) sums[t][n / 4][n % 4] = 0.f;
+#pragma unroll(K / C <= 4 && TILES <= 2 ? K / C : 1)
+        for (int piece = 0; piece < K / C; piece++) {
+            uint4 x[LOADS];
+            const u32 at = warp * (C / 4) + lane % 4 * 16;
 #pragma unroll
-            for (int j = 0; j < C / 256; j++) {
-                const uint4 v = *(const uint4*)(row + j * 512);
-                a = fmaf(low(v.x), x[8 * j], a), b = fmaf(high(v.x), x[8 * j + 1], b);
-                c = fmaf(low(v.y), x[8 * j + 2], c), d = fmaf(high(v.y), x[8 * j + 3], d);
-                a = fmaf(low(v.z), x[8 * j + 4], a), b = fmaf(high(v.z), x[8 * j + 5], b);
-                c = fmaf(low(v.w), x[8 * j + 6], c), d = fmaf(high(v.w), x[8 * j + 7], d);
+            for (int j = 0; j < LOADS; j++) x[j] = *(const uint4*)(shared + vector + piece * C * 2 + at + j * 64);
+#pragma unroll
+            for (int t = 0; t < STEP; t++) {
+                if (first + t >= TILES) break;
+                wait(full + ring.stage * 8, ring.parity, report, 2);
+                const unsigned char* tile = shared + AT_RING + ring.stage * STAGE_BYTES + lane / 4 * PITCH(C) + at;
+                uint4 w[LOADS];
+#pragma unroll
+                for (int j = 0; j < LOADS; j++) w[j] = *(const uint4*)(tile + j * 64);
+#pragma unroll
+                for (int j = 0; j < LOADS; j++) {
+                    product(sums[t][2 * j % SETS], x[j].x, x[j].y, w[j].x, w[j].y);
+                    product(sums[t][(2 * j + 1) % SETS], x[j].z, x[j].w, w[j].z, w[j].w);
+                }
+                __syncwarp();
+                if (lane == 0) arrive(empty + ring.stage * 8);
+                ring.next();
             }
-            sums[n] += (a + b) + (c + d);
-            __syncwarp();
-            if (lane == 0) arrive(empty + ring.stage * 8);
-            ring.next();
+        }
+        if (lane < 4) {
+#pragma unroll
+            for (int t = 0; t < STEP; t++) {
+#pragma unroll
+                for (int n = 1; n < SETS; n++) sums[t][0][0] += sums[t][n][0], sums[t][0][1] += sums[t][n][1];
+                if (first + t < TILES)
+                    *(float2*)(shared + AT_ROWS + (warp * MOST_ROWS + (first + t) * 8 + lane * 2) * 4) =
+                        make_float2(sums[t][0][0], sums[t][0][1]);
+            }
         }
     }
-#pragma unroll
-    for (int bit = 16; bit; bit >>= 1)
-#pragma unroll
-        for (int n = 0; n < SUMS_; n++) sums[n] += __shfl_xor_sync(~0u, sums[n], bit);
+    together();
 }
 
-// The normalized stream, rounded, as the vector [HIDDEN] in shared memory.
-__device__ __forceinline__ void normalize(const float (&total)[EACH], const u32 (&weights)[EACH / 2], u32 tid, int turn, float eps) {
+__device__ __forceinline__ float row_sum(u32 row) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += ((const float*)(shared + AT_ROWS))[w * MOST_ROWS + row];
+    return sum;
+}
+
+// The stream times the norm's weights, rounded, as the vector [HIDDEN] in shared memory. Products with it are to be
+// multiplied by `scale_of`, which needs the sums of all warps, and so nobody waits for them here.
+__device__ __forceinline__ void enter(const float (&total)[EACH], const u32 (&weights)[EACH / 2], u32 tid, int turn) {
     float square = 0.f;
 #pragma unroll
     for (int n = 0; n < EACH; n++) square = fmaf(total[n], total[n], square);
-#pragma unroll
-    for (int bit = 16; bit; bit >>= 1) square += __shfl_xor_sync(~0u, square, bit);
-    float* of_warps = (float*)(shared + AT_NORMS) + turn * WARPS;
-    if ((tid & 31) == 0) of_warps[tid >> 5] = square;
-    together();
-    square = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) square += of_warps[w];
-    const float scale = rsqrtf(square / HIDDEN + eps);
     u32* to = (u32*)(shared + AT_VECTOR) + tid * (EACH / 2);
 #pragma unroll
     for (int n = 0; n < EACH / 2; n++)
-        to[n] = pack(total[2 * n] * scale * (low(weights[n]) + OFFSET), total[2 * n + 1] * scale * (high(weights[n]) + OFFSET));
+        to[n] = pack(total[2 * n] * (low(weights[n]) + OFFSET), total[2 * n + 1] * (high(weights[n]) + OFFSET));
+#pragma unroll
+    for (int bit = 16; bit; bit >>= 1) square += __shfl_xor_sync(~0u, square, bit);
+    if ((tid & 31) == 0) ((float*)(shared + AT_NORMS))[turn * WARPS + (tid >> 5)] = square;
     together();
+}
+__device__ __forceinline__ float scale_of(int turn, float eps) {
+    float square = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) square += ((const float*)(shared + AT_NORMS))[turn * WARPS + w];
+    return rsqrtf(square / HIDDEN + eps);
 }
 
 // The row of queries, keys and values that is row `i` of program `rank` of a key head.
@@ -308,35 +403,48 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     if (warp == WARPS) {  // weights
         u64 policy;
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        Ring ring{0, 0};
+        Ring ring{0, 0}, landed{0, 0};
+        u32 issued = 0;
         const u32 to = base + AT_RING;
-        stream<HIDDEN, QKV_EACH, QKV_ROWS, 1>(ring, to, full, empty, policy, p.report, [&](int i, int) {
-            return p.qkv + (long long)qkv_row(head, rank, i) * HIDDEN;
+#if PREFETCH
+        for (int i = lane; i < OUT_ROWS; i += 32) ahead(p.o + (long long)(program * OUT_ROWS + i) * ATTENDED, ATTENDED * 2);
+        for (int i = lane; i < 2 * INNER_ROWS; i += 32)
+            ahead(p.gate_up + (long long)(i % 2 * INNER + program * INNER_ROWS + i / 2) * HIDDEN, HIDDEN * 2);
+        for (int i = lane; i < OUT_ROWS; i += 32) ahead(p.down + (long long)(program * OUT_ROWS + i) * INNER, INNER * 2);
+        __syncwarp();
+#endif
+        stream<HIDDEN, QKV_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
+            const int i = t * 8 + lane_;
+            return i < QKV_ROWS ? p.qkv + (long long)qkv_row(head, rank, i) * HIDDEN : nullptr;
         });
-        stream<ATTENDED, OUT_EACH, OUT_ROWS, 1>(ring, to, full, empty, policy, p.report, [&](int i, int) {
-            return p.o + (long long)(program * OUT_ROWS + i) * ATTENDED;
+        stream<ATTENDED, OUT_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
+            const int i = t * 8 + lane_;
+            return i < OUT_ROWS ? p.o + (long long)(program * OUT_ROWS + i) * ATTENDED : nullptr;
         });
-        stream<HIDDEN, INNER_EACH, INNER_ROWS, 2>(ring, to, full, empty, policy, p.report, [&](int i, int half) {
-            return p.gate_up + (long long)(half * INNER + program * INNER_ROWS + i) * HIDDEN;
+        stream<HIDDEN, INNER_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
+            const int i = t / 2 * 8 + lane_;
+            return i < INNER_ROWS ? p.gate_up + (long long)(t % 2 * INNER + program * INNER_ROWS + i) * HIDDEN : nullptr;
         });
-        stream<INNER, OUT_EACH, OUT_ROWS, 1>(ring, to, full, empty, policy, p.report, [&](int i, int) {
-            return p.down + (long long)(program * OUT_ROWS + i) * INNER;
+        stream<INNER, OUT_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
+            const int i = t * 8 + lane_;
+            return i < OUT_ROWS ? p.down + (long long)(program * OUT_ROWS + i) * INNER : nullptr;
         });
         return;
     }
     if (warp == WARPS + 1) {  // what the step is, keys and values
-        asm volatile("griddepcontrol.wait;" ::: "memory");
+        // What the step is was written before the first layer, which waits. Later ones start as soon as there is room.
+        if (!p.before) grid_wait();
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
         const int page_mask = (1 << p.page_bits) - 1;
         u64 policy;
         asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        const int length = p.kv_lens[0], position = p.positions[0];
-        const long long slot = p.wide_slots ? *(const long long*)p.slots : (long long)*(const int*)p.slots;
+        const int length = fresh(p.kv_lens), position = fresh(p.positions);
+        const long long slot = p.wide_slots ? fresh((const long long*)p.slots) : (long long)fresh((const int*)p.slots);
         const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);
         const int begin = rank * each, end = begin + each < old ? begin + each : old;
         const int member = lane % STAGE_KEYS;
         int key = begin + member;
-        int page = key < end ? p.table[key >> p.page_bits] : 0;
+        int page = key < end ? fresh(p.table + (key >> p.page_bits)) : 0;
         float* angles = (float*)(shared + AT_ANGLES);
         for (int d = lane; d < D; d += 32) angles[d] = p.cos_sin[(long long)position * D + d];
         if (lane == 0) {
@@ -362,9 +470,11 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
                 }
             }
             key += STAGE_KEYS;
-            page = key < end ? p.table[key >> p.page_bits] : 0;
+            page = key < end ? fresh(p.table + (key >> p.page_bits)) : 0;
             if (++stage == KV_STAGES) stage = 0, parity ^= 1;
         }
+        // This launch ends after the one before: who waits for this one has waited for all.
+        if (p.before) grid_wait();
         return;
     }
 
@@ -386,28 +496,31 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         first_gain[n] = QK_NORM && word < HALF ? head_norm[word] : 0;
         second_gain[n] = QK_NORM && word < HALF ? head_norm[HALF + word] : 0;
     }
-    float qkv_bias[QKV_EACH], o_bias[OUT_EACH];
-#pragma unroll
-    for (int n = 0; n < QKV_EACH; n++) {
-        const int i = warp * QKV_EACH + n;
-        qkv_bias[n] = p.qkv_bias && i < QKV_ROWS ? widen(p.qkv_bias[qkv_row(head, rank, i)]) : 0.f;
-    }
-#pragma unroll
-    for (int n = 0; n < OUT_EACH; n++) {
-        const int i = warp * OUT_EACH + n;
-        o_bias[n] = p.o_bias && i < OUT_ROWS ? widen(p.o_bias[program * OUT_ROWS + i]) : 0.f;
-    }
+    // Of the row that this thread sums.
+    const float qkv_bias = p.qkv_bias && tid < QKV_ROWS ? widen(p.qkv_bias[qkv_row(head, rank, tid)]) : 0.f;
+    const float o_bias = p.o_bias && tid < OUT_ROWS ? widen(p.o_bias[program * OUT_ROWS + tid]) : 0.f;
 
     float total[EACH];
     if (p.before) {
         // The launch before the last has ended, and the last one is of another site.
         count = ((volatile u32*)p.messages)[p.site];
-        uint4 v[EACH / 2];
-        poll(p.messages + AT_NEXT + tid * EACH, 2, p.before, v, p.report, 4);
+        if (warp == 0) {  // most of the time is spent here, so one place is asked, and rarely
+            u64 since = 0;
+            const u64* at = p.messages + AT_NEXT + (program % COPIES * PROGRAMS + (program + PROGRAMS / 2) % PROGRAMS) * MESSAGES(NEXT_WORDS) * 2;
+            while (look_wide(at).w != p.before && !FREE) {
+                __nanosleep(NAP);
+                too_long(since, p.report, 12);
+            }
+        }
+        together();
+        hear<NEXT_WORDS>(p.messages + AT_NEXT, program, p.before, p.report, 4, [](int word, u32 value) {
+            ((u32*)(shared + AT_WIDE))[word] = value;
+        });
+        together();
 #pragma unroll
-        for (int n = 0; n < EACH / 2; n++) total[2 * n] = __uint_as_float(v[n].x), total[2 * n + 1] = __uint_as_float(v[n].z);
+        for (int n = 0; n < EACH; n++) total[n] = ((const float*)(shared + AT_WIDE))[tid * EACH + n];
     } else {
-        asm volatile("griddepcontrol.wait;" ::: "memory");
+        grid_wait();
         count = ((volatile u32*)p.messages)[p.site];
 #pragma unroll
         for (int n = 0; n < EACH / 2; n++) {
@@ -421,22 +534,17 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     }
     const u32 flag = (count << 8) + p.site + 1;
     STAMP(1);
-    normalize(total, weights, tid, 0, EPS);
+    enter(total, weights, tid, 0);
     STAMP(2);
-    {
-        float sums[QKV_EACH];
-        multiply<HIDDEN>(ring, full, empty, AT_VECTOR, sums, p.report);
-#pragma unroll
-        for (int n = 0; n < QKV_EACH; n++) sums[n] += qkv_bias[n];
-#pragma unroll
-        for (int n = 0; n < QKV_EACH / 2; n++) {
-            const int i = warp * QKV_EACH + 2 * n;
-            if (lane == n && i < QKV_ROWS) {
-                int word = (rank * Q_ROWS + i) / 2;
-                if (i >= Q_ROWS) word = (GROUP * D + rank * K_ROWS + i - Q_ROWS) / 2;
-                if (i >= Q_ROWS + K_ROWS) word = ((GROUP + 1) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS) / 2;
-                post(p.messages + AT_QKV + head * HEAD_WORDS + word, pack(sums[2 * n], sums[2 * n + 1]), flag);
-            }
+    multiply<HIDDEN, QKV_TILES>(ring, full, empty, AT_VECTOR, p.report);
+    if (tid < UP(QKV_ROWS, 32) * 32) {
+        const int i = tid;
+        const float sum = i < QKV_ROWS ? row_sum(i) * scale_of(0, EPS) + qkv_bias : 0.f, next = __shfl_down_sync(~0u, sum, 1);
+        if (i < QKV_ROWS && i % 2 == 0) {
+            int word = (rank * Q_ROWS + i) / 2;
+            if (i >= Q_ROWS) word = (GROUP * D + rank * K_ROWS + i - Q_ROWS) / 2;
+            if (i >= Q_ROWS + K_ROWS) word = ((GROUP + 1) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS) / 2;
+            post(p.messages + AT_QKV + head * HEAD_WORDS + word, pack(sum, next), flag);
         }
     }
     STAMP(3);
@@ -638,104 +746,71 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
             for (int n = 0; n < ROUNDS; n++) results[n] += __shfl_xor_sync(~0u, results[n], bit);
         }
         const float scale = 1.f / mass;
-        u64* to = p.messages + AT_ATTENDED + (head * GROUP * D + rank * MERGED) / 2;
+        u32* to = (u32*)(shared + AT_WORDS);
         if (ROUNDS == 1) {
             const float other = __shfl_xor_sync(~0u, results[0], 16);
-            if (lane == 0 && warp * 2 < MERGED) post(to + warp, pack(results[0] * scale, other * scale), flag);
+            if (lane == 0 && warp * 2 < MERGED) to[warp] = pack(results[0] * scale, other * scale);
         } else if (source == 0) {
 #pragma unroll
             for (int n = 0; n + 1 < ROUNDS; n += 2)
-                post(to + (half * ROUNDS + n) / 2, pack(results[n] * scale, results[n + 1 < ROUNDS ? n + 1 : 0] * scale), flag);
+                to[(half * ROUNDS + n) / 2] = pack(results[n] * scale, results[n + 1 < ROUNDS ? n + 1 : 0] * scale);
         }
     }
+    tell<ATTENDED_WORDS, THREADS>(p.messages + AT_ATTENDED, program, flag);
     STAMP(8);
-    // Pairs of messages a thread takes at once.
-    constexpr int ATTENDED_PAIRS = UP(ATTENDED / 4, THREADS);
-    {
-        uint4 v[ATTENDED_PAIRS];
-        poll(p.messages + AT_ATTENDED + 2 * tid, 2 * THREADS, flag, v, p.report, 9);
-#pragma unroll
-        for (int n = 0; n < ATTENDED_PAIRS; n++)
-            *(uint2*)(shared + AT_WIDE + (tid + n * THREADS) * 8) = make_uint2(v[n].x, v[n].z);
-    }
+    hear<ATTENDED_WORDS>(p.messages + AT_ATTENDED, program, flag, p.report, 9, [](int word, u32 value) {
+        ((u32*)(shared + AT_WIDE))[word] = value;
+    });
     together();
     STAMP(9);
-    {
-        float sums[OUT_EACH];
-        multiply<ATTENDED>(ring, full, empty, AT_WIDE, sums, p.report);
-#pragma unroll
-        for (int n = 0; n < OUT_EACH; n++) {
-            const u32 i = warp * OUT_EACH + n;
-            if (lane == n && i < OUT_ROWS)
-                post(p.messages + AT_STREAM + program * OUT_ROWS + i, __float_as_uint(rounded(sums[n] + o_bias[n])), flag);
-        }
+    multiply<ATTENDED, OUT_TILES>(ring, full, empty, AT_WIDE, p.report);
+    if (tid < OUT_ROWS) {
+        const u32 v = pack(row_sum(tid) + o_bias, 0.f);
+        ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
     }
+    tell<OUT_WORDS, OUT_ROWS>(p.messages + AT_STREAM, program, flag);
     STAMP(10);
-    {
-        uint4 v[EACH / 2];
-        poll(p.messages + AT_STREAM + tid * EACH, 2, flag, v, p.report, 10);
+    hear<OUT_WORDS>(p.messages + AT_STREAM, program, flag, p.report, 10, [](int word, u32 value) {
+        ((u32*)(shared + AT_VECTOR))[word] = value;
+    });
+    together();
 #pragma unroll
-        for (int n = 0; n < EACH / 2; n++) total[2 * n] += __uint_as_float(v[n].x), total[2 * n + 1] += __uint_as_float(v[n].z);
+    for (int n = 0; n < EACH / 2; n++) {
+        const u32 v = ((const u32*)(shared + AT_VECTOR))[tid * (EACH / 2) + n];
+        total[2 * n] += low(v), total[2 * n + 1] += high(v);
     }
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
         const int i = (int)(tid * EACH + n) - (int)(program * OUT_ROWS);
         if (i >= 0 && i < OUT_ROWS) {
+            grid_wait();  // the launch before, which has ended by now, wrote there too
             ((float*)(shared + AT_OWN))[i] = total[n];
             p.stream[tid * EACH + n] = total[n];
         }
     }
     STAMP(11);
-    normalize(total, mlp_weights, tid, 1, MLP_EPS);
-    {
-        float sums[2 * INNER_EACH], made[2 * INNER_WORDS];
-        multiply<HIDDEN>(ring, full, empty, AT_VECTOR, sums, p.report);
-#pragma unroll
-        for (int n = 0; n < 2 * INNER_WORDS; n++) {
-            const int m = n < INNER_EACH ? n : 0;
-            const float gate = rounded(sums[2 * m]), up = rounded(sums[2 * m + 1]);
-            made[n] = __fdividef(gate, 1.f + exp2f(-1.44269504f * gate)) * up;
-        }
-        u64* to = p.messages + AT_INNER + (program * WARPS + warp) * INNER_WORDS;
-#pragma unroll
-        for (int n = 0; n < INNER_WORDS; n++)
-            if (lane == n) post(to + n, pack(made[2 * n], made[2 * n + 1]), flag);
+    enter(total, mlp_weights, tid, 1);
+    multiply<HIDDEN, INNER_TILES>(ring, full, empty, AT_VECTOR, p.report);
+    if (tid < INNER_ROWS) {
+        const u32 at = tid / 8 * 16 + tid % 8;
+        const float scale = scale_of(1, MLP_EPS), gate = rounded(row_sum(at) * scale), up = rounded(row_sum(at + 8) * scale);
+        const u32 v = pack(__fdividef(gate, 1.f + exp2f(-1.44269504f * gate)) * up, 0.f);
+        ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
     }
+    tell<INNER_WORDS, INNER_ROWS>(p.messages + AT_INNER, program, flag);
     STAMP(12);
-    {
-        constexpr int PAIRS = PROGRAMS * WARPS * INNER_WORDS / 2, MANY = UP(PAIRS, THREADS), CHUNK = MANY % 4 ? MANY : 4;
-#pragma unroll 1
-        for (int first = 0; first < MANY; first += CHUNK) {
-            uint4 v[CHUNK];
-            poll(p.messages + AT_INNER + 2 * (tid + first * THREADS), 2 * THREADS, flag, v, p.report, 11);
-#pragma unroll
-            for (int n = 0; n < CHUNK; n++)
-#pragma unroll
-                for (int m = 0; m < 2; m++) {
-                    const int message = 2 * (tid + (first + n) * THREADS) + m, unit = message / INNER_WORDS;
-                    const int w = unit % WARPS, t = message % INNER_WORDS * 2, i = w * INNER_EACH + t;
-                    u16* to = (u16*)(shared + AT_WIDE) + unit / WARPS * INNER_ROWS + i;
-                    const u32 value = m ? v[n].z : v[n].x;
-                    if (i < INNER_ROWS) to[0] = (u16)value;
-                    if (t + 1 < INNER_EACH && i + 1 < INNER_ROWS) to[1] = (u16)(value >> 16);
-                }
-        }
-    }
+    hear<INNER_WORDS>(p.messages + AT_INNER, program, flag, p.report, 11, [](int word, u32 value) {
+        ((u32*)(shared + AT_WIDE))[word] = value;
+    });
     together();
     STAMP(13);
-    {
-        float sums[OUT_EACH];
-        multiply<INNER>(ring, full, empty, AT_WIDE, sums, p.report);
-#pragma unroll
-        for (int n = 0; n < OUT_EACH; n++) {
-            const u32 i = warp * OUT_EACH + n;
-            if (lane == n && i < OUT_ROWS) {
-                const float y = rounded(sums[n]);
-                post(p.messages + AT_NEXT + program * OUT_ROWS + i, __float_as_uint(((const float*)(shared + AT_OWN))[i] + y), p.after);
-                p.out[program * OUT_ROWS + i] = (u16)(__float_as_uint(y) >> 16);
-            }
-        }
+    multiply<INNER, OUT_TILES>(ring, full, empty, AT_WIDE, p.report);
+    if (tid < OUT_ROWS) {
+        const float y = rounded(row_sum(tid));
+        ((float*)(shared + AT_WORDS))[tid] = ((const float*)(shared + AT_OWN))[tid] + y;
+        p.out[program * OUT_ROWS + tid] = (u16)(__float_as_uint(y) >> 16);
     }
+    tell<NEXT_WORDS, OUT_ROWS>(p.messages + AT_NEXT, program, p.after);
     if (program == 0 && tid == 0) ((volatile u32*)p.messages)[p.site] = count + 1;
     STAMP(14);
 }

@@ -33,18 +33,18 @@ from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 
 #: As in one_token.cu.
 PROGRAMS, SHARE, WARPS, THREADS = 128, 16, 8, 320
-_KV_STAGES, _CONTROL = 2, 256
+_KV_STAGES, _CONTROL, _COPIES = 2, 256, 8
 #: Layers that one device's messages serve: the kernel keeps a counter for each.
 MAX_SITES = 255
-#: Columns of a tile of eight rows, and bytes of it.
+#: Columns of a tile of eight rows, and bytes of it: its rows are 64 bytes apart.
 _COLUMNS = 1024
-_TILE = WARPS * _COLUMNS * 2
+_TILE = 8 * (_COLUMNS * 2 + 64)
 #: Tiles in the ring: fewer than the first leave the copies no time, more than the second find no room.
 _LEAST_STAGES, _MOST_STAGES = 3, 5
 #: What the hardware keeps of each program's shared memory.
 _RESERVED = 1024
-#: A wait that takes longer has lost its partner; the launch then fails.
-_PATIENCE_NS = 20_000_000_000
+#: Cycles, some 20 seconds: a wait that takes longer has lost its partner, and the launch then fails.
+_PATIENCE = 40_000_000_000
 KV_HEADS = PROGRAMS // SHARE
 GROUPS, HEAD_DIMS = (1, 2, 4), (64, 128)
 
@@ -86,13 +86,16 @@ class Sizes:
 
     def shared(self, stages: int) -> int:
         """Bytes of shared memory of a program."""
-        dim, group = self.head_dim, self.group
-        wide = max(self.heads * dim, self.inner)
+        dim, group, out = self.head_dim, self.group, self.hidden // PROGRAMS
+        wide = max(2 * max(self.heads * dim, self.inner), 4 * self.hidden)
+        rows = 8 * max(-(-(group + 2) * dim // SHARE // 8), 2 * -(-self.inner // PROGRAMS // 8))
+        words = max(self._words[0], *self._words[2:])
         fixed = (
             _KV_STAGES * WARPS * (32 // (dim // 8)) * dim * 4  # keys and values
-            + max(2 * (self.hidden + wide), WARPS * group * dim * 4)  # vectors, or sums of attention
+            + max(2 * self.hidden + wide, WARPS * group * dim * 4)  # vectors, or sums of attention
             + WARPS * group * 8 + SHARE * self._part_messages * 12 + group * dim * 4 + 2 * dim * 2 + dim * 4
-            + -(-self.hidden // PROGRAMS * 4 // 16) * 16 + 2 * WARPS * 4 + 16 + (2 * _KV_STAGES + 1) * 8
+            + -(-out * 4 // 16) * 16 + WARPS * rows * 4 + -(-12 * -(-words // 3) // 16) * 16 + 2 * WARPS * 4 + 16
+            + (2 * _KV_STAGES + 1) * 8
         )  # fmt: skip
         return fixed + stages * (_TILE + 16)
 
@@ -103,10 +106,15 @@ class Sizes:
 
     def messages(self) -> int:
         """Messages of 8 bytes of a layer, with the counters."""
-        heads, parts = self.heads + 2 * KV_HEADS, PROGRAMS * SHARE * self._part_messages * 2
-        attended = (heads + self.heads) * self.head_dim // 2
-        each = -(-self.inner // PROGRAMS // WARPS)  # rows of a warp, which go in pairs
-        return _CONTROL + parts + attended + 2 * self.hidden + PROGRAMS * WARPS * -(-each // 2)
+        parts = PROGRAMS * SHARE * self._part_messages * 2
+        to_all = sum(_COPIES * PROGRAMS * -(-words // 3) * 2 for words in self._words)
+        return _CONTROL + parts + KV_HEADS * (self.group + 2) * self.head_dim // 2 + to_all
+
+    @property
+    def _words(self) -> tuple[int, int, int, int]:
+        """Words of 4 bytes that a program sends to all: attention, output, activation, the next layer's stream."""
+        out = self.hidden // PROGRAMS
+        return self.group * self.head_dim // SHARE // 2, out // 2, self.inner // PROGRAMS // 2, out
 
     @property
     def _part_messages(self) -> int:
@@ -276,7 +284,7 @@ def defines(static: DecoderLayerStatic, stages: int) -> dict[str, object]:
         "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.heads, "KV_HEADS": KV_HEADS, "D": sizes.head_dim,
         "EPS": f"{attention['eps']!r}f", "MLP_EPS": f"{mlp['eps']!r}f", "OFFSET": f"{float(attention['offset'])!r}f",
         "QK_NORM": int(attention["qk_norm"]), "SCALE": f"{scale!r}f", "MOST": _COLUMNS, "STAGES": stages,
-        "PATIENCE": f"{_PATIENCE_NS}ull",
+        "PATIENCE": f"{_PATIENCE}ull",
     }  # fmt: skip
 
 
