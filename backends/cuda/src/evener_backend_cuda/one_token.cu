@@ -37,7 +37,9 @@ typedef unsigned short u16;
 #define KEY_LANES (D / 8)
 #define WARP_KEYS (32 / KEY_LANES)
 #define STAGE_KEYS (WARPS * WARP_KEYS)
+#ifndef KV_STAGES
 #define KV_STAGES 2
+#endif
 #define KV_STAGE_BYTES (STAGE_KEYS * D * 4)
 #define WIDE(k) ((k) % 1024 == 0 && MOST >= 1024 ? 1024 : (k) % 768 == 0 && MOST >= 768 ? 768 : (k) % 512 == 0 && MOST >= 512 ? 512 : 256)
 // The rows of a tile are 64 bytes further apart than they are long, so that eight lanes read from all banks.
@@ -140,6 +142,7 @@ __device__ __forceinline__ u32 pack(float a, float b) {
     u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a)); return d;
 }
 __device__ __forceinline__ float rounded(float a) { return low(pack(a, 0.f)); }
+__device__ __forceinline__ float power(float a) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(a)); return d; }
 __device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
 
 __device__ __noinline__ void give_up(u32* report, u32 code) {
@@ -442,9 +445,9 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         const long long slot = p.wide_slots ? fresh((const long long*)p.slots) : (long long)fresh((const int*)p.slots);
         const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);
         const int begin = rank * each, end = begin + each < old ? begin + each : old;
-        const int member = lane % STAGE_KEYS;
-        int key = begin + member;
-        int page = key < end ? fresh(p.table + (key >> p.page_bits)) : 0;
+        // Numbers of 32 pages at a time, one a lane.
+        int pages_from = begin >> p.page_bits;
+        int page = pages_from + lane <= (end - 1) >> p.page_bits ? fresh(p.table + pages_from + lane) : 0;
         float* angles = (float*)(shared + AT_ANGLES);
         for (int d = lane; d < D; d += 32) angles[d] = p.cos_sin[(long long)position * D + d];
         if (lane == 0) {
@@ -461,16 +464,19 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
             for (int part = 0; part < 2 * STAGE_KEYS; part += 32) {
                 // Lanes have keys, then values; with few lanes a key the same lane has both.
                 const int both = part + lane, which = both / STAGE_KEYS, m = both % STAGE_KEYS;
-                const int of = STAGE_KEYS >= 32 ? page : __shfl_sync(~0u, page, m);
+                const int k = from + m, of = __shfl_sync(~0u, page, (k >> p.page_bits) - pages_from & 31);
                 if (which < 2 && m < count) {
-                    const int k = from + m;
                     const u16* row = which ? p.values + (long long)of * p.value_page : p.keys + (long long)of * p.key_page;
                     bulk(base + AT_KV + stage * KV_STAGE_BYTES + (which * STAGE_KEYS + m) * D * 2,
                          row + (long long)((head << p.page_bits) + (k & page_mask)) * D, D * 2, kv_full + stage * 8, policy);
                 }
             }
-            key += STAGE_KEYS;
-            page = key < end ? fresh(p.table + (key >> p.page_bits)) : 0;
+            // A stage has at most as many pages as keys, and begins in these.
+            const int next = from + STAGE_KEYS >> p.page_bits;
+            if (next + (STAGE_KEYS - 1 >> p.page_bits) + 1 - pages_from >= 32) {
+                pages_from = next;
+                page = next + lane <= (end - 1) >> p.page_bits ? fresh(p.table + next + lane) : 0;
+            }
             if (++stage == KV_STAGES) stage = 0, parity ^= 1;
         }
         // This launch ends after the one before: who waits for this one has waited for all.
@@ -639,7 +645,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
 #pragma unroll
             for (int g = 0; g < GROUP; g++) {
                 const float s = seen ? score[g] : -1e30f, top = fmaxf(most[g], s);
-                const float keep = exp2f(most[g] - top), weight = seen ? exp2f(s - top) : 0.f;
+                const float keep = power(most[g] - top), weight = seen ? power(s - top) : 0.f;
                 most[g] = top, mass[g] = fmaf(mass[g], keep, weight);
 #pragma unroll
                 for (int n = 0; n < 8; n++) sum[g][n] = fmaf(sum[g][n], keep, weight * vf[n]);
@@ -665,7 +671,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
 #pragma unroll
             for (int g = 0; g < GROUP; g++) {
                 const float other = __shfl_xor_sync(~0u, most[g], bit), top = fmaxf(most[g], other);
-                const float mine = exp2f(most[g] - top);
+                const float mine = power(most[g] - top);
                 mass[g] *= mine, most[g] = top;
                 mass[g] += __shfl_xor_sync(~0u, mass[g], bit);
 #pragma unroll
@@ -695,7 +701,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         }
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            const float weight = exp2f(stats[w].x - top);
+            const float weight = power(stats[w].x - top);
             sum = fmaf(weight, ((const float*)(shared + AT_SUMS))[(w * GROUP) * D + e], sum);
             mass = fmaf(weight, stats[w].y, mass);
         }
@@ -732,7 +738,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         float top = stats.x, results[ROUNDS];
 #pragma unroll
         for (int bit = 8; bit; bit >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
-        const float weight = exp2f(stats.x - top);
+        const float weight = power(stats.x - top);
         float mass = weight * stats.y;
 #pragma unroll
         for (int n = 0; n < ROUNDS; n++) {
@@ -794,7 +800,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     if (tid < INNER_ROWS) {
         const u32 at = tid / 8 * 16 + tid % 8;
         const float scale = scale_of(1, MLP_EPS), gate = rounded(row_sum(at) * scale), up = rounded(row_sum(at + 8) * scale);
-        const u32 v = pack(__fdividef(gate, 1.f + exp2f(-1.44269504f * gate)) * up, 0.f);
+        const u32 v = pack(__fdividef(gate, 1.f + power(-1.44269504f * gate)) * up, 0.f);
         ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
     }
     tell<INNER_WORDS, INNER_ROWS>(p.messages + AT_INNER, program, flag);

@@ -34,6 +34,8 @@ from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 #: As in one_token.cu.
 PROGRAMS, SHARE, WARPS, THREADS = 128, 16, 8, 320
 _KV_STAGES, _CONTROL, _COPIES = 2, 256, 8
+#: Bytes of a layer's weights, beyond which reading takes most of the time: with 96 MiB it is slower than several launches.
+_MOST_BYTES = 40 << 20
 #: Layers that one device's messages serve: the kernel keeps a counter for each.
 MAX_SITES = 255
 #: Columns of a tile of eight rows, and bytes of it: its rows are 64 bytes apart.
@@ -82,7 +84,15 @@ class Sizes:
             return f"{self.heads} heads of {self.head_dim}: takes {GROUPS} heads of {HEAD_DIMS} for each key head"
         if self.hidden % 512 or self.inner % 256:
             return f"hidden {self.hidden} and inner {self.inner} are not multiples of 512 and 256"
+        if self.nbytes > _MOST_BYTES:
+            return f"is for layers of up to {_MOST_BYTES >> 20} MiB, not {self.nbytes >> 20}: there reading dominates"
         return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a layer's weights."""
+        heads = 2 * self.heads + 2 * KV_HEADS
+        return 2 * self.hidden * (heads * self.head_dim + 3 * self.inner)
 
     def shared(self, stages: int) -> int:
         """Bytes of shared memory of a program."""
