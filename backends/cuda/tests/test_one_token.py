@@ -13,21 +13,23 @@ import pytest
 import torch
 
 from evener.contracts.ops import Bucket, OpCall
+from evener.contracts.state import StateStep
 from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.schemas import BUILTIN
-from evener_backend_cuda.capability import capabilities, feature
+from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
 from evener_backend_cuda.compiled import CompiledKernel, Driver
 from evener_backend_cuda.one_token import MAX_SITES, Messages, OneTokenLayer, Sizes, _Argument, defines
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import families
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.state import LAYOUT, PagedState
-from evener_kernels_triton.tuning import Tuning
+from evener_kernels_triton.tuning import Tuning, number_of
 
 HOPPER = capabilities((9, 0), 132, 232_448)
 SOURCE = (files("evener_backend_cuda") / "one_token.cu").read_text()
+TUNING = Tuning.of(HOPPER)
 SMALL = AttentionConfig(heads=8, kv_heads=8, head_dim=64, rotary=RotaryConfig(64), qk_norm=True)
 
 
@@ -60,7 +62,7 @@ class NoDriver(Driver):
         return source.encode()
 
     def kernel(self, code: bytes, name: str, grid: int, threads: int, shared: int) -> CompiledKernel:
-        assert code.decode().count(name) == 1 and shared <= feature(HOPPER, "shared")
+        assert code.decode().count(name) == 1 and shared <= number_of("shared", HOPPER.features, 0)
         return cast(CompiledKernel, self.launches)
 
 
@@ -78,9 +80,16 @@ def call(static: dict[str, Any], bucket: Bucket = Bucket(1, 1), device: Any = HO
     return OpCall("decoder_layer", static, bucket, device, state_layout=LAYOUT)
 
 
+def hopper() -> HostDevice:
+    """The host, with another device's capabilities."""
+    device = HostDevice(0)
+    device.capabilities = replace(HOPPER, host_memory=True)
+    return device
+
+
 def kernel(missing: str | None = None) -> tuple[OneTokenLayer, NoDriver]:
     driver = NoDriver(missing)
-    return OneTokenLayer(torch.device("cpu"), driver), driver
+    return OneTokenLayer(hopper(), driver=driver), driver
 
 
 def qwen(hidden: int, inner: int, heads: int) -> dict[str, Any]:
@@ -92,6 +101,8 @@ def qwen(hidden: int, inner: int, heads: int) -> dict[str, Any]:
 def test_takes_layers_of_one_token(static: dict[str, Any], stages: int) -> None:
     taken, driver = kernel()
     assert taken.supports(call(static)) is None
+    slot = static["attention"]["state"]
+    slot.provider = PagedState(TUNING)
     assert taken.workspace(call(static)) > 0
     taken.build(call(static))
     assert driver.compiled[0]["STAGES"] == stages
@@ -163,10 +174,8 @@ class Model:
         self.kernel, driver = kernel()
         self.launches = driver.launches
         family = next(f for f in families() if f.name == "shared")
-        device, self.hidden = HostDevice(0), family.hidden
-        device.capabilities = replace(HOPPER, host_memory=True)
-        state = PagedState(Tuning(132, 227 << 10, False))
-        self.tiny = TinyModel(device, "bfloat16", family, [self.kernel], state, list(BUILTIN))
+        device, self.hidden = hopper(), family.hidden
+        self.tiny = TinyModel(device, "bfloat16", family, [self.kernel], PagedState(TUNING), list(BUILTIN))
 
     def step(self, inference: bool = True) -> list[_Argument]:
         """The arguments of a step of one token behind three others."""
@@ -210,6 +219,31 @@ def test_a_layer_reads_the_stream_from_memory_after_a_change() -> None:
 
     site.table = (another, *site.table[1:])
     assert [each.before for each in model.step()] == [0, 0]
+
+
+def test_long_state_is_computed_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = Model(), []
+    for number, name in enumerate(("attention", "mlp")):
+        part = model.kernel._parts[number]
+        monkeypatch.setattr(part, "build", lambda call, name=name: lambda x, y, *more: (seen.append(name), (x, y))[1])
+    static = model.tiny.layers[0].sites[0].static
+    run = model.kernel.build(call(dict(static)))
+    state = StateStep(
+        tokens=1, requests=1, max_query=1, max_kv=SHORT_TOKENS - 1, query_start=torch.tensor([0, 1]).int(),
+        kv_lens=torch.tensor([4]).int(), positions=torch.tensor([3]).int(), slot_mapping=torch.tensor([35]).int(),
+        block_table=torch.tensor([[1]]).int(), host_query_lens=[1], host_kv_lens=[4],
+    )  # fmt: skip
+    slot, layer_ = static["attention"]["state"], model.tiny.layers[0]
+    x, stream = torch.ones(1, model.hidden, dtype=torch.bfloat16), torch.zeros(1, model.hidden)
+    for longest, launches in ((SHORT_TOKENS - 1, 1), (SHORT_TOKENS, 0)):
+        model.launches.arguments.clear()
+        step = replace(state, max_kv=longest)
+        meta = slot.provider.prepare(step, slot.spec, slot.attention, model.tiny.block)
+        run(x, stream, state.positions, layer_.attention.values, layer_.mlp.values, slot.views, meta)
+        assert len(model.launches.arguments) == launches
+    assert seen == ["attention", "mlp"]
+    assert slot.provider.capture_limits(slot.spec, slot.attention, 1)[0] == SHORT_TOKENS
+    assert SHORT_TOKENS not in slot.provider.capture_limits(slot.spec, slot.attention, 2)
 
 
 def test_programs_that_find_no_memory_have_no_stages() -> None:

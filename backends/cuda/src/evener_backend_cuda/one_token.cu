@@ -37,9 +37,7 @@ typedef unsigned short u16;
 #define KEY_LANES (D / 8)
 #define WARP_KEYS (32 / KEY_LANES)
 #define STAGE_KEYS (WARPS * WARP_KEYS)
-#ifndef KV_STAGES
 #define KV_STAGES 2
-#endif
 #define KV_STAGE_BYTES (STAGE_KEYS * D * 4)
 #define WIDE(k) ((k) % 1024 == 0 && MOST >= 1024 ? 1024 : (k) % 768 == 0 && MOST >= 768 ? 768 : (k) % 512 == 0 && MOST >= 512 ? 512 : 256)
 // The rows of a tile are 64 bytes further apart than they are long, so that eight lanes read from all banks.
@@ -103,30 +101,19 @@ struct Layer {
     u16 *keys, *values;
     long long key_page, value_page;
     u64* messages;
-    u32* report;
-    u64* stamps;
+    u32* report;  // or null: a word of the host's memory, for the number of a wait that was given up
+    u64* stamps;  // or null
     u32 before, after;  // flags of the stream of the layer before (0: it comes as x and residual) and of this one
     u32 site, wide_slots, page_bits;
 };
 
-#ifndef FREE
-#define FREE false  // true: no wait for messages, to time all else
-#endif
-#ifndef STREAM
-#define STREAM true  // false: no weights, to time all else
-#endif
-#ifndef COPIES
+// Copies of what all programs read. With 2, 4 or 16 a layer of Qwen3-0.6B takes as long.
 #define COPIES 8
-#endif
-#ifndef FLIGHT
-#define FLIGHT 1  // tiles that are under way at once
-#endif
-#ifndef PREFETCH
-#define PREFETCH 0
-#endif
-#ifndef NAP
+// Tiles that are under way at once, of one program. Who asks memory for more makes messages wait behind the rest.
+#define FLIGHT 1
+// Nanoseconds between looks at the layer before.
 #define NAP 40
-#endif
+// -DSTAMPS writes the clock at the borders of phases to `stamps`, 16 for each program.
 #ifdef STAMPS
 #define STAMP(i) if (tid == 0 && p.stamps) { p.stamps[blockIdx.x * 16 + (i)] = clock64(); if ((i) == 1) p.stamps[blockIdx.x * 16 + 15] = now(); }
 #else
@@ -181,9 +168,6 @@ __device__ __forceinline__ void bulk(u32 to, const void* from, u32 bytes, u32 ba
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void ahead(const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void post(u64* at, u32 value, u32 flag) {
     asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" :: "l"(at), "r"(value), "r"(flag) : "memory");
 }
@@ -204,7 +188,7 @@ __device__ __forceinline__ u32 take(const u64* at, u32 flag, u32* report, u32 co
     while (true) {
         u32 value, mark;
         asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(value), "=r"(mark) : "l"(at) : "memory");
-        if (mark == flag || FREE) return value;
+        if (mark == flag) return value;
         too_long(since, report, code);
     }
 }
@@ -247,7 +231,7 @@ __device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u
             }
 #pragma unroll
             for (int n = 0; n < CHUNK; n++) all = all && (threadIdx.x + (first + n) * THREADS >= ALL || v[n].w == flag);
-            if (all || FREE) break;
+            if (all) break;
             too_long(since, report, code);
         }
 #pragma unroll
@@ -285,15 +269,14 @@ __device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u3
             for (int t = first; t < first + STEP && t < TILES; t++) {
                 const u16* from = lane < 8 ? row(t, lane) : nullptr;
                 const u32 count = __popc(__ballot_sync(~0u, from != nullptr));
-                // Who asks memory for more than it gives in its latency only makes messages wait behind the rest.
                 if (++issued > FLIGHT) {
                     wait(full + landed.stage * 8, landed.parity, report, 13);
                     landed.next();
                 }
                 wait(empty + ring.stage * 8, ring.parity ^ 1, report, 1);
-                if (lane == 0) expect(full + ring.stage * 8, STREAM ? count * C * 2 : 0);
+                if (lane == 0) expect(full + ring.stage * 8, count * C * 2);
                 __syncwarp();
-                if (from && STREAM)
+                if (from)
                     bulk(to + ring.stage * STAGE_BYTES + lane * PITCH(C), from + piece * C, C * 2, full + ring.stage * 8, policy);
                 ring.next();
             }
@@ -409,13 +392,6 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         Ring ring{0, 0}, landed{0, 0};
         u32 issued = 0;
         const u32 to = base + AT_RING;
-#if PREFETCH
-        for (int i = lane; i < OUT_ROWS; i += 32) ahead(p.o + (long long)(program * OUT_ROWS + i) * ATTENDED, ATTENDED * 2);
-        for (int i = lane; i < 2 * INNER_ROWS; i += 32)
-            ahead(p.gate_up + (long long)(i % 2 * INNER + program * INNER_ROWS + i / 2) * HIDDEN, HIDDEN * 2);
-        for (int i = lane; i < OUT_ROWS; i += 32) ahead(p.down + (long long)(program * OUT_ROWS + i) * INNER, INNER * 2);
-        __syncwarp();
-#endif
         stream<HIDDEN, QKV_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
             const int i = t * 8 + lane_;
             return i < QKV_ROWS ? p.qkv + (long long)qkv_row(head, rank, i) * HIDDEN : nullptr;
@@ -513,7 +489,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         if (warp == 0) {  // most of the time is spent here, so one place is asked, and rarely
             u64 since = 0;
             const u64* at = p.messages + AT_NEXT + (program % COPIES * PROGRAMS + (program + PROGRAMS / 2) % PROGRAMS) * MESSAGES(NEXT_WORDS) * 2;
-            while (look_wide(at).w != p.before && !FREE) {
+            while (look_wide(at).w != p.before) {
                 __nanosleep(NAP);
                 too_long(since, p.report, 12);
             }
@@ -722,7 +698,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         uint4 v;
         while (true) {
             v = look_wide(p.messages + AT_PART_MESSAGES + (program * SHARE * PART_MESSAGES + tid) * 2);
-            if (v.w == flag || FREE) break;
+            if (v.w == flag) break;
             too_long(since, p.report, 8);
         }
         u32* to = (u32*)(shared + AT_PARTS) + tid * 3;

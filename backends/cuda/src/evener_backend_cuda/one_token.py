@@ -15,21 +15,24 @@ import ctypes
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, cast
 
 import torch
 
+from evener.contracts.device import Device
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import AttentionStatic, DecoderLayerStatic, MLPStatic
 from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
-from evener_backend_cuda.capability import feature
+from evener_backend_cuda.capability import SHORT_TOKENS
 from evener_backend_cuda.compiled import CompiledKernel, Driver
 from evener_kernels_triton.arguments import checked
+from evener_kernels_triton.composites import TritonAttentionBlock, TritonMlpBlock
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
+from evener_kernels_triton.tuning import Tuning, number_of
 
 #: As in one_token.cu.
 PROGRAMS, SHARE, WARPS, THREADS = 128, 16, 8, 320
@@ -179,9 +182,12 @@ class OneTokenLayer(Kernel):
     neighbouring layers must return other tensors: changes in place are seen only where torch counts them, which it does
     not in inference mode.
 
+    With longer state a layer is computed in several launches: a program copies few of its keys at a time.
+
     Args:
         device: where it runs.
-        driver: launches kernels there; None: there is none.
+        tuning: sizes of these launches; None: the usual ones for the device.
+        driver: compiles and loads kernels; None: NVIDIA's.
     """
 
     op, name = "decoder_layer", "cuda.one_token_layer"
@@ -190,9 +196,11 @@ class OneTokenLayer(Kernel):
     packings = (PLAIN,)
     state_layout = LAYOUT
 
-    def __init__(self, device: torch.device, driver: Driver | None = None) -> None:
+    def __init__(self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None) -> None:
         self._driver = Driver() if driver is None else driver
-        self._messages = Messages(device)
+        self._messages = Messages(device.torch_device)
+        tuning = Tuning.of(device.capabilities) if tuning is None else tuning
+        self._parts = TritonAttentionBlock(device, tuning), TritonMlpBlock(device, tuning)
 
     def supports(self, call: OpCall) -> str | None:
         static, device = cast(DecoderLayerStatic, call.static), call.device
@@ -206,27 +214,40 @@ class OneTokenLayer(Kernel):
         reason = _attention_refusal(attention) or _mlp_refusal(mlp) or _sizes(static).refusal()
         if reason:
             return reason
-        if feature(device, "units") < PROGRAMS:
+        if number_of("units", device.features, 0) < PROGRAMS:
             return f"needs {PROGRAMS} multiprocessors"
-        stages = _sizes(static).stages(feature(device, "shared") + _RESERVED)
+        stages = _sizes(static).stages(number_of("shared", device.features, 0) + _RESERVED)
         if not stages:
             return "two programs of it do not fit into a multiprocessor's shared memory"
         return self._driver.refusal()
 
     def workspace(self, call: OpCall) -> int:
-        return 8 * _sizes(cast(DecoderLayerStatic, call.static)).messages()
+        own = 8 * _sizes(cast(DecoderLayerStatic, call.static)).messages()
+        return own + max(part.workspace(each) for part, each in zip(self._parts, _halves(call), strict=True))
 
     def build(self, call: OpCall) -> OpFunction:
         static, device = cast(DecoderLayerStatic, call.static), call.device
         sizes = _sizes(static)
-        stages = sizes.stages(feature(device, "shared") + _RESERVED)
+        stages = sizes.stages(number_of("shared", device.features, 0) + _RESERVED)
         source = (files("evener_backend_cuda") / "one_token.cu").read_text()
         code = self._driver.compile(source, defines(static, stages))
         launch = self._driver.kernel(code, "one_token_layer", PROGRAMS, THREADS, sizes.shared(stages))
-        return checked(call, _Layers(static, launch, self._messages, sizes).run)
+        attention, mlp = (part.build(each) for part, each in zip(self._parts, _halves(call), strict=True))
+        layer = _Layer(static, launch, self._messages, sizes)
+
+        def run(
+            x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: AttentionWeights,
+            mlp_weights: MLPWeights, views: PagedViews, meta: PagedMeta,
+        ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+            if meta.step.max_kv >= SHORT_TOKENS:
+                x, stream = attention(x, residual, positions, w, views, meta)
+                return mlp(x, stream, mlp_weights)  # type: ignore[no-any-return]
+            return layer.run(x, residual, positions, w, mlp_weights, views, meta)
+
+        return checked(call, run)
 
 
-class _Layers:
+class _Layer:
     """One call site: the kernel's argument, with the addresses of the last call's weights and pages."""
 
     def __init__(self, static: DecoderLayerStatic, launch: CompiledKernel, messages: Messages, sizes: Sizes) -> None:
@@ -296,6 +317,15 @@ def defines(static: DecoderLayerStatic, stages: int) -> dict[str, object]:
         "QK_NORM": int(attention["qk_norm"]), "SCALE": f"{scale!r}f", "MOST": _COLUMNS, "STAGES": stages,
         "PATIENCE": f"{_PATIENCE}ull",
     }  # fmt: skip
+
+
+def _halves(call: OpCall) -> tuple[OpCall, OpCall]:
+    """The calls of the attention block and of the MLP."""
+    static = cast(DecoderLayerStatic, call.static)
+    return (
+        replace(call, op="attention_block", static=cast(Mapping[str, Any], static["attention"])),
+        replace(call, op="mlp_block", static=cast(Mapping[str, Any], static["mlp"])),
+    )
 
 
 def _sizes(static: DecoderLayerStatic) -> Sizes:

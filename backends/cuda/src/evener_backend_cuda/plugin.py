@@ -70,7 +70,7 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """A whole layer of one token; and kernels of libraries, used only if the user asks for them."""
-    return [DeepGemmLinear(), DeepGemmGroupedLinear(), OneTokenLayer(device.torch_device)]
+    return [DeepGemmLinear(), DeepGemmGroupedLinear(), OneTokenLayer(device)]
 
 
 @hookimpl

@@ -147,7 +147,9 @@ class PagedState(AttentionProvider, QuantizedState):
         return PagedViews(storage, spec, block_size, scales)
 
     def capture_limits(self, spec: StateSpec, attention: AttentionSpec, requests: int) -> Sequence[int]:
-        return (self._tuning.even_from,) if even_tile(self._tuning, spec, attention, requests) is not None else ()
+        long = even_tile(self._tuning, spec, attention, requests) is not None
+        short = requests == 1 and self._tuning.short and spec.kind == "full" and not spec.tensors[0].wide
+        return *([self._tuning.short] if short else []), *([self._tuning.even_from] if long else [])
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
         check_step(step)
