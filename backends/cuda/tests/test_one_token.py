@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,6 +20,7 @@ from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.schemas import BUILTIN
+from evener_backend_cuda import compiled
 from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
 from evener_backend_cuda.compiled import CompiledKernel, Driver
 from evener_backend_cuda.one_token import MAX_SITES, Messages, OneTokenLayer, Sizes, _Argument, defines
@@ -175,7 +178,9 @@ class Model:
         self.launches = driver.launches
         family = next(f for f in families() if f.name == "shared")
         device, self.hidden = hopper(), family.hidden
-        self.tiny = TinyModel(device, "bfloat16", family, [self.kernel], PagedState(TUNING), list(BUILTIN))
+        self.tiny = TinyModel(
+            device, "bfloat16", family, [self.kernel], PagedState(TUNING, SHORT_TOKENS), list(BUILTIN)
+        )
 
     def step(self, inference: bool = True) -> list[_Argument]:
         """The arguments of a step of one token behind three others."""
@@ -248,3 +253,28 @@ def test_long_state_is_computed_in_several_launches(monkeypatch: pytest.MonkeyPa
 
 def test_programs_that_find_no_memory_have_no_stages() -> None:
     assert Sizes(1024, 3072, 16, 128).stages(0) == 0
+
+
+def test_machine_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made: list[Mapping[str, object]] = []
+
+    def compile_source(source: str, defines: Mapping[str, object], architecture: str) -> bytes:
+        made.append(defines)
+        return f"{source} {sorted(defines.items())} {architecture}".encode()
+
+    monkeypatch.setattr(compiled, "compile_source", compile_source)
+    monkeypatch.setattr(compiled, "nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda major, minor: 0))
+    first, again = (Driver().compile("a", {"B": 1}) for _ in range(2))
+    other = Driver().compile("a", {"B": 2})
+    assert first == again != other and len(made) == 2
+
+
+def test_a_machine_without_the_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> ctypes.CDLL:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    compiled.nvrtc.cache_clear()
+    assert "there is no NVRTC: install" in str(Driver().refusal())
+    compiled.nvrtc.cache_clear()

@@ -5,20 +5,17 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import logging
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import torch
-
-from evener.folders.cache import cache_folder, is_trusted, make_private
-
-log = logging.getLogger("evener.cuda")
+from triton.runtime.cache import get_cache_manager
 
 _SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+#: Of the cached code.
+_FILE = "kernel.cubin"
 #: Newest first; the name says the major version.
 _NVRTC = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
@@ -118,7 +115,7 @@ class CompiledKernel:
 
 
 class Driver:
-    """Compiles and loads kernels for one kind of GPU. Machine code is kept in the cache folder."""
+    """Compiles and loads kernels for one kind of GPU. Machine code is kept in Triton's cache folder."""
 
     architecture = "sm_90a"
 
@@ -131,25 +128,20 @@ class Driver:
         return None
 
     def compile(self, source: str, defines: Mapping[str, object]) -> bytes:
-        """Machine code, from the cache or made now. Raises OSError without a compiler, RuntimeError with its words."""
+        """Machine code, from the cache or made now.
+
+        Raises:
+            OSError: there is no compiler.
+            RuntimeError: the source has errors; with the compiler's words.
+        """
         major, minor = ctypes.c_int(), ctypes.c_int()
         nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         what = repr((source, sorted(defines.items()), self.architecture, major.value, minor.value))
-        file = cache_folder("cuda-kernels") / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.cubin"
-        try:
-            if is_trusted(file):
-                return file.read_bytes()
-        except OSError:
-            pass  # it is not there yet
-        code = compile_source(source, defines, self.architecture)
-        try:
-            make_private(file.parent)
-            part = file.with_suffix(f".{os.getpid()}")
-            part.write_bytes(code)
-            part.replace(file)
-        except OSError as error:
-            log.info("compiled code is not kept: %s", error)
-        return code
+        cache = get_cache_manager(hashlib.sha256(what.encode()).hexdigest())
+        found = cache.get_file(_FILE)
+        if found is None:
+            found = cache.put(compile_source(source, defines, self.architecture), _FILE, binary=True)
+        return Path(found).read_bytes()
 
     def kernel(self, code: bytes, name: str, grid: int, threads: int, shared: int) -> CompiledKernel:
         """Load it. Raises RuntimeError if the driver refuses."""

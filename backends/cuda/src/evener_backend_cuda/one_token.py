@@ -37,7 +37,7 @@ from evener_kernels_triton.tuning import Tuning, number_of
 #: As in one_token.cu.
 PROGRAMS, SHARE, WARPS, THREADS = 128, 16, 8, 320
 _KV_STAGES, _CONTROL, _COPIES = 2, 256, 8
-#: Bytes of a layer's weights, beyond which reading takes most of the time: with 96 MiB it is slower than several launches.
+#: Bytes of a layer's weights. With more, reading takes most of the time: with 368 MiB several launches are faster.
 _MOST_BYTES = 40 << 20
 #: Layers that one device's messages serve: the kernel keeps a counter for each.
 MAX_SITES = 255

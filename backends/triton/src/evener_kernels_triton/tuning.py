@@ -2,8 +2,8 @@
 
 A backend sets words in ``DeviceCapabilities.features``: ``units:<multiprocessors>``, ``shared:<bytes per program>``,
 ``overlap`` (a kernel may start while the previous one finishes), ``warpgroups`` (products of groups of four warps, and
-copies of boxes of a tensor), ``short:<tokens>`` (below so many, a package computes one request's layer in another way,
-so its steps have a capture of their own), ``ptx`` (instructions of compute capability 8.0), ``fp8`` and ``int8`` (products of
+copies of boxes of a tensor), ``short:<tokens>`` (see ``PagedState``), ``ptx`` (instructions of compute capability 8.0),
+``fp8`` and ``int8`` (products of
 float8_e4m3fn, of int8), ``scaled-rows`` and ``scaled-blocks`` (torch's products of float8_e4m3fn with a scale for each
 row, with scales of 128 columns of a token and of 128 x 128 blocks of the weight). A device without these words gets
 sizes that fit everywhere. Vendor names are not used here.
@@ -180,7 +180,6 @@ class Tuning:
         float8, integers: its matrix unit multiplies float8_e4m3fn, int8.
         scaled_rows, scaled_blocks: so does torch's library, with scales of rows, of blocks.
         even_from: tokens of the longest request from which captured attention is in even parts.
-        short: tokens of one request from which its captured steps differ from those with fewer; 0: they do not.
         changes: measured sizes that are better than those of the rules below, by field; for the products of a composite
             by "part.field".
         arrivals: counters of programs that share a sum.
@@ -200,7 +199,6 @@ class Tuning:
     scaled_rows: bool = False
     scaled_blocks: bool = False
     even_from: int = MIN_EVEN_TOKENS
-    short: int = 0
 
     @classmethod
     def of(cls, device: DeviceCapabilities, overlap: bool = True, even_from: int = MIN_EVEN_TOKENS) -> Tuning:
@@ -216,7 +214,6 @@ class Tuning:
             scaled_rows="scaled-rows" in device.features,
             scaled_blocks="scaled-blocks" in device.features,
             even_from=even_from,
-            short=number_of("short", device.features, 0),
         )
 
     def with_changes(self, variant: Variant) -> Tuning:
