@@ -227,10 +227,17 @@ def test_a_layer_reads_the_stream_from_memory_after_a_change() -> None:
 
 
 def test_long_state_is_computed_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen = Model(), []
-    for number, name in enumerate(("attention", "mlp")):
-        part = model.kernel._parts[number]
-        monkeypatch.setattr(part, "build", lambda call, name=name: lambda x, y, *more: (seen.append(name), (x, y))[1])
+    model, seen = Model(), list[str]()
+
+    def built(name: str) -> Any:
+        def run(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(name)
+            return x, residual
+
+        return lambda call: run
+
+    for part, name in zip(model.kernel._parts, ("attention", "mlp"), strict=True):
+        monkeypatch.setattr(part, "build", built(name))
     static = model.tiny.layers[0].sites[0].static
     run = model.kernel.build(call(dict(static)))
     state = StateStep(
