@@ -14,8 +14,8 @@ descriptor = Descriptor(
     serves=frozenset({"triton", "namespace:cuda", "wave:32"}),
     tuning="evener_backend_cuda.measured",
     evidence="L5: compute capability 9.0 (H200), 2026-11; others were not run",
-    # Optional libraries; each says what to type if it is missing.
-    ops=("linear", "grouped_linear"),
+    # Optional libraries, and its own decoder layer of one token; each library says what to type if it is missing.
+    ops=("linear", "grouped_linear", "decoder_layer"),
     states=("flash_attn", "flashinfer", "flash_mla"),
     aliases={
         "infer.attn_type=flash_attn": "ops.attention=flash_attn",

@@ -9,6 +9,9 @@ MIN_CAPABILITY = (7, 0)
 _BF16, _FP8, _OVERLAP = (8, 0), (8, 9), (9, 0)
 #: Products of warp groups belong to this major number alone.
 _WARPGROUPS = 9
+#: One request with less state has its layers computed in one launch each (``one_token``). Steps of Qwen3-0.6B on an
+#: H200, in milliseconds: 0.69 instead of 0.85 behind 1,000 tokens, 1.03 instead of 1.00 behind 3,500.
+SHORT_TOKENS = 2560
 
 
 def capabilities(capability: tuple[int, int], units: int, shared: int) -> DeviceCapabilities:
@@ -27,7 +30,7 @@ def capabilities(capability: tuple[int, int], units: int, shared: int) -> Device
     if capability >= _OVERLAP:
         features.add("overlap")
     if capability[0] == _WARPGROUPS:
-        features.add("warpgroups")
+        features |= {"warpgroups", f"short:{SHORT_TOKENS}"}
     return DeviceCapabilities(
         dtypes=frozenset(native),
         alignment=512,

@@ -24,6 +24,7 @@ from evener_backend_cuda.flash_attention import FlashAttentionState
 from evener_backend_cuda.flash_mla import FlashMLAState
 from evener_backend_cuda.flashinfer_attention import FlashInferState
 from evener_backend_cuda.host_calls import CallingGraphs, HostCalls, exchange
+from evener_backend_cuda.one_token import OneTokenLayer
 from evener_backend_cuda.scaled import scaled_features
 from evener_backend_parts.gpu import GpuDevice, gpu_graphs
 
@@ -68,8 +69,8 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
-    """Kernels of libraries, used only if the user asks for them."""
-    return [DeepGemmLinear(), DeepGemmGroupedLinear()]
+    """A whole layer of one token; and kernels of libraries, used only if the user asks for them."""
+    return [DeepGemmLinear(), DeepGemmGroupedLinear(), OneTokenLayer(device)]
 
 
 @hookimpl

@@ -20,7 +20,7 @@ from evener_kernels_triton.logits import LOGITS
 from evener_kernels_triton.primitives import PRIMITIVES
 from evener_kernels_triton.sampling import SAMPLING
 from evener_kernels_triton.state import PagedState
-from evener_kernels_triton.tuning import MIN_EVEN_TOKENS, Tuning
+from evener_kernels_triton.tuning import MIN_EVEN_TOKENS, Tuning, number_of
 
 
 @hookimpl
@@ -36,7 +36,7 @@ def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kerne
 def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
     """The providers of paged state and of latent state."""
     tuning = _tuning(device, options)
-    return [PagedState(tuning), LatentState(tuning)]
+    return [PagedState(tuning, number_of("short", device.capabilities.features, 0)), LatentState(tuning)]
 
 
 def _tuning(device: Device, options: Mapping[str, Any]) -> Tuning:

@@ -101,7 +101,11 @@ class PagedMeta:
 
 
 class PagedState(AttentionProvider, QuantizedState):
-    """Attention over pages [kv_heads, block_size, head_dim]. One kernel writes, one attends."""
+    """Attention over pages [kv_heads, block_size, head_dim]. One kernel writes, one attends.
+
+    ``short``: a kernel of another package is for steps of one request with fewer tokens, so that these are captured
+    apart; 0: there is none.
+    """
 
     name = LAYOUT
     layout = LAYOUT
@@ -110,8 +114,8 @@ class PagedState(AttentionProvider, QuantizedState):
     graph = "any"
     scaled = frozenset(KINDS)
 
-    def __init__(self, tuning: Tuning) -> None:
-        self._tuning = tuning
+    def __init__(self, tuning: Tuning, short: int = 0) -> None:
+        self._tuning, self._short = tuning, short
         self._slopes: dict[tuple[tuple[float, ...], torch.device], torch.Tensor] = {}
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
@@ -147,7 +151,9 @@ class PagedState(AttentionProvider, QuantizedState):
         return PagedViews(storage, spec, block_size, scales)
 
     def capture_limits(self, spec: StateSpec, attention: AttentionSpec, requests: int) -> Sequence[int]:
-        return (self._tuning.even_from,) if even_tile(self._tuning, spec, attention, requests) is not None else ()
+        long = even_tile(self._tuning, spec, attention, requests) is not None
+        short = requests == 1 and self._short and spec.kind == "full" and not spec.tensors[0].wide
+        return *([self._short] if short else []), *([self._tuning.even_from] if long else [])
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
         check_step(step)

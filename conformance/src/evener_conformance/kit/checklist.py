@@ -286,7 +286,8 @@ class Checklist:
         if has_cases(schema):
             sizes, use = MANY_ROW_COUNTS if self.request.thorough else FEW_ROW_COUNTS, expansion(subject.schemas)
             return check_kernel(kernel, schema, subject.device, dtypes, seed, sizes=sizes, watch=watch, use=use)
-        states = [p.value for p in subject.states if p.package == provided.package]
+        own = provided.package, kernel.state_layout  # state that it was written for may be another package's
+        states = [p.value for p in subject.states if p.package == own[0] or p.value.layout == own[1]]
         linears = [p.value for p in subject.kernels if p.value.op in ("linear", "grouped_linear")]
         return check_composite(
             kernel, list(subject.schemas.values()), subject.device, states, linears, dtypes, seed=seed, watch=watch

@@ -1,0 +1,798 @@
+// One decoder layer for one token: see docs/lab/one-token-kernel.md and one_token.py, which defines the sizes.
+//
+// 128 programs; each 16 of them have one key head. Warps 0-7 compute, warp 8 streams weights, warp 9 waits
+// for the launch before and streams keys and values.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#define PROGRAMS 128
+#define SHARE 16
+#define WARPS 8
+#define THREADS 256
+#define GROUP (HEADS / KV_HEADS)
+// Rows of one program of each product, and rows of one warp.
+#define Q_ROWS (GROUP * D / SHARE)
+#define K_ROWS (D / SHARE)
+#define QKV_ROWS (Q_ROWS + 2 * K_ROWS)
+#define OUT_ROWS (HIDDEN / PROGRAMS)
+#define INNER_ROWS (INNER / PROGRAMS)
+#define UP(a, b) (((a) + (b) - 1) / (b))
+// Tiles of eight rows; gate and up take turns.
+#define QKV_TILES UP(QKV_ROWS, 8)
+#define OUT_TILES UP(OUT_ROWS, 8)
+#define INNER_TILES (2 * UP(INNER_ROWS, 8))
+// Tiles that are summed at a time, so that sums fit into registers.
+#define AT_ONCE(tiles) UP(tiles, UP(tiles, 6))
+#define ATTENDED (HEADS * D)
+// Of one program: elements of its cluster's attention that it merges.
+#define MERGED (GROUP * D / SHARE)
+// Messages of 16 bytes, three numbers each, that bring it from one program: sums, maximum, mass.
+#define PART_MESSAGES UP(MERGED + 2, 3)
+#define HEAD_WORDS ((GROUP + 2) * D / 2)
+// Elements of the stream of one thread.
+#define EACH (HIDDEN / THREADS)
+// Keys: lanes of one key, keys of one warp, keys of one stage.
+#define KEY_LANES (D / 8)
+#define WARP_KEYS (32 / KEY_LANES)
+#define STAGE_KEYS (WARPS * WARP_KEYS)
+#define KV_STAGES 2
+#define KV_STAGE_BYTES (STAGE_KEYS * D * 4)
+#define WIDE(k) ((k) % 1024 == 0 && MOST >= 1024 ? 1024 : (k) % 768 == 0 && MOST >= 768 ? 768 : (k) % 512 == 0 && MOST >= 512 ? 512 : 256)
+// The rows of a tile are 64 bytes further apart than they are long, so that eight lanes read from all banks.
+#define PITCH(c) ((c) * 2 + 64)
+#define STAGE_BYTES (8 * PITCH(MOST))
+#define MOST_ROWS MAX(QKV_TILES * 8, INNER_TILES * 8)
+// Words that a program sends to all: attention, rows of the stream, of the MLP, of the next layer's stream (float32);
+// and their messages of 16 bytes, three words each.
+#define ATTENDED_WORDS (MERGED / 2)
+#define OUT_WORDS (OUT_ROWS / 2)
+#define INNER_WORDS (INNER_ROWS / 2)
+#define NEXT_WORDS OUT_ROWS
+#define MESSAGES(words) UP(words, 3)
+#define MOST_WORDS MAX(MAX(ATTENDED_WORDS, INNER_WORDS), NEXT_WORDS)
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+// Shared memory, in bytes.
+#define AT_RING 0
+#define AT_KV (AT_RING + STAGES * STAGE_BYTES)
+#define AT_VECTOR (AT_KV + KV_STAGES * KV_STAGE_BYTES)
+#define AT_WIDE (AT_VECTOR + HIDDEN * 2)
+#define VECTORS (HIDDEN * 2 + MAX(MAX(ATTENDED, INNER) * 2, HIDDEN * 4))
+#define SUMS (WARPS * GROUP * D * 4)
+#define AT_SUMS AT_VECTOR
+#define AT_STATS (AT_VECTOR + MAX(VECTORS, SUMS))
+#define AT_PARTS (AT_STATS + WARPS * GROUP * 8)
+#define AT_QUERY (AT_PARTS + SHARE * PART_MESSAGES * 12)
+#define AT_KEY (AT_QUERY + GROUP * D * 4)
+#define AT_VALUE (AT_KEY + D * 2)
+#define AT_ANGLES (AT_VALUE + D * 2)
+#define AT_OWN (AT_ANGLES + D * 4)
+#define AT_ROWS (AT_OWN + UP(OUT_ROWS * 4, 16) * 16)
+#define AT_WORDS (AT_ROWS + WARPS * MOST_ROWS * 4)
+#define AT_NORMS (AT_WORDS + UP(MESSAGES(MOST_WORDS) * 12, 16) * 16)
+#define AT_META (AT_NORMS + 2 * WARPS * 4)
+#define AT_BARRIERS (AT_META + 16)
+#define BARRIERS (2 * STAGES + 2 * KV_STAGES + 1)
+#define SHARED (AT_BARRIERS + BARRIERS * 8)
+
+// Device memory of all layers, in messages of 8 bytes.
+#define CONTROL 256
+#define AT_PART_MESSAGES CONTROL
+#define AT_QKV (AT_PART_MESSAGES + PROGRAMS * SHARE * PART_MESSAGES * 2)
+#define AT_ATTENDED (AT_QKV + KV_HEADS * HEAD_WORDS)
+#define INBOX(words) (COPIES * PROGRAMS * MESSAGES(words) * 2)
+#define AT_STREAM (AT_ATTENDED + INBOX(ATTENDED_WORDS))
+#define AT_INNER (AT_STREAM + INBOX(OUT_WORDS))
+#define AT_NEXT (AT_INNER + INBOX(INNER_WORDS))
+#define ALL_MESSAGES (AT_NEXT + INBOX(NEXT_WORDS))
+
+struct Layer {
+    const u16* x;
+    const float* residual;  // or null
+    u16* out;
+    float* stream;
+    const u16 *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *mlp_norm, *gate_up, *down;  // biases: or null
+    const float* cos_sin;
+    const int* positions;
+    const void* slots;
+    const int *kv_lens, *table;
+    u16 *keys, *values;
+    long long key_page, value_page;
+    u64* messages;
+    u32* report;  // or null: a word of the host's memory, for the number of a wait that was given up
+    u64* stamps;  // or null
+    u32 before, after;  // flags of the stream of the layer before (0: it comes as x and residual) and of this one
+    u32 site, wide_slots, page_bits;
+};
+
+// Copies of what all programs read. With 2, 4 or 16 a layer of Qwen3-0.6B takes as long.
+#define COPIES 8
+// Tiles that are under way at once, of one program. Who asks memory for more makes messages wait behind the rest.
+#define FLIGHT 1
+// Nanoseconds between looks at the layer before.
+#define NAP 40
+// -DSTAMPS writes the clock at the borders of phases to `stamps`, 16 for each program.
+#ifdef STAMPS
+#define STAMP(i) if (tid == 0 && p.stamps) { p.stamps[blockIdx.x * 16 + (i)] = clock64(); if ((i) == 1) p.stamps[blockIdx.x * 16 + 15] = now(); }
+#else
+#define STAMP(i)
+#endif
+
+extern __shared__ __align__(128) unsigned char shared[];
+
+__device__ __forceinline__ u64 now() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ u32 pack(float a, float b) {
+    u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a)); return d;
+}
+__device__ __forceinline__ float rounded(float a) { return low(pack(a, 0.f)); }
+__device__ __forceinline__ float power(float a) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(a)); return d; }
+__device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
+
+__device__ __noinline__ void give_up(u32* report, u32 code) {
+    if (report) { atomicExch_system(report, code | blockIdx.x << 16); __threadfence_system(); }
+    __trap();
+}
+
+// Every wait ends: after PATIENCE cycles the launch fails. (Reading the time in nanoseconds takes longer than a look at a
+// message.)
+__device__ __forceinline__ void too_long(u64& since, u32* report, u32 code) {
+    const u64 time = clock64();
+    if (!since) since = time;
+    else if (time - since > PATIENCE) give_up(report, code);
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity, u32* report, u32 code) {
+    u32 done = 0;
+    u64 since = 0;
+    while (true) {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+        if (done) break;
+        too_long(since, report, code);
+    }
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void post(u64* at, u32 value, u32 flag) {
+    asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" :: "l"(at), "r"(value), "r"(flag) : "memory");
+}
+// One message of 16 bytes: loads and stores of 128 bits are single (PTX ISA, memory consistency model).
+__device__ __forceinline__ void post_wide(u64* at, float a, float b, float c, u32 flag) {
+    asm volatile("{ .reg .b128 m; .reg .b64 l, h; mov.b64 l, {%1, %2}; mov.b64 h, {%3, %4}; mov.b128 m, {l, h};\n"
+                 "st.relaxed.gpu.global.b128 [%0], m; }"
+                 :: "l"(at), "f"(a), "f"(b), "f"(c), "r"(flag) : "memory");
+}
+__device__ __forceinline__ uint4 look_wide(const u64* at) {
+    uint4 v;
+    asm volatile("{ .reg .b128 m; .reg .b64 l, h; ld.relaxed.gpu.global.b128 m, [%4]; mov.b128 {l, h}, m;\n"
+                 "mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 take(const u64* at, u32 flag, u32* report, u32 code) {
+    u64 since = 0;
+    while (true) {
+        u32 value, mark;
+        asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(value), "=r"(mark) : "l"(at) : "memory");
+        if (mark == flag) return value;
+        too_long(since, report, code);
+    }
+}
+__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+template <typename T>
+__device__ __forceinline__ T fresh(const T* at) { return *(const volatile T*)at; }
+__device__ __forceinline__ void together() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+// Send WORDS words of this program, in shared memory, to all programs, in COPIES copies: programs that all read one wait
+// for each other, and so do many stores. The first WRITERS threads wrote the words; all threads call it.
+template <int WORDS, int WRITERS>
+__device__ __forceinline__ void tell(u64* region, u32 program, u32 flag) {
+    constexpr int COUNT = MESSAGES(WORDS);
+    if (WRITERS > 32) together();
+    else __syncwarp();
+    const float* words = (const float*)(shared + AT_WORDS);
+#pragma unroll
+    for (int n = 0; n < UP(COPIES * COUNT, WRITERS > 32 ? THREADS : 32); n++) {
+        const int e = threadIdx.x + n * (WRITERS > 32 ? THREADS : 32), copy = e / COUNT, m = e % COUNT;
+        if ((WRITERS > 32 || threadIdx.x < 32) && e < COPIES * COUNT)
+            post_wide(region + ((copy * PROGRAMS + program) * COUNT + m) * 2, words[3 * m], words[3 * m + 1], words[3 * m + 2], flag);
+    }
+}
+
+// Wait for the words of all programs; `take` gets their numbers and values.
+template <int WORDS, typename Take>
+__device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u32* report, u32 code, Take take) {
+    constexpr int COUNT = MESSAGES(WORDS), ALL = PROGRAMS * COUNT, MANY = UP(ALL, THREADS), CHUNK = MANY < 4 ? MANY : 4;
+    const u64* from = region + program % COPIES * ALL * 2;
+#pragma unroll 1
+    for (int first = 0; first < MANY; first += CHUNK) {
+        uint4 v[CHUNK];
+        u64 since = 0;
+        while (true) {
+            bool all = true;
+#pragma unroll
+            for (int n = 0; n < CHUNK; n++) {
+                const int e = threadIdx.x + (first + n) * THREADS;
+                if (e < ALL) v[n] = look_wide(from + e * 2);
+            }
+#pragma unroll
+            for (int n = 0; n < CHUNK; n++) all = all && (threadIdx.x + (first + n) * THREADS >= ALL || v[n].w == flag);
+            if (all) break;
+            too_long(since, report, code);
+        }
+#pragma unroll
+        for (int n = 0; n < CHUNK; n++) {
+            const int e = threadIdx.x + (first + n) * THREADS, source = e / COUNT, word = e % COUNT * 3;
+            if (e >= ALL) continue;
+            take(source * WORDS + word, v[n].x);
+            if (word + 1 < WORDS) take(source * WORDS + word + 1, v[n].y);
+            if (word + 2 < WORDS) take(source * WORDS + word + 2, v[n].z);
+        }
+    }
+}
+
+// sums [16, 8] += left [16, 16] x right [16, 8] in bfloat16; all rows of the left one are the same, so rows 8 to 15 may be 0.
+__device__ __forceinline__ void product(float (&sums)[4], u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a), "r"(0), "r"(b), "r"(c), "r"(d));
+}
+
+struct Ring {
+    u32 stage, parity;
+    __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
+};
+
+// The rows of one program, tile by tile, into the ring. `row(tile, i)`: row `i` of a tile [K], or null.
+template <int K, int TILES, typename Row>
+__device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u32 to, u32 full, u32 empty, u64 policy, u32* report, Row row) {
+    constexpr int C = WIDE(K), STEP = AT_ONCE(TILES);
+    const u32 lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int first = 0; first < TILES; first += STEP)
+#pragma unroll 1
+        for (int piece = 0; piece < K / C; piece++)
+#pragma unroll 1
+            for (int t = first; t < first + STEP && t < TILES; t++) {
+                const u16* from = lane < 8 ? row(t, lane) : nullptr;
+                const u32 count = __popc(__ballot_sync(~0u, from != nullptr));
+                if (++issued > FLIGHT) {
+                    wait(full + landed.stage * 8, landed.parity, report, 13);
+                    landed.next();
+                }
+                wait(empty + ring.stage * 8, ring.parity ^ 1, report, 1);
+                if (lane == 0) expect(full + ring.stage * 8, count * C * 2);
+                __syncwarp();
+                if (from)
+                    bulk(to + ring.stage * STAGE_BYTES + lane * PITCH(C), from + piece * C, C * 2, full + ring.stage * 8, policy);
+                ring.next();
+            }
+}
+
+// Products of one program's rows with the vector [K] at `vector` in shared memory. A warp has an eighth of the columns of
+// each tile; its sums go to AT_ROWS. On the tensor cores, a tile is the right operand, eight columns of it; the vector is
+// every row of the left one. Columns are taken in the order in which lanes read them: it is the same on both sides.
+template <int K, int TILES>
+__device__ __forceinline__ void multiply(Ring& ring, u32 full, u32 empty, u32 vector, u32* report) {
+    constexpr int C = WIDE(K), STEP = AT_ONCE(TILES), LOADS = C / 256, SETS = STEP > 4 ? 1 : STEP > 2 ? 2 : 4;
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int first = 0; first < TILES; first += STEP) {
+        float sums[STEP][SETS][4];  // a second set waits less for the first
+#pragma unroll
+        for (int t = 0; t < STEP; t++)
+#pragma unroll
+            for (int n = 0; n < 4 * SETS; n++) sums[t][n / 4][n % 4] = 0.f;
+#pragma unroll(K / C <= 4 && TILES <= 2 ? K / C : 1)
+        for (int piece = 0; piece < K / C; piece++) {
+            uint4 x[LOADS];
+            const u32 at = warp * (C / 4) + lane % 4 * 16;
+#pragma unroll
+            for (int j = 0; j < LOADS; j++) x[j] = *(const uint4*)(shared + vector + piece * C * 2 + at + j * 64);
+#pragma unroll
+            for (int t = 0; t < STEP; t++) {
+                if (first + t >= TILES) break;
+                wait(full + ring.stage * 8, ring.parity, report, 2);
+                const unsigned char* tile = shared + AT_RING + ring.stage * STAGE_BYTES + lane / 4 * PITCH(C) + at;
+                uint4 w[LOADS];
+#pragma unroll
+                for (int j = 0; j < LOADS; j++) w[j] = *(const uint4*)(tile + j * 64);
+#pragma unroll
+                for (int j = 0; j < LOADS; j++) {
+                    product(sums[t][2 * j % SETS], x[j].x, x[j].y, w[j].x, w[j].y);
+                    product(sums[t][(2 * j + 1) % SETS], x[j].z, x[j].w, w[j].z, w[j].w);
+                }
+                __syncwarp();
+                if (lane == 0) arrive(empty + ring.stage * 8);
+                ring.next();
+            }
+        }
+        if (lane < 4) {
+#pragma unroll
+            for (int t = 0; t < STEP; t++) {
+#pragma unroll
+                for (int n = 1; n < SETS; n++) sums[t][0][0] += sums[t][n][0], sums[t][0][1] += sums[t][n][1];
+                if (first + t < TILES)
+                    *(float2*)(shared + AT_ROWS + (warp * MOST_ROWS + (first + t) * 8 + lane * 2) * 4) =
+                        make_float2(sums[t][0][0], sums[t][0][1]);
+            }
+        }
+    }
+    together();
+}
+
+__device__ __forceinline__ float row_sum(u32 row) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += ((const float*)(shared + AT_ROWS))[w * MOST_ROWS + row];
+    return sum;
+}
+
+// The stream times the norm's weights, rounded, as the vector [HIDDEN] in shared memory. Products with it are to be
+// multiplied by `scale_of`, which needs the sums of all warps, and so nobody waits for them here.
+__device__ __forceinline__ void enter(const float (&total)[EACH], const u32 (&weights)[EACH / 2], u32 tid, int turn) {
+    float square = 0.f;
+#pragma unroll
+    for (int n = 0; n < EACH; n++) square = fmaf(total[n], total[n], square);
+    u32* to = (u32*)(shared + AT_VECTOR) + tid * (EACH / 2);
+#pragma unroll
+    for (int n = 0; n < EACH / 2; n++)
+        to[n] = pack(total[2 * n] * (low(weights[n]) + OFFSET), total[2 * n + 1] * (high(weights[n]) + OFFSET));
+#pragma unroll
+    for (int bit = 16; bit; bit >>= 1) square += __shfl_xor_sync(~0u, square, bit);
+    if ((tid & 31) == 0) ((float*)(shared + AT_NORMS))[turn * WARPS + (tid >> 5)] = square;
+    together();
+}
+__device__ __forceinline__ float scale_of(int turn, float eps) {
+    float square = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) square += ((const float*)(shared + AT_NORMS))[turn * WARPS + w];
+    return rsqrtf(square / HIDDEN + eps);
+}
+
+// The row of queries, keys and values that is row `i` of program `rank` of a key head.
+__device__ __forceinline__ int qkv_row(int head, int rank, int i) {
+    if (i < Q_ROWS) return head * GROUP * D + rank * Q_ROWS + i;
+    if (i < Q_ROWS + K_ROWS) return (HEADS + head) * D + rank * K_ROWS + i - Q_ROWS;
+    return (HEADS + KV_HEADS + head) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS;
+}
+
+extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __grid_constant__ Layer p) {
+    const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, program = blockIdx.x;
+    const u32 head = program / SHARE, rank = program % SHARE;
+    const u32 base = (u32)__cvta_generic_to_shared(shared);
+    const u32 full = base + AT_BARRIERS, empty = full + STAGES * 8;
+    const u32 kv_full = empty + STAGES * 8, kv_empty = kv_full + KV_STAGES * 8;
+    const u32 meta_bar = kv_empty + KV_STAGES * 8;
+    STAMP(0);
+    if (tid == 0) {
+        for (int i = 0; i < STAGES; i++) init(full + i * 8, 1), init(empty + i * 8, WARPS);
+        for (int i = 0; i < KV_STAGES; i++) init(kv_full + i * 8, 1), init(kv_empty + i * 8, WARPS);
+        init(meta_bar, 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    if (warp == WARPS) {  // weights
+        u64 policy;
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        Ring ring{0, 0}, landed{0, 0};
+        u32 issued = 0;
+        const u32 to = base + AT_RING;
+        stream<HIDDEN, QKV_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
+            const int i = t * 8 + lane_;
+            return i < QKV_ROWS ? p.qkv + (long long)qkv_row(head, rank, i) * HIDDEN : nullptr;
+        });
+        stream<ATTENDED, OUT_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
+            const int i = t * 8 + lane_;
+            return i < OUT_ROWS ? p.o + (long long)(program * OUT_ROWS + i) * ATTENDED : nullptr;
+        });
+        stream<HIDDEN, INNER_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
+            const int i = t / 2 * 8 + lane_;
+            return i < INNER_ROWS ? p.gate_up + (long long)(t % 2 * INNER + program * INNER_ROWS + i) * HIDDEN : nullptr;
+        });
+        stream<INNER, OUT_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
+            const int i = t * 8 + lane_;
+            return i < OUT_ROWS ? p.down + (long long)(program * OUT_ROWS + i) * INNER : nullptr;
+        });
+        return;
+    }
+    if (warp == WARPS + 1) {  // what the step is, keys and values
+        // What the step is was written before the first layer, which waits. Later ones start as soon as there is room.
+        if (!p.before) grid_wait();
+        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+        const int page_mask = (1 << p.page_bits) - 1;
+        u64 policy;
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        const int length = fresh(p.kv_lens), position = fresh(p.positions);
+        const long long slot = p.wide_slots ? fresh((const long long*)p.slots) : (long long)fresh((const int*)p.slots);
+        const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);
+        const int begin = rank * each, end = begin + each < old ? begin + each : old;
+        // Numbers of 32 pages at a time, one a lane.
+        int pages_from = begin >> p.page_bits;
+        int page = pages_from + lane <= (end - 1) >> p.page_bits ? fresh(p.table + pages_from + lane) : 0;
+        float* angles = (float*)(shared + AT_ANGLES);
+        for (int d = lane; d < D; d += 32) angles[d] = p.cos_sin[(long long)position * D + d];
+        if (lane == 0) {
+            *(int*)(shared + AT_META) = length;
+            *(long long*)(shared + AT_META + 8) = slot;
+        }
+        arrive(meta_bar);
+        u32 stage = 0, parity = 0;
+        for (int from = begin; from < end; from += STAGE_KEYS) {
+            const int count = end - from < STAGE_KEYS ? end - from : STAGE_KEYS;
+            wait(kv_empty + stage * 8, parity ^ 1, p.report, 3);
+            if (lane == 0) expect(kv_full + stage * 8, count * D * 4);
+            __syncwarp();
+            for (int part = 0; part < 2 * STAGE_KEYS; part += 32) {
+                // Lanes have keys, then values; with few lanes a key the same lane has both.
+                const int both = part + lane, which = both / STAGE_KEYS, m = both % STAGE_KEYS;
+                const int k = from + m, of = __shfl_sync(~0u, page, (k >> p.page_bits) - pages_from & 31);
+                if (which < 2 && m < count) {
+                    const u16* row = which ? p.values + (long long)of * p.value_page : p.keys + (long long)of * p.key_page;
+                    bulk(base + AT_KV + stage * KV_STAGE_BYTES + (which * STAGE_KEYS + m) * D * 2,
+                         row + (long long)((head << p.page_bits) + (k & page_mask)) * D, D * 2, kv_full + stage * 8, policy);
+                }
+            }
+            // A stage has at most as many pages as keys, and begins in these.
+            const int next = from + STAGE_KEYS >> p.page_bits;
+            if (next + (STAGE_KEYS - 1 >> p.page_bits) + 1 - pages_from >= 32) {
+                pages_from = next;
+                page = next + lane <= (end - 1) >> p.page_bits ? fresh(p.table + next + lane) : 0;
+            }
+            if (++stage == KV_STAGES) stage = 0, parity ^= 1;
+        }
+        // This launch ends after the one before: who waits for this one has waited for all.
+        if (p.before) grid_wait();
+        return;
+    }
+
+    Ring ring{0, 0};
+    u32 count;  // how often this site was launched
+    u32 weights[EACH / 2], mlp_weights[EACH / 2];
+#pragma unroll
+    for (int n = 0; n < EACH / 2; n++) {
+        weights[n] = ((const u32*)p.norm)[tid * (EACH / 2) + n];
+        mlp_weights[n] = ((const u32*)p.mlp_norm)[tid * (EACH / 2) + n];
+    }
+    // The pairs that a lane rotates: words of a head's first half, and of its second.
+    constexpr int HALF = D / 4, MANY_WORDS = UP(HALF, 32);
+    u32 first_gain[MANY_WORDS], second_gain[MANY_WORDS];
+    const u32* head_norm = (const u32*)(warp < GROUP ? p.q_norm : p.k_norm);
+#pragma unroll
+    for (int n = 0; n < MANY_WORDS; n++) {
+        const int word = lane + 32 * n;
+        first_gain[n] = QK_NORM && word < HALF ? head_norm[word] : 0;
+        second_gain[n] = QK_NORM && word < HALF ? head_norm[HALF + word] : 0;
+    }
+    // Of the row that this thread sums.
+    const float qkv_bias = p.qkv_bias && tid < QKV_ROWS ? widen(p.qkv_bias[qkv_row(head, rank, tid)]) : 0.f;
+    const float o_bias = p.o_bias && tid < OUT_ROWS ? widen(p.o_bias[program * OUT_ROWS + tid]) : 0.f;
+
+    float total[EACH];
+    if (p.before) {
+        // The launch before the last has ended, and the last one is of another site.
+        count = ((volatile u32*)p.messages)[p.site];
+        if (warp == 0) {  // most of the time is spent here, so one place is asked, and rarely
+            u64 since = 0;
+            const u64* at = p.messages + AT_NEXT + (program % COPIES * PROGRAMS + (program + PROGRAMS / 2) % PROGRAMS) * MESSAGES(NEXT_WORDS) * 2;
+            while (look_wide(at).w != p.before) {
+                __nanosleep(NAP);
+                too_long(since, p.report, 12);
+            }
+        }
+        together();
+        hear<NEXT_WORDS>(p.messages + AT_NEXT, program, p.before, p.report, 4, [](int word, u32 value) {
+            ((u32*)(shared + AT_WIDE))[word] = value;
+        });
+        together();
+#pragma unroll
+        for (int n = 0; n < EACH; n++) total[n] = ((const float*)(shared + AT_WIDE))[tid * EACH + n];
+    } else {
+        grid_wait();
+        count = ((volatile u32*)p.messages)[p.site];
+#pragma unroll
+        for (int n = 0; n < EACH / 2; n++) {
+            const u32 v = ((volatile const u32*)p.x)[tid * (EACH / 2) + n];
+            total[2 * n] = low(v), total[2 * n + 1] = high(v);
+        }
+        if (p.residual) {
+#pragma unroll
+            for (int n = 0; n < EACH; n++) total[n] += ((volatile const float*)p.residual)[tid * EACH + n];
+        }
+    }
+    const u32 flag = (count << 8) + p.site + 1;
+    STAMP(1);
+    enter(total, weights, tid, 0);
+    STAMP(2);
+    multiply<HIDDEN, QKV_TILES>(ring, full, empty, AT_VECTOR, p.report);
+    if (tid < UP(QKV_ROWS, 32) * 32) {
+        const int i = tid;
+        const float sum = i < QKV_ROWS ? row_sum(i) * scale_of(0, EPS) + qkv_bias : 0.f, next = __shfl_down_sync(~0u, sum, 1);
+        if (i < QKV_ROWS && i % 2 == 0) {
+            int word = (rank * Q_ROWS + i) / 2;
+            if (i >= Q_ROWS) word = (GROUP * D + rank * K_ROWS + i - Q_ROWS) / 2;
+            if (i >= Q_ROWS + K_ROWS) word = ((GROUP + 1) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS) / 2;
+            post(p.messages + AT_QKV + head * HEAD_WORDS + word, pack(sum, next), flag);
+        }
+    }
+    STAMP(3);
+    wait(meta_bar, 0, p.report, 5);
+    const int length = *(const int*)(shared + AT_META);
+    const long long slot = *(const long long*)(shared + AT_META + 8);
+    const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);
+    const int begin = rank * each, end = begin + each < old ? begin + each : old;
+    const long long in_page = (((long long)head << p.page_bits) + (slot & ((1 << p.page_bits) - 1))) * D;
+    if (warp <= GROUP + 1) {  // queries, the key, the value
+        const u64* from = p.messages + AT_QKV + head * HEAD_WORDS + warp * (D / 2);
+        u32 first[MANY_WORDS], second[MANY_WORDS];
+#pragma unroll
+        for (int n = 0; n < MANY_WORDS; n++) {
+            const int word = lane + 32 * n;
+            first[n] = word < HALF ? take(from + word, flag, p.report, 6) : 0;
+            second[n] = word < HALF ? take(from + HALF + word, flag, p.report, 6) : 0;
+        }
+        __syncwarp();
+        STAMP(4);
+        if (warp <= GROUP) {
+            float square = 0.f;
+#pragma unroll
+            for (int n = 0; n < MANY_WORDS; n++) {
+                square = fmaf(low(first[n]), low(first[n]), fmaf(high(first[n]), high(first[n]), square));
+                square = fmaf(low(second[n]), low(second[n]), fmaf(high(second[n]), high(second[n]), square));
+            }
+            float scale = 1.f;
+            if (QK_NORM) {
+#pragma unroll
+                for (int bit = 16; bit; bit >>= 1) square += __shfl_xor_sync(~0u, square, bit);
+                scale = rsqrtf(square / D + EPS);
+            }
+            const float* angles = (const float*)(shared + AT_ANGLES);
+#pragma unroll
+            for (int n = 0; n < MANY_WORDS; n++) {
+                const int word = lane + 32 * n;
+                if (word >= HALF) continue;
+                float a[2] = {low(first[n]), high(first[n])}, b[2] = {low(second[n]), high(second[n])};
+                if (QK_NORM) {
+                    a[0] *= scale * (low(first_gain[n]) + OFFSET), a[1] *= scale * (high(first_gain[n]) + OFFSET);
+                    b[0] *= scale * (low(second_gain[n]) + OFFSET), b[1] *= scale * (high(second_gain[n]) + OFFSET);
+                }
+                const float2 cosine = *(const float2*)(angles + 2 * word), sine = *(const float2*)(angles + D / 2 + 2 * word);
+                first[n] = pack(a[0] * cosine.x - b[0] * sine.x, a[1] * cosine.y - b[1] * sine.y);
+                second[n] = pack(b[0] * cosine.x + a[0] * sine.x, b[1] * cosine.y + a[1] * sine.y);
+            }
+        }
+        u32* in_shared = (u32*)(shared + (warp == GROUP ? AT_KEY : AT_VALUE));
+        u32* in_memory = (u32*)((warp == GROUP ? p.keys + (slot >> p.page_bits) * p.key_page
+                                               : p.values + (slot >> p.page_bits) * p.value_page) + in_page);
+#pragma unroll
+        for (int n = 0; n < MANY_WORDS; n++) {
+            const int word = lane + 32 * n;
+            if (word >= HALF) continue;
+            if (warp < GROUP) {
+                float2* to = (float2*)(shared + AT_QUERY + warp * D * 4);
+                to[word] = make_float2(low(first[n]) * SCALE, high(first[n]) * SCALE);
+                to[HALF + word] = make_float2(low(second[n]) * SCALE, high(second[n]) * SCALE);
+            } else {
+                in_shared[word] = first[n], in_shared[HALF + word] = second[n];
+                if (rank == 0) in_memory[word] = first[n], in_memory[HALF + word] = second[n];
+            }
+        }
+    }
+    together();
+    STAMP(5);
+    {
+        const u32 part = lane % KEY_LANES, member = warp * WARP_KEYS + lane / KEY_LANES;
+        float q[GROUP][8], sum[GROUP][8], most[GROUP], mass[GROUP];
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+            most[g] = -1e30f, mass[g] = 0.f;
+#pragma unroll
+            for (int n = 0; n < 8; n++) q[g][n] = ((const float*)(shared + AT_QUERY))[g * D + part * 8 + n], sum[g][n] = 0.f;
+        }
+        auto attend = [&](const uint4 k, uint4 v, bool seen) {
+            const float kf[8] = {low(k.x), high(k.x), low(k.y), high(k.y), low(k.z), high(k.z), low(k.w), high(k.w)};
+            if (!seen) v = make_uint4(0, 0, 0, 0);
+            const float vf[8] = {low(v.x), high(v.x), low(v.y), high(v.y), low(v.z), high(v.z), low(v.w), high(v.w)};
+            float score[GROUP];
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                score[g] = 0.f;
+#pragma unroll
+                for (int n = 0; n < 8; n++) score[g] = fmaf(q[g][n], kf[n], score[g]);
+            }
+#pragma unroll
+            for (int bit = KEY_LANES / 2; bit; bit >>= 1)
+#pragma unroll
+                for (int g = 0; g < GROUP; g++) score[g] += __shfl_xor_sync(~0u, score[g], bit);
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                const float s = seen ? score[g] : -1e30f, top = fmaxf(most[g], s);
+                const float keep = power(most[g] - top), weight = seen ? power(s - top) : 0.f;
+                most[g] = top, mass[g] = fmaf(mass[g], keep, weight);
+#pragma unroll
+                for (int n = 0; n < 8; n++) sum[g][n] = fmaf(sum[g][n], keep, weight * vf[n]);
+            }
+        };
+        if (rank == SHARE - 1 && warp == 0) {
+            const uint4 k = *(const uint4*)(shared + AT_KEY + part * 16), v = *(const uint4*)(shared + AT_VALUE + part * 16);
+            attend(k, v, lane < KEY_LANES);
+        }
+        u32 stage = 0, parity = 0;
+#pragma unroll 1
+        for (int from = begin; from < end; from += STAGE_KEYS) {
+            wait(kv_full + stage * 8, parity, p.report, 7);
+            const unsigned char* at = shared + AT_KV + stage * KV_STAGE_BYTES + member * D * 2 + part * 16;
+            const uint4 k = *(const uint4*)at, v = *(const uint4*)(at + STAGE_KEYS * D * 2);
+            attend(k, v, from + (int)member < end);
+            __syncwarp();
+            if (lane == 0) arrive(kv_empty + stage * 8);
+            if (++stage == KV_STAGES) stage = 0, parity ^= 1;
+        }
+#pragma unroll
+        for (int bit = KEY_LANES; bit < 32; bit <<= 1)
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                const float other = __shfl_xor_sync(~0u, most[g], bit), top = fmaxf(most[g], other);
+                const float mine = power(most[g] - top);
+                mass[g] *= mine, most[g] = top;
+                mass[g] += __shfl_xor_sync(~0u, mass[g], bit);
+#pragma unroll
+                for (int n = 0; n < 8; n++) sum[g][n] *= mine, sum[g][n] += __shfl_xor_sync(~0u, sum[g][n], bit);
+            }
+        if (lane < KEY_LANES) {
+#pragma unroll
+            for (int g = 0; g < GROUP; g++) {
+                float4* to = (float4*)(shared + AT_SUMS + ((warp * GROUP + g) * D + part * 8) * 4);
+                to[0] = make_float4(sum[g][0], sum[g][1], sum[g][2], sum[g][3]);
+                to[1] = make_float4(sum[g][4], sum[g][5], sum[g][6], sum[g][7]);
+                if (lane == 0) *(float2*)(shared + AT_STATS + (warp * GROUP + g) * 8) = make_float2(most[g], mass[g]);
+            }
+        }
+    }
+    together();
+    STAMP(6);
+#pragma unroll
+    for (int e = tid; e < GROUP * D; e += THREADS) {
+        const int g = e / D;
+        float2 stats[WARPS];
+        float top = -1e30f, sum = 0.f, mass = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            stats[w] = *(const float2*)(shared + AT_STATS + (w * GROUP + g) * 8);
+            top = fmaxf(top, stats[w].x);
+        }
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float weight = power(stats[w].x - top);
+            sum = fmaf(weight, ((const float*)(shared + AT_SUMS))[(w * GROUP) * D + e], sum);
+            mass = fmaf(weight, stats[w].y, mass);
+        }
+        const u32 peer = e / MERGED, j = e % MERGED;
+        float three[3];
+#pragma unroll
+        for (int n = 0; n < 3; n++) {
+            const u32 from = 3 * j + n;
+            const float other = __shfl_sync(~0u, sum, from < MERGED ? from : 0, MERGED);
+            three[n] = from < MERGED ? other : from == MERGED ? top : mass;
+        }
+        if (j < PART_MESSAGES)
+            post_wide(p.messages + AT_PART_MESSAGES + (((head * SHARE + peer) * SHARE + rank) * PART_MESSAGES + j) * 2,
+                      three[0], three[1], three[2], flag);
+    }
+    if (tid < SHARE * PART_MESSAGES) {
+        u64 since = 0;
+        uint4 v;
+        while (true) {
+            v = look_wide(p.messages + AT_PART_MESSAGES + (program * SHARE * PART_MESSAGES + tid) * 2);
+            if (v.w == flag) break;
+            too_long(since, p.report, 8);
+        }
+        u32* to = (u32*)(shared + AT_PARTS) + tid * 3;
+        to[0] = v.x, to[1] = v.y, to[2] = v.z;
+    }
+    together();
+    STAMP(7);
+    {
+        constexpr int ROUNDS = UP(MERGED, 16);
+        const u32 source = lane % SHARE, half = tid / SHARE;
+        const float* part = (const float*)(shared + AT_PARTS) + source * PART_MESSAGES * 3;
+        const float2 stats = make_float2(part[MERGED], part[MERGED + 1]);
+        float top = stats.x, results[ROUNDS];
+#pragma unroll
+        for (int bit = 8; bit; bit >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+        const float weight = power(stats.x - top);
+        float mass = weight * stats.y;
+#pragma unroll
+        for (int n = 0; n < ROUNDS; n++) {
+            const u32 j = half * ROUNDS + n;
+            results[n] = j < MERGED ? weight * part[j] : 0.f;
+        }
+#pragma unroll
+        for (int bit = 8; bit; bit >>= 1) {
+            mass += __shfl_xor_sync(~0u, mass, bit);
+#pragma unroll
+            for (int n = 0; n < ROUNDS; n++) results[n] += __shfl_xor_sync(~0u, results[n], bit);
+        }
+        const float scale = 1.f / mass;
+        u32* to = (u32*)(shared + AT_WORDS);
+        if (ROUNDS == 1) {
+            const float other = __shfl_xor_sync(~0u, results[0], 16);
+            if (lane == 0 && warp * 2 < MERGED) to[warp] = pack(results[0] * scale, other * scale);
+        } else if (source == 0) {
+#pragma unroll
+            for (int n = 0; n + 1 < ROUNDS; n += 2)
+                to[(half * ROUNDS + n) / 2] = pack(results[n] * scale, results[n + 1 < ROUNDS ? n + 1 : 0] * scale);
+        }
+    }
+    tell<ATTENDED_WORDS, THREADS>(p.messages + AT_ATTENDED, program, flag);
+    STAMP(8);
+    hear<ATTENDED_WORDS>(p.messages + AT_ATTENDED, program, flag, p.report, 9, [](int word, u32 value) {
+        ((u32*)(shared + AT_WIDE))[word] = value;
+    });
+    together();
+    STAMP(9);
+    multiply<ATTENDED, OUT_TILES>(ring, full, empty, AT_WIDE, p.report);
+    if (tid < OUT_ROWS) {
+        const u32 v = pack(row_sum(tid) + o_bias, 0.f);
+        ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
+    }
+    tell<OUT_WORDS, OUT_ROWS>(p.messages + AT_STREAM, program, flag);
+    STAMP(10);
+    hear<OUT_WORDS>(p.messages + AT_STREAM, program, flag, p.report, 10, [](int word, u32 value) {
+        ((u32*)(shared + AT_VECTOR))[word] = value;
+    });
+    together();
+#pragma unroll
+    for (int n = 0; n < EACH / 2; n++) {
+        const u32 v = ((const u32*)(shared + AT_VECTOR))[tid * (EACH / 2) + n];
+        total[2 * n] += low(v), total[2 * n + 1] += high(v);
+    }
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+        const int i = (int)(tid * EACH + n) - (int)(program * OUT_ROWS);
+        if (i >= 0 && i < OUT_ROWS) {
+            grid_wait();  // the launch before, which has ended by now, wrote there too
+            ((float*)(shared + AT_OWN))[i] = total[n];
+            p.stream[tid * EACH + n] = total[n];
+        }
+    }
+    STAMP(11);
+    enter(total, mlp_weights, tid, 1);
+    multiply<HIDDEN, INNER_TILES>(ring, full, empty, AT_VECTOR, p.report);
+    if (tid < INNER_ROWS) {
+        const u32 at = tid / 8 * 16 + tid % 8;
+        const float scale = scale_of(1, MLP_EPS), gate = rounded(row_sum(at) * scale), up = rounded(row_sum(at + 8) * scale);
+        const u32 v = pack(__fdividef(gate, 1.f + power(-1.44269504f * gate)) * up, 0.f);
+        ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
+    }
+    tell<INNER_WORDS, INNER_ROWS>(p.messages + AT_INNER, program, flag);
+    STAMP(12);
+    hear<INNER_WORDS>(p.messages + AT_INNER, program, flag, p.report, 11, [](int word, u32 value) {
+        ((u32*)(shared + AT_WIDE))[word] = value;
+    });
+    together();
+    STAMP(13);
+    multiply<INNER, OUT_TILES>(ring, full, empty, AT_WIDE, p.report);
+    if (tid < OUT_ROWS) {
+        const float y = rounded(row_sum(tid));
+        ((float*)(shared + AT_WORDS))[tid] = ((const float*)(shared + AT_OWN))[tid] + y;
+        p.out[program * OUT_ROWS + tid] = (u16)(__float_as_uint(y) >> 16);
+    }
+    tell<NEXT_WORDS, OUT_ROWS>(p.messages + AT_NEXT, program, p.after);
+    if (program == 0 && tid == 0) ((volatile u32*)p.messages)[p.site] = count + 1;
+    STAMP(14);
+}

@@ -1,0 +1,287 @@
+"""The decoder layer of one token: what it refuses, its sizes, and its argument, with a driver that launches nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from evener.contracts.ops import Bucket, OpCall
+from evener.contracts.state import StateStep
+from evener.layers.builder import Builder
+from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
+from evener.layers.rotary import RotaryConfig
+from evener.ops.schemas import BUILTIN
+from evener_backend_cuda import compiled
+from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
+from evener_backend_cuda.compiled import CompiledKernel, Driver
+from evener_backend_cuda.one_token import MAX_SITES, Messages, OneTokenLayer, Sizes, _Argument, defines
+from evener_conformance.kit.composites import TinyModel
+from evener_conformance.kit.families import families
+from evener_conformance.reference.device import HostDevice
+from evener_kernels_triton.state import LAYOUT, PagedState
+from evener_kernels_triton.tuning import Tuning, number_of
+
+HOPPER = capabilities((9, 0), 132, 232_448)
+SOURCE = (files("evener_backend_cuda") / "one_token.cu").read_text()
+TUNING = Tuning.of(HOPPER)
+SMALL = AttentionConfig(heads=8, kv_heads=8, head_dim=64, rotary=RotaryConfig(64), qk_norm=True)
+
+
+class Launches:
+    """Stands for a loaded kernel: keeps copies of its arguments."""
+
+    def __init__(self) -> None:
+        self.arguments: list[_Argument] = []
+        self.where = (7, 0)
+
+    def place(self, device: torch.device) -> tuple[int, int]:
+        return self.where
+
+    def __call__(self, stream: int, argument: ctypes.Structure) -> None:
+        self.arguments.append(_Argument.from_buffer_copy(argument))
+
+
+class NoDriver(Driver):
+    """Compiles and loads nothing."""
+
+    def __init__(self, missing: str | None = None) -> None:
+        self.launches, self.missing = Launches(), missing
+        self.compiled: list[Mapping[str, object]] = []
+
+    def refusal(self) -> str | None:
+        return self.missing
+
+    def compile(self, source: str, defines: Mapping[str, object]) -> bytes:
+        self.compiled.append(defines)
+        return source.encode()
+
+    def kernel(self, code: bytes, name: str, grid: int, threads: int, shared: int) -> CompiledKernel:
+        assert code.decode().count(name) == 1 and shared <= number_of("shared", HOPPER.features, 0)
+        return cast(CompiledKernel, self.launches)
+
+
+def layer(
+    attention: AttentionConfig = SMALL, mlp: MLPConfig = MLPConfig(inner=512), hidden: int = 512,  # noqa: B008
+    dtype: str = "bfloat16", number: int = 3,
+) -> dict[str, Any]:  # fmt: skip
+    """The static parameters of a layer."""
+    build = Builder(dtype, 64)
+    DecoderLayer(build, f"model.layers.{number}", hidden, attention, mlp, 1e-6)
+    return dict(next(site.static for site in build.sites if site.op == "decoder_layer"))
+
+
+def call(static: dict[str, Any], bucket: Bucket = Bucket(1, 1), device: Any = HOPPER) -> OpCall:  # noqa: B008
+    return OpCall("decoder_layer", static, bucket, device, state_layout=LAYOUT)
+
+
+def hopper() -> HostDevice:
+    """The host, with another device's capabilities."""
+    device = HostDevice(0)
+    device.capabilities = replace(HOPPER, host_memory=True)
+    return device
+
+
+def kernel(missing: str | None = None) -> tuple[OneTokenLayer, NoDriver]:
+    driver = NoDriver(missing)
+    return OneTokenLayer(hopper(), driver=driver), driver
+
+
+def qwen(hidden: int, inner: int, heads: int) -> dict[str, Any]:
+    attention = replace(SMALL, heads=heads, head_dim=128, rotary=RotaryConfig(128))
+    return layer(attention, MLPConfig(inner=inner), hidden)
+
+
+@pytest.mark.parametrize("static, stages", [(layer(), 5), (qwen(1024, 3072, 16), 5), (qwen(1024, 3072, 32), 4)])
+def test_takes_layers_of_one_token(static: dict[str, Any], stages: int) -> None:
+    taken, driver = kernel()
+    assert taken.supports(call(static)) is None
+    slot = static["attention"]["state"]
+    slot.provider = PagedState(TUNING)
+    assert taken.workspace(call(static)) > 0
+    taken.build(call(static))
+    assert driver.compiled[0]["STAGES"] == stages
+
+
+@pytest.mark.parametrize("static, reason", [
+    (layer(dtype="float16"), "computes in bfloat16, not in float16"),
+    (layer(replace(SMALL, kv_heads=4)), "shares its programs out to 8 key heads, not 4"),
+    (layer(replace(SMALL, heads=24)), "24 heads of 64: takes"),
+    (layer(replace(SMALL, head_dim=32, rotary=RotaryConfig(32))), "8 heads of 32: takes"),
+    (layer(replace(SMALL, rotary=RotaryConfig(32))), "rotated as a whole"),
+    (layer(replace(SMALL, rotary=RotaryConfig(64, interleaved=True))), "in halves"),
+    (layer(replace(SMALL, window=64)), "attends to all keys"),
+    (layer(replace(SMALL, softcap=20.0)), "without soft cap"),
+    (layer(replace(SMALL, sinks=True)), "without soft cap, sinks"),
+    (layer(replace(SMALL, slopes=(0.5,) * 8)), "sinks and slopes"),
+    (layer(replace(SMALL, post_norm="post")), "has no norm after attention"),
+    (layer(mlp=MLPConfig(inner=512, activation="gelu")), "does not know activation 'gelu'"),
+    (layer(mlp=MLPConfig(inner=512, bias=True)), "has no biases in the MLP"),
+    (layer(mlp=MLPConfig(inner=512, post_norm="post")), "no norm after it"),
+    (layer(mlp=MLPConfig(inner=640)), "hidden 512 and inner 640 are not multiples"),
+    (layer(hidden=768), "hidden 768 and inner 512 are not multiples"),
+    (qwen(2048, 6144, 16), "layers of up to 40 MiB, not 96"),
+])  # fmt: skip
+def test_refuses_other_layers_with_the_reason(static: dict[str, Any], reason: str) -> None:
+    assert reason in str(kernel()[0].supports(call(static)))
+
+
+def test_refuses_steps_and_devices_with_the_reason() -> None:
+    taken, _ = kernel()
+    assert "computes one token, not 2" in str(taken.supports(call(layer(), Bucket(2, 2))))
+    assert "machine code is for sm_90, not sm_80" in str(
+        taken.supports(call(layer(), device=capabilities((8, 0), 108, 166_912)))
+    )
+    assert "needs 128 multiprocessors" in str(taken.supports(call(layer(), device=capabilities((9, 0), 114, 232_448))))
+    assert "do not fit into a multiprocessor" in str(
+        taken.supports(call(layer(), device=capabilities((9, 0), 132, 101_376)))
+    )
+    assert kernel("there is no NVRTC")[0].supports(call(layer())) == "there is no NVRTC"
+
+
+def test_every_macro_of_the_source_is_given() -> None:
+    """A name in capitals that nothing defines would be 0 in a condition of the preprocessor."""
+    given = {*defines(cast(Any, layer()), 3), *re.findall(r"#define (\w+)", SOURCE), "STAMPS"}
+    given |= set(re.findall(r"(?:int|,) ([A-Z]\w+)(?= =|,|>)", SOURCE))  # constants and parameters of templates
+    code = re.sub(r"//.*|\"[^\"\n]*\"", "", SOURCE)
+    assert set(re.findall(r"\b[A-Z][A-Z_]{2,}\b|\bD\b", code)) - given == set()
+
+
+def test_the_argument_is_laid_out_as_in_the_source() -> None:
+    text = re.sub(r"//.*", "", SOURCE[SOURCE.index("struct Layer {") : SOURCE.index("};")]).split("{")[1]
+    names = re.findall(r"(\w+)\s*[,;]", text)
+    assert names == [field[0] for field in _Argument._fields_]
+
+
+def test_sites_and_marks_differ() -> None:
+    messages = Messages(torch.device("cpu"))
+    sites = [messages.site() for _ in range(MAX_SITES)]
+    assert len(set(sites)) == MAX_SITES and max(sites) < MAX_SITES
+    marks = [messages.next_flag() for _ in range(5)]
+    assert len(set(marks)) == 5 and 0 not in marks
+    assert messages.of(300) is messages.of(300) and len(messages.of(400)) == 400
+
+
+class Model:
+    """Two layers with the kernel, whose launches do nothing."""
+
+    def __init__(self) -> None:
+        self.kernel, driver = kernel()
+        self.launches = driver.launches
+        family = next(f for f in families() if f.name == "shared")
+        device, self.hidden = hopper(), family.hidden
+        self.tiny = TinyModel(
+            device, "bfloat16", family, [self.kernel], PagedState(TUNING, SHORT_TOKENS), list(BUILTIN)
+        )
+
+    def step(self, inference: bool = True) -> list[_Argument]:
+        """The arguments of a step of one token behind three others."""
+        self.launches.arguments.clear()
+        with torch.inference_mode(inference):
+            self.tiny.step(torch.ones(1, self.hidden), (3,), (1,))
+        return list(self.launches.arguments)
+
+
+def test_a_layer_takes_the_stream_of_the_layer_before_from_its_messages() -> None:
+    model = Model()
+    for inference in (True, False):
+        first, second = model.step(inference)
+        assert first.before == 0 and first.residual is None and first.x == first.out
+        assert second.before == first.after != second.after
+        assert (second.x, second.residual, second.stream) == (first.out, first.stream, first.stream)
+        assert first.site != second.site and first.messages == second.messages
+        assert first.page_bits == model.tiny.block.bit_length() - 1
+
+
+def test_a_layer_reads_the_stream_from_memory_where_another_launch_came_between() -> None:
+    model = Model()
+    launch, places = model.launches, iter([(7, 0), (7, 1)])  # the capture begins between the two layers
+    launch.place = lambda device: next(places)  # type: ignore[method-assign]
+    assert [each.before for each in model.step()] == [0, 0]
+
+
+def test_a_layer_reads_the_stream_from_memory_after_a_change() -> None:
+    model = Model()
+    site = model.tiny.layers[1].sites[0]
+    run = site.table[0]
+
+    def changed(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> Any:
+        return run(x.add_(1.0), residual, *others)
+
+    site.table = (changed, *site.table[1:])
+    assert [each.before for each in model.step(inference=False)] == [0, 0]
+
+    def another(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> Any:
+        return run(x + 1.0, residual, *others)
+
+    site.table = (another, *site.table[1:])
+    assert [each.before for each in model.step()] == [0, 0]
+
+
+def test_long_state_is_computed_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = Model(), list[str]()
+
+    def built(name: str) -> Any:
+        def run(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(name)
+            return x, residual
+
+        return lambda call: run
+
+    for part, name in zip(model.kernel._parts, ("attention", "mlp"), strict=True):
+        monkeypatch.setattr(part, "build", built(name))
+    static = model.tiny.layers[0].sites[0].static
+    run = model.kernel.build(call(dict(static)))
+    state = StateStep(
+        tokens=1, requests=1, max_query=1, max_kv=SHORT_TOKENS - 1, query_start=torch.tensor([0, 1]).int(),
+        kv_lens=torch.tensor([4]).int(), positions=torch.tensor([3]).int(), slot_mapping=torch.tensor([35]).int(),
+        block_table=torch.tensor([[1]]).int(), host_query_lens=[1], host_kv_lens=[4],
+    )  # fmt: skip
+    slot, layer_ = static["attention"]["state"], model.tiny.layers[0]
+    x, stream = torch.ones(1, model.hidden, dtype=torch.bfloat16), torch.zeros(1, model.hidden)
+    for longest, launches in ((SHORT_TOKENS - 1, 1), (SHORT_TOKENS, 0)):
+        model.launches.arguments.clear()
+        step = replace(state, max_kv=longest)
+        meta = slot.provider.prepare(step, slot.spec, slot.attention, model.tiny.block)
+        run(x, stream, state.positions, layer_.attention.values, layer_.mlp.values, slot.views, meta)
+        assert len(model.launches.arguments) == launches
+    assert seen == ["attention", "mlp"]
+    assert slot.provider.capture_limits(slot.spec, slot.attention, 1)[0] == SHORT_TOKENS
+    assert SHORT_TOKENS not in slot.provider.capture_limits(slot.spec, slot.attention, 2)
+
+
+def test_programs_that_find_no_memory_have_no_stages() -> None:
+    assert Sizes(1024, 3072, 16, 128).stages(0) == 0
+
+
+def test_machine_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made: list[Mapping[str, object]] = []
+
+    def compile_source(source: str, defines: Mapping[str, object], architecture: str) -> bytes:
+        made.append(defines)
+        return f"{source} {sorted(defines.items())} {architecture}".encode()
+
+    monkeypatch.setattr(compiled, "compile_source", compile_source)
+    monkeypatch.setattr(compiled, "nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda major, minor: 0))
+    first, again = (Driver().compile("a", {"B": 1}) for _ in range(2))
+    other = Driver().compile("a", {"B": 2})
+    assert first == again != other and len(made) == 2
+
+
+def test_a_machine_without_the_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> ctypes.CDLL:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    compiled.nvrtc.cache_clear()
+    assert "there is no NVRTC: install" in str(Driver().refusal())
+    compiled.nvrtc.cache_clear()
