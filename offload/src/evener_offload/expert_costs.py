@@ -40,15 +40,25 @@ def host_share(rows: Mapping[int, int], costs: ExpertCosts) -> list[int]:
     return chosen
 
 
-def least_streamed(experts: int, top: int, costs: ExpertCosts, most: int) -> int | None:
-    """The tokens, a power of two of at most ``most``, from which on copying all experts that a step needs is sooner
-    than computing them on the host; None: it never is. Each token is expected to choose its ``top`` of the
-    ``experts`` evenly."""
+def least_streamed(
+    experts: int, top: int, costs: ExpertCosts, most: int, beside: ExpertCosts | None = None, submitted: float = 0.0
+) -> int | None:
+    """The tokens, a power of two of at most ``most``, from which on a streamed layer is sooner than computing all of it
+    on the host; None: it never is. Each token is expected to choose its ``top`` of the ``experts`` evenly.
+
+    Args:
+        beside: what the host takes while others are copied, so that both share the experts; None: all are copied.
+        submitted: seconds that a streamed layer takes beside copies.
+    """
     tokens = 1
     while tokens <= most:
         needed = experts * (1 - (1 - top / experts) ** tokens)
         host = needed * costs.first + (tokens * top - needed) * costs.more
-        if needed * costs.copy < host:
+        streamed = needed * costs.copy
+        if beside is not None and streamed:
+            shared = needed * beside.first + (tokens * top - needed) * beside.more
+            streamed *= shared / (streamed + shared)
+        if streamed + submitted < host:
             return tokens
         tokens *= 2
     return None

@@ -1,5 +1,6 @@
 """Experts of host layers that pass through the device: in steps with many tokens they are copied to slots on the
-device, and computed there, because that is sooner than computing on the host (``offload.stream_prompts``).
+device, and computed there, because that is sooner than computing on the host (``offload.stream_prompts``). Where
+measured costs decide, the host computes some of them meanwhile (``prompt_share``).
 
 Equal layers share the slots. One half of them is filled, on a stream of its own, while products run with the other; the
 first experts of the next layer are copied while this layer's last ones are computed. Where the device's kernels read
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from evener.contracts.declared import CallSite
@@ -30,6 +32,7 @@ from evener.resolution.resolver import Resolver
 from evener_offload.expert_costs import ExpertCosts, least_streamed
 from evener_offload.next_router import NextRouter, likeliest
 from evener_offload.placed_layers import stacks
+from evener_offload.prompt_share import PromptShare
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.second_layout import Stacks, expert_bytes, keep, second_bytes, second_layout
 from evener_offload.slot_products import SlotProducts
@@ -43,6 +46,8 @@ _NEVER = 1 << 30
 _MOST_GROWTH = 1.5
 #: Tokens with which the host is timed, beside one, and how often.
 _TIMED_TOKENS, _TIMES = 32, 3
+#: Seconds in which a streamed layer's copies and products are submitted, beside its first copies.
+_SUBMITTED = 0.5e-3
 #: The largest step that costs are reckoned for.
 _MOST_TOKENS = 1 << 20
 
@@ -81,6 +86,7 @@ class StreamedLayers:
         placement: of the experts.
         least: tokens of the smallest step that is streamed; None: measured costs decide.
         stream: of the copies; None: the device has one queue.
+        share: what the host computes beside copies; None: nothing.
 
     Attributes:
         groups: the slots of each group of equal layers.
@@ -90,9 +96,9 @@ class StreamedLayers:
 
     def __init__(
         self, *, sites: Sequence[CallSite], own: Builder, host: Resolver, resolver: Resolver, device: Device,
-        placement: Placement, least: int | None, stream: Any,
+        placement: Placement, least: int | None, stream: Any, share: PromptShare | None = None,
     ) -> None:  # fmt: skip
-        self._device, self._resolver, self._least = device, resolver, least
+        self._device, self._resolver, self._least, self._share = device, resolver, least, share
         self._agreement = Agreement(own.communicator, device.torch_device)
         self.tokens = self.second_bytes = 0
         self._places: dict[str, _Place] = {}
@@ -121,7 +127,8 @@ class StreamedLayers:
                 if site.path in self._places and following.path in self._places:
                     self._next[site.path] = NextRouter(following, own)
         what = "measured costs decide" if least is None else f"those with {least} tokens or more"
-        resolver.manifest.notes.append(f"experts of host layers are copied to the device for large steps: {what}")
+        also = "" if share is None else "; the host computes those with few rows meanwhile"
+        resolver.manifest.notes.append(f"experts of host layers are copied to the device for large steps: {what}{also}")
 
     @staticmethod
     def worthwhile(sites: Sequence[CallSite], host: Resolver, resolver: Resolver, stream: Any, free: int) -> bool:
@@ -154,8 +161,12 @@ class StreamedLayers:
         """Whether a step is streamed; None: it is not known yet."""
         return bool(self._places) and (None if self._least is None else tokens >= self._least)
 
-    def resolve(self, path: str, static: Static, bucket: Bucket) -> OpFunction | None:
-        """What starts a streamed step of one layer, and returns what waits for it; None if none is streamed."""
+    def resolve(self, path: str, static: Static, bucket: Bucket, compute: OpFunction) -> OpFunction | None:
+        """What starts a streamed step of one layer, and returns what waits for it; None if none is streamed.
+
+        Args:
+            compute: ``routed_experts`` on the host, for streamed steps alone.
+        """
         place = self._places.get(path)
         if place is None or (self._least is not None and bucket.high < self._least):
             return None
@@ -166,17 +177,30 @@ class StreamedLayers:
         if following is not None:
             guess = self._next[path].resolve(self._resolver, bucket)
 
+        share, first = self._share, place.number * slots.experts
+
         def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
             self.tokens += x.shape[0]
-            chosen, guessed = device.readback(ids), None if guess is None else device.readback(guess(x))
+            chosen = device.readback(ids)
+            copies = () if share is None else (device.readback(x), device.readback(weights))
+            guessed = None if guess is None else device.readback(guess(x))
 
             def finish() -> torch.Tensor:
-                y = products(x, ids, weights, w, chosen.wait().numpy())
+                here, others, beside = chosen.wait(), list[int](), None
+                numbers = here.numpy()
+                if share is not None:
+                    counts, held = np.bincount(numbers.ravel(), minlength=slots.experts), slots.residents.slots
+                    rows = {int(e): int(counts[e]) for e in np.flatnonzero(counts) if first + int(e) not in held}
+                    if part := share.choose(slots.nbytes, rows):
+                        rows_here, factors = (copy.wait() for copy in copies)
+                        beside = share.start(path, part, slots.nbytes, compute, rows_here, here, factors, w)
+                        others = [first + expert for expert in part]
+                y = products(x, ids, weights, w, numbers, others)
                 if following is not None and guessed is not None:
-                    theirs, first = following.slots, following.number * following.slots.experts
+                    theirs, start_of = following.slots, following.number * following.slots.experts
                     likely = likeliest(guessed.wait().numpy(), theirs.experts)[: theirs.residents.half]
-                    theirs.ahead([first + expert for expert in sorted(likely)])
-                return y
+                    theirs.ahead([start_of + expert for expert in sorted(likely)])
+                return y if beside is None else y + beside()
 
             return finish
 
@@ -210,7 +234,11 @@ class StreamedLayers:
         (one, some), (more, others) = host(1), host(min(_TIMED_TOKENS, x.shape[0]))
         first, further = one / some, min(_TIMED_TOKENS, x.shape[0]) * top - others
         costs = ExpertCosts(copy, first, max(0.0, more - others * first) / further if further else 0.0)
-        least = least_streamed(experts, top, costs, _MOST_TOKENS) or _NEVER
+        beside, submitted = None, 0.0
+        if self._share is not None:
+            beside = self._share.measure(slots.nbytes, copy, compute, x, experts, top, w)
+            submitted = _SUBMITTED
+        least = least_streamed(experts, top, costs, _MOST_TOKENS, beside, submitted) or _NEVER
         (self._least,) = self._agreement.most([least])
         shown = "never streamed" if self._least >= _NEVER else f"streamed from {self._least} tokens on"
         log.info(
