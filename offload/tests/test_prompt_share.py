@@ -27,7 +27,6 @@ def share_of(placement: Any) -> PromptShare:
     _, costs = share._costs
     assert costs.copy > 0 and costs.first > 0 and costs.more >= 0
     share._costs, placement.streamed._least = (share._costs[0], COSTS), 8
-    share._pace, share._known = 1.0, 1 << 30
     return share
 
 
@@ -89,19 +88,23 @@ def test_an_error_of_the_host_ends_the_step(configured: Configured) -> None:
         play(controller, traffic()["messages"][:2])
 
 
-def test_the_share_follows_the_pace_of_the_host_beside_copies() -> None:
+def test_the_host_gets_the_experts_with_the_fewest_rows_and_fewer_where_it_is_slower() -> None:
     share = PromptShare(None, None, 1, lambda: None, HostWork())  # type: ignore[arg-type]
-    share._costs = 100, ExpertCosts(copy=1.0, first=1.0, more=0.5)
     rows = {expert: 1 + expert // 4 for expert in range(16)}
-    alone = share.choose(100, rows)
-    assert list(alone) == sorted(alone, key=lambda expert: rows[expert]) and 0 < len(alone) < 16
-    assert all(seconds == 1.0 + 0.5 * (rows[expert] - 1) for expert, seconds in alone.items())
-    twice = share.choose(200, rows)
-    assert list(twice) == list(alone) and twice[0] == 2 * alone[0]
-    share._pace = 3.0
-    slower = share.choose(100, rows)
-    assert set(slower) < set(alone) and slower[0] == alone[0]
+    share._costs = 100, ExpertCosts(copy=1.0, first=1.0, more=0.5)
+    fast = share.choose(100, rows)
+    assert list(fast) == sorted(fast, key=lambda expert: rows[expert]) and 0 < len(fast) < 16
+    assert share.choose(200, rows) == fast, "all costs grow with the bytes"
+    share._costs = 100, ExpertCosts(copy=1.0, first=3.0, more=1.5)
+    slow = share.choose(100, rows)
+    assert set(slow) < set(fast)
     share.close()
+
+
+def test_rows_beyond_the_bend_take_longer() -> None:
+    costs = ExpertCosts(copy=1.0, first=2.0, more=0.5, bend=4, further=1.5)
+    assert [costs.on_host(rows) for rows in (1, 4, 6)] == [2.0, 3.5, 6.5]
+    assert costs.times(2.0).on_host(6) == 13.0 and costs.times(2.0).copy == 2.0
 
 
 def test_sharing_is_worthwhile_in_smaller_steps_than_copying_all() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,15 +13,23 @@ class ExpertCosts:
     Attributes:
         copy: its copy to the device.
         first, more: the host's product with one row, and with each further one.
+        bend, further: with each row beyond so many; by default as before.
     """
 
     copy: float
     first: float
     more: float
+    bend: int = 1 << 30
+    further: float = 0.0
 
     def on_host(self, rows: int) -> float:
         """The host's products with ``rows`` rows, at least one."""
-        return self.first + self.more * (rows - 1)
+        return self.first + self.more * (min(rows, self.bend) - 1) + self.further * max(0, rows - self.bend)
+
+    def times(self, factor: float) -> ExpertCosts:
+        """Those of an expert with so many times the bytes."""
+        return replace(self, copy=self.copy * factor, first=self.first * factor, more=self.more * factor,
+                       further=self.further * factor)  # fmt: skip
 
 
 def host_share(rows: Mapping[int, int], costs: ExpertCosts) -> list[int]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -25,11 +25,7 @@ from evener_offload.host_backend import upload
 
 log = logging.getLogger("evener.worker")
 #: Rows of each expert with which the host is timed, beside one; how often.
-_TIMED_ROWS, _TIMES = 16, 2
-#: After so many layers the host's pace beside copies is known. Then the division depends on nothing but the routing.
-_LEARNED = 64
-#: How much one layer changes what is known of the pace.
-_CHANGE = 0.25
+_TIMED_ROWS, _TIMES = (16, 96), 2
 
 
 class PromptShare:
@@ -50,8 +46,6 @@ class PromptShare:
         self._thread = ThreadPoolExecutor(1, "evener-prompt-share", initializer=select)
         #: Costs of an expert of so many bytes; None: not measured yet.
         self._costs: tuple[int, ExpertCosts] | None = None
-        #: How much longer the host takes beside copies than alone, and the layers that this is known from.
-        self._pace, self._known = 1.0, 0
         #: By path: a layer's weights, and the same with a map that only has the host's experts.
         self._own: dict[str, tuple[MoEWeights, MoEWeights]] = {}
 
@@ -60,12 +54,16 @@ class PromptShare:
         self._thread.shutdown()
 
     def measure(
-        self, nbytes: int, copy: float, compute: OpFunction, x: torch.Tensor, experts: int, top: int, w: MoEWeights
+        self, nbytes: int, copies: Callable[[float], float], compute: OpFunction, x: torch.Tensor, experts: int,
+        top: int, w: MoEWeights,
     ) -> ExpertCosts:  # fmt: skip
-        """Time the host with all experts of a layer, which no cache holds.
+        """Time the host with all experts of a layer, which no cache holds, while experts are copied to the device: both
+        read the same memory.
 
         Args:
-            nbytes, copy: of an expert; seconds of its copy to the device.
+            nbytes: of an expert.
+            copies: starts copies that take so many seconds; with 0 it waits for those that were started, and returns
+                the seconds that one expert takes.
             x: rows [T, hidden], on the host.
         """
 
@@ -73,22 +71,28 @@ class PromptShare:
             tokens = -(-rows * experts // top)
             ids = (torch.arange(tokens * top, dtype=torch.int32) % experts).view(tokens, top)
             some, weights = x[torch.arange(tokens) % len(x)], torch.ones(tokens, top)
-            times = []
-            for _ in range(_TIMES):
+            times, seconds = list[float](), 0.0
+            for _ in range(1 + _TIMES):  # the first one says how long the copies must take
+                copies(1.5 * seconds)
                 began = time.perf_counter()
-                compute(some, ids, weights, w)
-                times.append(time.perf_counter() - began)
-            return min(times) / experts
+                self._alone(compute, some, ids, weights, w)
+                seconds = time.perf_counter() - began
+                times.append(seconds)
+            return min(times[1:]) / experts
 
-        one, several = host(1), host(_TIMED_ROWS)
-        costs = ExpertCosts(copy, one, max(0.0, several - one) / (_TIMED_ROWS - 1))
+        few, many = _TIMED_ROWS
+        one, several, most = map(host, (1, *_TIMED_ROWS))
+        more, further = max(0.0, several - one) / (few - 1), max(0.0, most - several) / (many - few)
+        costs = ExpertCosts(copies(0.0), one, more, few, further)
         self._costs = nbytes, costs
-        log.info("beside copies the host computes an expert of %d bytes in %.0f µs with one row, and %.1f µs with each "
-                 "more", nbytes, 1e6 * costs.first, 1e6 * costs.more)  # fmt: skip
+        log.info(
+            "beside copies, of %.0f µs each, the host computes an expert of %d bytes in %.0f µs with one row, %.0f µs "
+            "with %d and %.0f µs with %d", 1e6 * costs.copy, nbytes, 1e6 * one, 1e6 * several, few, 1e6 * most, many,
+        )  # fmt: skip
         return costs
 
-    def choose(self, nbytes: int, rows: Mapping[int, int]) -> Mapping[int, float]:
-        """The experts that the host computes, and the seconds that each of them takes it alone.
+    def choose(self, nbytes: int, rows: Mapping[int, int]) -> Sequence[int]:
+        """The experts that the host computes, those with the fewest rows first.
 
         Args:
             nbytes: of an expert.
@@ -96,14 +100,11 @@ class PromptShare:
         """
         assert self._costs is not None, "measured before the first step"
         like, costs = self._costs
-        longer, pace = nbytes / like, self._pace
-        costs = ExpertCosts(costs.copy * longer, costs.first * longer, costs.more * longer)
-        paced = replace(costs, first=costs.first * pace, more=costs.more * pace)
-        return {expert: costs.on_host(rows[expert]) for expert in host_share(rows, paced)}
+        return host_share(rows, costs.times(nbytes / like))
 
     def start(
-        self, path: str, chosen: Mapping[int, float], nbytes: int, compute: OpFunction, x: torch.Tensor,
-        ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights,
+        self, path: str, chosen: Sequence[int], nbytes: int, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor,
+        weights: torch.Tensor, w: MoEWeights,
     ) -> Callable[[], torch.Tensor]:  # fmt: skip
         """Start computing the chosen experts' part of each token's sum; returns what waits for it, and copies it to the
         device: [T, hidden]. ``x``, ``ids`` and ``weights`` are on the host."""
@@ -112,24 +113,25 @@ class PromptShare:
 
         def job() -> torch.Tensor:
             began = time.perf_counter_ns()
-            self._host.limit_threads(self._threads - (self._threads >= SPARING))
-            try:
-                with torch.inference_mode():  # belongs to a thread
-                    found: torch.Tensor = compute(x, ids, weights, own)
-            finally:
-                self._host.limit_threads(self._threads)
-            spent = time.perf_counter_ns() - began
-            self._work.nanoseconds += spent
+            with torch.inference_mode():  # belongs to a thread
+                found = self._alone(compute, x, ids, weights, own)
+            self._work.nanoseconds += time.perf_counter_ns() - began
             self._work.read_bytes += nbytes * len(chosen)
-            if self._known < _LEARNED:
-                self._known += 1
-                self._pace += _CHANGE * (spent / 1e9 / sum(chosen.values()) - self._pace)
             return found
 
         started = self._thread.submit(job)
         return lambda: upload(self._device, started.result())
 
-    def _mapped(self, path: str, chosen: Mapping[int, float], w: MoEWeights) -> MoEWeights:
+    def _alone(self, compute: OpFunction, *inputs: Any) -> torch.Tensor:
+        """What the host computes while another thread submits work: with one thread less."""
+        self._host.limit_threads(self._threads - (self._threads >= SPARING))
+        try:
+            found: torch.Tensor = compute(*inputs)
+        finally:
+            self._host.limit_threads(self._threads)
+        return found
+
+    def _mapped(self, path: str, chosen: Sequence[int], w: MoEWeights) -> MoEWeights:
         """The weights of the layer, with -1 for the slots of all other experts. The same tensors each time: kernels
         know their addresses."""
         known = self._own.get(path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -47,7 +48,7 @@ _MOST_GROWTH = 1.5
 #: Tokens with which the host is timed, beside one, and how often.
 _TIMED_TOKENS, _TIMES = 32, 3
 #: Seconds in which a streamed layer's copies and products are submitted, beside its first copies.
-_SUBMITTED = 0.5e-3
+_SUBMITTED = 2e-3
 #: The largest step that costs are reckoned for.
 _MOST_TOKENS = 1 << 20
 
@@ -67,6 +68,22 @@ def asked(value: str) -> int | None:
     if not (value.isascii() and value.isdecimal()) or not 0 < int(value) < _NEVER:
         raise ConfigError(f"offload.stream_prompts={value!r}: set auto, off, or the tokens of the smallest such step")
     return int(value)
+
+
+class Copies:
+    """Copies of experts to the slots, to be measured and to be measured beside."""
+
+    def __init__(self, device: Device, slots: ResidentLayer, stream: Any) -> None:
+        self._device, self._slots, self._stream = device, slots, stream
+        self._each = min(device.measure(slots.copy_half) for _ in range(1 + _TIMES)) / slots.residents.half
+
+    def __call__(self, seconds: float) -> float:
+        """Start copies that take so many seconds, once those before have ended; returns the seconds of one expert."""
+        self._device.synchronize()
+        with self._stream or nullcontext():
+            for _ in range(round(seconds / self._each / self._slots.residents.half)):
+                self._slots.copy_half()
+        return self._each
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,7 @@ class StreamedLayers:
         placement: Placement, least: int | None, stream: Any, share: PromptShare | None = None,
     ) -> None:  # fmt: skip
         self._device, self._resolver, self._least, self._share = device, resolver, least, share
+        self._stream = stream
         self._agreement = Agreement(own.communicator, device.torch_device)
         self.tokens = self.second_bytes = 0
         self._places: dict[str, _Place] = {}
@@ -236,7 +254,8 @@ class StreamedLayers:
         costs = ExpertCosts(copy, first, max(0.0, more - others * first) / further if further else 0.0)
         beside, submitted = None, 0.0
         if self._share is not None:
-            beside = self._share.measure(slots.nbytes, copy, compute, x, experts, top, w)
+            copies = Copies(self._device, slots, self._stream)
+            beside = self._share.measure(slots.nbytes, copies, compute, x, experts, top, w)
             submitted = _SUBMITTED
         least = least_streamed(experts, top, costs, _MOST_TOKENS, beside, submitted) or _NEVER
         (self._least,) = self._agreement.most([least])
