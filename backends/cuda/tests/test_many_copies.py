@@ -17,14 +17,14 @@ class Driver:
     def __init__(self, code: int = 0) -> None:
         self.code, self.calls = code, list[str]()
 
-    def cuMemcpyBatchAsync_v2(self, to: Any, sources: Any, sizes: Any, count: Any, *how: Any) -> int:  # noqa: N802
+    def cuMemcpyBatchAsync_v2(self, to: Any, sources: Any, sizes: Any, count: Any, *how: Any) -> int:
         self.calls.append("together")
         if not self.code:
             for target, source, size in zip(to, sources, sizes, strict=True):
                 ctypes.memmove(target, source, size)
         return self.code
 
-    def cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:  # noqa: N802
+    def cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:
         self.calls.append("one")
         ctypes.memmove(to.value, source.value, size.value)
         return 0
@@ -36,18 +36,18 @@ class OldDriver:
     def __init__(self, code: int) -> None:
         self.code = code
 
-    def cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:  # noqa: N802
+    def cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:
         if not self.code:
             ctypes.memmove(to.value, source.value, size.value)
         return self.code
 
 
-def copied(many: ManyCopies) -> Sequence[bytes]:
+def copied(many: ManyCopies, stream: int = 7) -> Sequence[bytes]:
     """What is in the targets after two copies."""
     sources = [ctypes.create_string_buffer(text, len(text)) for text in (b"experts", b"of a layer")]
     targets = [ctypes.create_string_buffer(len(source)) for source in sources]
     many([ctypes.addressof(each) for each in targets], [ctypes.addressof(each) for each in sources],
-         [len(each) for each in sources], 0)  # fmt: skip
+         [len(each) for each in sources], stream)  # fmt: skip
     return [each.raw for each in targets]
 
 
@@ -56,6 +56,14 @@ def test_all_copies_are_one_call() -> None:
     many = ManyCopies(lambda: driver)
     assert copied(many) == copied(many) == [b"experts", b"of a layer"]
     assert driver.calls == ["together"] * 2
+
+
+def test_the_default_stream_takes_no_batches() -> None:
+    driver = Driver(code=1)
+    many = ManyCopies(lambda: driver)
+    assert copied(many, 0) == [b"experts", b"of a layer"] and driver.calls == ["one"] * 2
+    driver.code = 0
+    assert copied(many) == [b"experts", b"of a layer"] and driver.calls[2:] == ["together"]
 
 
 def test_a_driver_that_refuses_the_call_gets_one_for_each_copy_and_is_not_asked_again(

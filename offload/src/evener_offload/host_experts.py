@@ -209,7 +209,7 @@ class HostExperts(Placement):
                 return self._captured.start(path, compute, nbytes, x, ids, weights, experts)
             if stream is not None:
                 if streamed.takes(x.shape[0]) is None:
-                    streamed.measure(path, static, compute, x, ids, weights, experts)
+                    streamed.measure(path, static, compute, x, experts)
                 if streamed.takes(x.shape[0]):
                     started: Callable[[], torch.Tensor] = stream(x, ids, weights, experts)
                     return started

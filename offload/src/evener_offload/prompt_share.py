@@ -9,6 +9,7 @@ host's.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,40 +57,47 @@ class PromptShare:
     def measure(
         self, nbytes: int, copies: Callable[[float], float], compute: OpFunction, x: torch.Tensor, experts: int,
         top: int, w: MoEWeights,
-    ) -> ExpertCosts:  # fmt: skip
-        """Time the host with all experts of a layer, which no cache holds, while experts are copied to the device: both
-        read the same memory.
+    ) -> tuple[ExpertCosts, ExpertCosts]:  # fmt: skip
+        """Time the host with all experts of a layer, which no cache holds: alone, and while experts are copied to the
+        device, because both read the same memory. Returns the costs of both.
 
         Args:
             nbytes: of an expert.
-            copies: starts copies that take so many seconds; with 0 it waits for those that were started, and returns
-                the seconds that one expert takes.
+            copies: waits for the copies that it started before, and starts some that take so many seconds; returns the
+                seconds that one expert takes.
             x: rows [T, hidden], on the host.
         """
 
-        def host(rows: int) -> float:
+        def host(rows: int) -> tuple[float, float]:
             tokens = -(-rows * experts // top)
             ids = (torch.arange(tokens * top, dtype=torch.int32) % experts).view(tokens, top)
             some, weights = x[torch.arange(tokens) % len(x)], torch.ones(tokens, top)
-            times, seconds = list[float](), 0.0
-            for _ in range(1 + _TIMES):  # the first one says how long the copies must take
-                copies(1.5 * seconds)
-                began = time.perf_counter()
-                self._alone(compute, some, ids, weights, w)
-                seconds = time.perf_counter() - began
-                times.append(seconds)
-            return min(times[1:]) / experts
 
-        few, many = _TIMED_ROWS
-        one, several, most = map(host, (1, *_TIMED_ROWS))
-        more, further = max(0.0, several - one) / (few - 1), max(0.0, most - several) / (many - few)
-        costs = ExpertCosts(copies(0.0), one, more, few, further)
-        self._costs = nbytes, costs
+            def fastest(copied: float) -> float:
+                times = []
+                for _ in range(_TIMES):
+                    copies(copied)
+                    began = time.perf_counter()
+                    self._alone(compute, some, ids, weights, w)
+                    times.append(time.perf_counter() - began)
+                return min(times)
+
+            alone = fastest(0.0)
+            return alone / experts, fastest(1.5 * alone) / experts
+
+        (few, many), copy = _TIMED_ROWS, copies(0.0)
+        alone, beside = (
+            ExpertCosts(copy, one, max(0.0, some - one) / (few - 1), few, max(0.0, most - some) / (many - few))
+            for one, some, most in zip(host(1), host(few), host(many), strict=True)
+        )
+        copies(0.0)
+        self._costs = nbytes, beside
         log.info(
-            "beside copies, of %.0f µs each, the host computes an expert of %d bytes in %.0f µs with one row, %.0f µs "
-            "with %d and %.0f µs with %d", 1e6 * costs.copy, nbytes, 1e6 * one, 1e6 * several, few, 1e6 * most, many,
+            "an expert of %d bytes is copied in %.0f µs; beside copies the host computes it in %.0f µs with one row, "
+            "%.0f µs with %d and %.0f µs with %d", nbytes, 1e6 * copy, 1e6 * beside.first, 1e6 * beside.on_host(few),
+            few, 1e6 * beside.on_host(many), many,
         )  # fmt: skip
-        return costs
+        return alone, beside
 
     def choose(self, nbytes: int, rows: Mapping[int, int]) -> Sequence[int]:
         """The experts that the host computes, those with the fewest rows first.
@@ -109,9 +117,10 @@ class PromptShare:
         """Start computing the chosen experts' part of each token's sum; returns what waits for it, and copies it to the
         device: [T, hidden]. ``x``, ``ids`` and ``weights`` are on the host."""
         self.computed += len(chosen)
-        own = self._mapped(path, chosen, w)
+        own, entered = self._mapped(path, chosen, w), threading.Event()
 
         def job() -> torch.Tensor:
+            entered.set()
             began = time.perf_counter_ns()
             with torch.inference_mode():  # belongs to a thread
                 found = self._alone(compute, x, ids, weights, own)
@@ -120,6 +129,9 @@ class PromptShare:
             return found
 
         started = self._thread.submit(job)
+        # Now the interpreter is the job's until the kernel runs. Otherwise it would wait for its turn, 5 ms, while this
+        # thread submits work.
+        entered.wait()
         return lambda: upload(self._device, started.result())
 
     def _alone(self, compute: OpFunction, *inputs: Any) -> torch.Tensor:

@@ -30,7 +30,7 @@ from evener.distributed.agreement import Agreement
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
-from evener_offload.expert_costs import ExpertCosts, least_streamed
+from evener_offload.expert_costs import least_streamed
 from evener_offload.next_router import NextRouter, likeliest
 from evener_offload.placed_layers import stacks
 from evener_offload.prompt_share import PromptShare
@@ -45,10 +45,12 @@ SLOTS = 32
 _NEVER = 1 << 30
 #: The device's layout may take so many times the bytes of the host's, if measured costs decide.
 _MOST_GROWTH = 1.5
-#: Tokens with which the host is timed, beside one, and how often.
-_TIMED_TOKENS, _TIMES = 32, 3
+#: How often copies are timed.
+_TIMES = 3
+#: Copies of half of the slots that are timed at once.
+_HALVES = 4
 #: Seconds in which a streamed layer's copies and products are submitted, beside its first copies.
-_SUBMITTED = 2e-3
+_SUBMITTED = 1e-3
 #: The largest step that costs are reckoned for.
 _MOST_TOKENS = 1 << 20
 
@@ -75,15 +77,24 @@ class Copies:
 
     def __init__(self, device: Device, slots: ResidentLayer, stream: Any) -> None:
         self._device, self._slots, self._stream = device, slots, stream
-        self._each = min(device.measure(slots.copy_half) for _ in range(1 + _TIMES)) / slots.residents.half
+        times = []
+        for _ in range(1 + _TIMES):
+            began = time.perf_counter()
+            self._start(_HALVES)
+            device.synchronize()
+            times.append(time.perf_counter() - began)
+        self._half = min(times) / _HALVES
 
     def __call__(self, seconds: float) -> float:
         """Start copies that take so many seconds, once those before have ended; returns the seconds of one expert."""
         self._device.synchronize()
+        self._start(round(seconds / self._half))
+        return self._half / self._slots.residents.half
+
+    def _start(self, halves: int) -> None:
         with self._stream or nullcontext():
-            for _ in range(round(seconds / self._each / self._slots.residents.half)):
+            for _ in range(halves):
                 self._slots.copy_half()
-        return self._each
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class StreamedLayers:
         placement: of the experts.
         least: tokens of the smallest step that is streamed; None: measured costs decide.
         stream: of the copies; None: the device has one queue.
-        share: what the host computes beside copies; None: nothing.
+        share: what the host computes beside copies, if measured costs decide.
 
     Attributes:
         groups: the slots of each group of equal layers.
@@ -229,39 +240,16 @@ class StreamedLayers:
             return None
         return self._places[self._next[path].path]
 
-    def measure(
-        self, path: str, static: Static, compute: OnHost, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-        w: MoEWeights,
-    ) -> None:  # fmt: skip
-        """Settle from which number of tokens on steps are streamed, with a layer's step. All ranks do this together."""
+    def measure(self, path: str, static: Static, compute: OnHost, x: torch.Tensor, w: MoEWeights) -> None:
+        """Settle from which number of tokens on steps are streamed, with a layer's rows. All ranks do this together."""
         slots, experts, top = self._places[path].slots, static["experts"], static["top"]
-        x, ids, weights = (self._device.readback(each).wait() for each in (x, ids, weights))
-
-        def host(tokens: int) -> tuple[float, float]:
-            """Seconds, and how many experts had rows; other tokens each time, so that caches do not hold them."""
-            found = []
-            for number in range(1 + _TIMES):
-                begin = max(0, min(number * tokens, x.shape[0] - tokens))
-                rows = slice(begin, begin + tokens)
-                began = time.perf_counter()
-                compute(x[rows], ids[rows], weights[rows], w)
-                found.append((time.perf_counter() - began, len(ids[rows].unique())))
-            return min(found[1:])
-
-        copy = min(self._device.measure(slots.copy_again) for _ in range(1 + _TIMES))
-        (one, some), (more, others) = host(1), host(min(_TIMED_TOKENS, x.shape[0]))
-        first, further = one / some, min(_TIMED_TOKENS, x.shape[0]) * top - others
-        costs = ExpertCosts(copy, first, max(0.0, more - others * first) / further if further else 0.0)
-        beside, submitted = None, 0.0
-        if self._share is not None:
-            copies = Copies(self._device, slots, self._stream)
-            beside = self._share.measure(slots.nbytes, copies, compute, x, experts, top, w)
-            submitted = _SUBMITTED
-        least = least_streamed(experts, top, costs, _MOST_TOKENS, beside, submitted) or _NEVER
+        assert self._share is not None, "measured costs decide"
+        copies, rows = Copies(self._device, slots, self._stream), self._device.readback(x).wait()
+        costs, beside = self._share.measure(slots.nbytes, copies, compute, rows, experts, top, w)
+        least = least_streamed(experts, top, costs, _MOST_TOKENS, beside, _SUBMITTED) or _NEVER
         (self._least,) = self._agreement.most([least])
         shown = "never streamed" if self._least >= _NEVER else f"streamed from {self._least} tokens on"
         log.info(
-            "an expert of %d bytes is copied in %.0f µs, and computed by the host in %.0f µs with one row and %.1f µs "
-            "with each more: host layers are %s", slots.nbytes, 1e6 * costs.copy, 1e6 * costs.first, 1e6 * costs.more,
-            shown,
+            "the host alone computes an expert of %d bytes in %.0f µs with one row and %.1f µs with each more: host "
+            "layers are %s", slots.nbytes, 1e6 * costs.first, 1e6 * costs.more, shown,
         )  # fmt: skip

@@ -66,6 +66,9 @@ class ManyCopies:
             RuntimeError: the driver refused one.
         """
         driver = self._open()
+        if not stream:  # CUDA's default one, which takes no batches
+            one_by_one(driver, to, sources, sizes, stream)
+            return
         if self._together and hasattr(driver, "cuMemcpyBatchAsync_v2"):
             code = together(driver, to, sources, sizes, stream)
             if not code:
