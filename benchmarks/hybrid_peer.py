@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import after_stdlib  # noqa: F401
-from machine import record
 from model_configs import CONFIGS
 
 from evener import __version__
@@ -45,7 +44,11 @@ def main(argv: Sequence[str]) -> int:
     both = sorted(ours.keys() & theirs.keys())
     for each in both:
         for row in rows(args, ours[each], theirs[each]):
-            record(row, args.out)
+            line = json.dumps(row, ensure_ascii=False)
+            print(line)
+            if args.out is not None:
+                with args.out.open("a") as file:
+                    file.write(line + "\n")
     return int(not both)
 
 
@@ -55,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("folder", type=Path)
     for name in ("device", "version", "software", "date"):
         made.add_argument(f"--{name}", required=True)
+    made.add_argument("--note", action="append", default=[], help="what else to know of the rows")
     made.add_argument("--command", default="", help="how ours was run")
     made.add_argument("--out", type=Path)
     return made
@@ -85,7 +89,7 @@ def rows(
             "metric": metric, "unit": "ms", "better": "lower", "ours": ours[field],
             "peer": f"llama.cpp ({args.version}), experts of the same layers on the CPU, in the same call",
             "theirs": best[field], "command": args.command,
-            "note": "random weights, of one file; tokens choose experts evenly", "theirs_options": best["options"],
+            "note": "; ".join(["random weights, of one file", *args.note]), "theirs_options": best["options"],
             "theirs_by_options": {row["options"]: row[field] for row in theirs},
             "theirs_device_mib": best["device_mib"], "counted": ours[counted],
             **{name: ours[name] for name in KEPT},

@@ -10,7 +10,8 @@ but the experts of the last ``--host-layers`` layers stay in host memory (``-ot`
 of the device was used. Every case is run with each of the settings that ``--try`` names, and a row is the fastest of
 ``--repeats``. ``q4_k_m`` gives the matrices the types that llama.cpp's own program gives them: the value and down
 projections of half the layers, and the head, have Q6_K. Weights have mean 0, each layer's are others, and embeddings
-are large beside what layers add: so tokens choose experts evenly in every layer.
+are large beside what layers add: so 128 tokens of one request choose 60% of a layer's experts, and 16 such requests
+all.
 Rows go to standard output, and to llamacpp_hybrid.jsonl in ``--out`` or $OUT.
 """
 

@@ -69,6 +69,7 @@ def test_a_block_is_that_of_one_device_up_to_rounding(configured: Configured) ->
     for tokens in (12, 24):
         x, residual = (torch.randn(tokens, want.static["hidden"], generator=draw) for _ in range(2))
         computed = share.computed
+        share.begin(tokens)
         with torch.inference_mode():
             rows = [site.at(tokens)(x.to("simulated"), residual.to("simulated"), group)[0]
                     for site, group in ((want, weights), (got, same))]  # fmt: skip
@@ -98,6 +99,23 @@ def test_the_host_gets_the_experts_with_the_fewest_rows_and_fewer_where_it_is_sl
     share._costs = 100, ExpertCosts(copy=1.0, first=3.0, more=1.5)
     slow = share.choose(100, rows)
     assert set(slow) < set(fast)
+    share.close()
+
+
+def test_the_host_takes_part_in_steps_of_a_size_where_that_was_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = PromptShare(None, None, 1, lambda: None, HostWork())  # type: ignore[arg-type]
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def step(tokens: int, with_host: float, without: float) -> bool:
+        share.begin(tokens)
+        now[0] += with_host if share.active else without
+        share.end()
+        return share.active
+
+    assert [step(128, 2.0, 1.0) for _ in range(8)] == [True, False, True, False, True, False, False, False]
+    assert [step(2048, 1.0, 2.0) for _ in range(8)] == [True, False, True, False, True, False, True, True]
+    assert not step(200, 2.0, 1.0), "as large as those of 128 tokens"
     share.close()
 
 

@@ -9,10 +9,10 @@ host's.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from evener.contracts.ops import OpFunction
 from evener.contracts.weights import MoEWeights
 from evener_offload.captured_experts import SPARING, HostWork
 from evener_offload.expert_costs import ExpertCosts, host_share
-from evener_offload.host_backend import upload
 
 log = logging.getLogger("evener.worker")
 #: Rows of each expert with which the host is timed, beside one; how often.
 _TIMED_ROWS, _TIMES = (16, 96), 2
+#: Steps of a size that are timed with the host's part, and without it.
+_TRIALS = 3
 
 
 class PromptShare:
@@ -39,6 +40,7 @@ class PromptShare:
 
     Attributes:
         computed: experts that the host computed beside copies.
+        active: whether the host takes part in this step.
     """
 
     def __init__(self, device: Device, host: Device, threads: int, select: Callable[[], None], work: HostWork) -> None:
@@ -47,6 +49,10 @@ class PromptShare:
         self._thread = ThreadPoolExecutor(1, "evener-prompt-share", initializer=select)
         #: Costs of an expert of so many bytes; None: not measured yet.
         self._costs: tuple[int, ExpertCosts] | None = None
+        self._room: torch.Tensor | None = None
+        #: By size of a step: seconds of steps with the host's part, and without it.
+        self._seconds: dict[int, tuple[list[float], list[float]]] = {}
+        self._size, self._began, self.active = 0, 0.0, True
         #: By path: a layer's weights, and the same with a map that only has the host's experts.
         self._own: dict[str, tuple[MoEWeights, MoEWeights]] = {}
 
@@ -99,6 +105,22 @@ class PromptShare:
         )  # fmt: skip
         return alone, beside
 
+    def begin(self, tokens: int) -> None:
+        """A step of so many tokens reaches its first streamed layer: settle whether the host takes part. The first
+        steps of each size (a power of two of tokens) are timed both ways, in turns."""
+        self._size, self._began = tokens.bit_length(), time.perf_counter()
+        with_host, without = self._seconds.setdefault(self._size, ([], []))
+        if len(without) < _TRIALS:
+            self.active = len(with_host) <= len(without)
+        else:
+            self.active = min(with_host) <= min(without)
+
+    def end(self) -> None:
+        """The step's last streamed layer has been submitted."""
+        times = self._seconds[self._size][0 if self.active else 1]
+        if len(times) < _TRIALS:
+            times.append(time.perf_counter() - self._began)
+
     def choose(self, nbytes: int, rows: Mapping[int, int]) -> Sequence[int]:
         """The experts that the host computes, those with the fewest rows first.
 
@@ -113,26 +135,39 @@ class PromptShare:
     def start(
         self, path: str, chosen: Sequence[int], nbytes: int, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor,
         weights: torch.Tensor, w: MoEWeights,
-    ) -> Callable[[], torch.Tensor]:  # fmt: skip
-        """Start computing the chosen experts' part of each token's sum; returns what waits for it, and copies it to the
-        device: [T, hidden]. ``x``, ``ids`` and ``weights`` are on the host."""
+    ) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
+        """Start computing the chosen experts' part of each token's sum; returns what waits for it, and adds it to rows
+        [T, hidden] of the device. ``x``, ``ids`` and ``weights`` are on the host."""
         self.computed += len(chosen)
-        own, entered = self._mapped(path, chosen, w), threading.Event()
+        own, out = self._mapped(path, chosen, w), self._locked(x)
 
         def job() -> torch.Tensor:
-            entered.set()
             began = time.perf_counter_ns()
             with torch.inference_mode():  # belongs to a thread
-                found = self._alone(compute, x, ids, weights, own)
+                if getattr(compute, "takes_out", False):
+                    found = self._alone(partial(compute, out=out, rows=len(x)), x, ids, weights, own)
+                else:
+                    found = out.copy_(self._alone(compute, x, ids, weights, own))
             self._work.nanoseconds += time.perf_counter_ns() - began
             self._work.read_bytes += nbytes * len(chosen)
             return found
 
         started = self._thread.submit(job)
-        # Now the interpreter is the job's until the kernel runs. Otherwise it would wait for its turn, 5 ms, while this
-        # thread submits work.
-        entered.wait()
-        return lambda: upload(self._device, started.result())
+
+        def add(rows: torch.Tensor) -> torch.Tensor:
+            found = started.result()
+            # The next layer's rows come to the host after this copy, so nobody writes the memory before.
+            return rows.add_(torch.empty_like(rows).copy_(found, non_blocking=True))
+
+        return add
+
+    def _locked(self, like: torch.Tensor) -> torch.Tensor:
+        """Page-locked memory for the result, if the device has any: torch would copy it there with threads that spin
+        for a while, on the cores that the next layer needs."""
+        if self._room is None or self._room.nbytes < like.nbytes:
+            room = next(iter(self._device.pinned_buffers(1, like.nbytes)), None)
+            self._room = torch.empty(like.nbytes, dtype=torch.uint8) if room is None else room
+        return self._room[: like.nbytes].view(like.dtype).view(like.shape)
 
     def _alone(self, compute: OpFunction, *inputs: Any) -> torch.Tensor:
         """What the host computes while another thread submits work: with one thread less."""

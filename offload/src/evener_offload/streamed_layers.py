@@ -131,6 +131,8 @@ class StreamedLayers:
         self._agreement = Agreement(own.communicator, device.torch_device)
         self.tokens = self.second_bytes = 0
         self._places: dict[str, _Place] = {}
+        #: Paths of the layers that a step reaches first and last.
+        self._ends = (sites[0].path, sites[-1].path) if sites else ("", "")
         self._next: dict[str, NextRouter] = {}
         self.groups: list[ResidentLayer] = []
         if not sites:
@@ -207,17 +209,20 @@ class StreamedLayers:
             guess = self._next[path].resolve(self._resolver, bucket)
 
         share, first = self._share, place.number * slots.experts
+        begins, ends = path == self._ends[0], path == self._ends[1]
 
         def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
             self.tokens += x.shape[0]
+            if share is not None and begins:
+                share.begin(x.shape[0])
             chosen = device.readback(ids)
-            copies = () if share is None else (device.readback(x), device.readback(weights))
+            copies = (device.readback(x), device.readback(weights)) if share is not None and share.active else ()
             guessed = None if guess is None else device.readback(guess(x))
 
             def finish() -> torch.Tensor:
                 here, others, beside = chosen.wait(), list[int](), None
                 numbers = here.numpy()
-                if share is not None:
+                if share is not None and copies:
                     counts, held = np.bincount(numbers.ravel(), minlength=slots.experts), slots.residents.slots
                     rows = {int(e): int(counts[e]) for e in np.flatnonzero(counts) if first + int(e) not in held}
                     if part := share.choose(slots.nbytes, rows):
@@ -229,7 +234,10 @@ class StreamedLayers:
                     theirs, start_of = following.slots, following.number * following.slots.experts
                     likely = likeliest(guessed.wait().numpy(), theirs.experts)[: theirs.residents.half]
                     theirs.ahead([start_of + expert for expert in sorted(likely)])
-                return y if beside is None else y + beside()
+                y = y if beside is None else beside(y)
+                if share is not None and ends:
+                    share.end()
+                return y
 
             return finish
 
