@@ -16,6 +16,7 @@ least as long. ``host_share``: bytes of experts that the host read a second whil
 speed at which all its threads read memory, which is measured first. With ``--calls own,driver`` cases are timed as the
 device itself calls the host in captured steps, and again by ``Device.host_call``, which a thread of the driver serves.
 Forms are those of ``packed_steps.py``, or bf16, or own: the one that config.json says.
+With ``--file`` weights are those of a GGUF file, as ``llamacpp_hybrid.py`` writes it for both engines.
 Every combination runs in a process of its own. Rows go to standard output, and to hybrid.jsonl in ``--out`` or $OUT.
 """
 
@@ -69,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("model")
     made.add_argument("--cap", type=size, help="memory of the device, as 16GB; default: all")
+    made.add_argument("--file", type=Path, help="a GGUF file of the model in the form that --forms names")
     made.add_argument("--forms", default="bf16,q4_k_m", help="with commas between them")
     made.add_argument("--ways", default="host,resident", help="host, resident and all, with commas between them")
     made.add_argument("--layers", default="auto", help="infer.cpu_layer_num")
@@ -97,13 +99,15 @@ def here(args: argparse.Namespace) -> int:
     form, _, way = args.here.partition(":")
     cap_memory(args.cap)
     config = config_of(args.model)
-    if form not in ("bf16", "own"):
+    if form not in ("bf16", "own") and args.file is None:
         make_packed(form, config["num_hidden_layers"])
     pairs = ["infer.step_tokens=2048", "infer.max_reqs=64", "executor=inline", *args.set]
     value = {"host": args.layers, "resident": args.residents}.get(way)
     pairs += [f"{WAYS[way]}={value}"] if value is not None else []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model) if args.model not in CONFIGS else write(args.model, Path(folder) / args.model)
+        if args.file is not None:
+            path, pairs = args.file, ["load=auto", *pairs]
         began = time.perf_counter()
         llm = start(path, True, ["infer.use_cuda_graph=auto", *pairs])
         run = Run(llm, args, form, way, round(time.perf_counter() - began, 1))
@@ -225,6 +229,7 @@ class Run:
             "prompt_tok_s": round(batch * prompt / short.seconds, 1), "step_ms": round(step_ms, 3),
             "out_tok_s": round(batch / step_ms * 1e3, 2), "times_moved": round(self._facts["moved_ms"] / step_ms, 2),
             "counted_a_step": {name: round(value / steps) for name, value in decode.counted.items()},
+            "counted_a_prompt": dict(short.counted),
         }  # fmt: skip
         for name, spent in (("prompt", short), ("step", decode)):
             row |= self._host(name, spent)

@@ -1,12 +1,17 @@
 """Time llama.cpp on a model of experts that is larger than the device, beside ``hybrid.py``.
 
     python benchmarks/llamacpp_hybrid.py MODEL --bench PATH/llama-batched-bench --host-layers 21 [--form q4_k_m]
+        [--try "-ub 512"] [--try "-ub 2048 --no-op-offload"]
 
-It writes a GGUF file with random weights of MODEL (a name of ``model_configs.py``; Qwen 3 with experts), and runs
-llama.cpp's own ``llama-batched-bench`` on it. All layers are on the device, but the experts of the first
-``--host-layers`` layers stay in host memory (``-ot``, ``--override-tensor``). Take as many as ``hybrid.py`` left on the
-host for the same cap; each row says how much memory of the device was used. ``q4_k_m`` gives the matrices the types
-that llama.cpp's own program gives them: the value and down projections of half the layers, and the head, have Q6_K.
+It writes a GGUF file with random weights of MODEL (a name of ``model_configs.py``; Qwen 3 with experts), which
+``hybrid.py --file`` reads too, and runs llama.cpp's own ``llama-batched-bench`` on it. All layers are on the device,
+but the experts of the last ``--host-layers`` layers stay in host memory (``-ot``, ``--override-tensor``): those of
+``infer.cpu_layer_num``. Take as many as ``hybrid.py`` left on the host for the same cap; each row says how much memory
+of the device was used. Every case is run with each of the settings that ``--try`` names, and a row is the fastest of
+``--repeats``. ``q4_k_m`` gives the matrices the types that llama.cpp's own program gives them: the value and down
+projections of half the layers, and the head, have Q6_K. Weights have mean 0, each layer's are others, and embeddings
+are large beside what layers add: so 128 tokens of one request choose 60% of a layer's experts, and 16 such requests
+all.
 Rows go to standard output, and to llamacpp_hybrid.jsonl in ``--out`` or $OUT.
 """
 
@@ -29,8 +34,9 @@ import numpy as np
 from machine import record
 from model_configs import CONFIGS
 
-#: Bytes that are drawn once, and used again and again: the speed does not depend on the values.
-DRAWN = 64 << 20
+#: Bytes that are drawn once, and used again and again: the speed does not depend on the values. Each tensor begins at
+#: another one of so many blocks.
+DRAWN, SHIFTS = 64 << 20, 1 << 12
 #: Name, shape (slowest first) and type.
 Tensor = tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]
 
@@ -38,57 +44,93 @@ Tensor = tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]
 def main(argv: Sequence[str]) -> int:
     """Write the file if it is not there, run all cases, and print a row for each."""
     args = parser().parse_args(argv)
+    config = {**CONFIGS[args.model], **({"num_hidden_layers": args.layers} if args.layers else {})}
     path = args.folder / f"{args.model}-{args.form}.gguf"
     if not path.exists():
-        write(path, CONFIGS[args.model], args.form)
-    used = Used()
+        write(path, config, args.form)
+    if args.bench is None:
+        return 0
+    wanted: dict[int, list[int]] = {}
     for case in args.cases.split(","):
         batch, prompt = (int(n) for n in case.split("x"))
-        for row in run(args, path, batch, prompt):
-            facts = {
-                "engine": "llama.cpp", "model": args.model, "form": args.form, "host_layers": args.host_layers,
-                "bs": batch, "inp": prompt, "steps": args.steps, "threads": args.threads, "options": args.option,
-                "prompt_ms": round(row["t_pp"] * 1e3, 2), "step_ms": round(row["t_tg"] / args.steps * 1e3, 3),
-                "device_mib": used.most,
-            }  # fmt: skip
-            record(facts, args.out / "llamacpp_hybrid.jsonl")
-    return 0
+        wanted.setdefault(batch, []).append(prompt)
+    failed = 0
+    for options in args.tries or [""]:
+        used = Used()
+        for batch, prompts in wanted.items():
+            try:
+                rows = list(run(args, path, config["num_hidden_layers"], batch, prompts, options.split()))
+            except (Failed, subprocess.TimeoutExpired) as error:  # other settings may still be measured
+                failed = 1
+                print(f"{options!r}, {batch} requests: {error}"[:4000], file=sys.stderr, flush=True)
+                continue
+            for prompt in prompts:
+                best = [row for row in rows if row["pp"] == prompt]
+                facts = {
+                    "engine": "llama.cpp", "model": args.model, "form": args.form, "host_layers": args.host_layers,
+                    "layers": config["num_hidden_layers"], "bs": batch, "inp": prompt, "steps": args.steps,
+                    "threads": args.threads, "options": options,
+                    "prompt_ms": round(min(row["t_pp"] for row in best) * 1e3, 2),
+                    "step_ms": round(min(row["t_tg"] for row in best) / args.steps * 1e3, 3),
+                    "device_mib": used.most,
+                }  # fmt: skip
+                record(facts, args.out / "llamacpp_hybrid.jsonl")
+    return failed
 
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("model", choices=sorted(name for name in CONFIGS if CONFIGS[name]["model_type"] == "qwen3_moe"))
-    made.add_argument("--bench", type=Path, required=True, help="llama.cpp's program llama-batched-bench")
+    made.add_argument("--bench", type=Path, help="llama.cpp's llama-batched-bench; without it, the file is written")
     made.add_argument("--form", choices=("bf16", "q4_k_m"), default="q4_k_m")
-    made.add_argument("--host-layers", type=int, required=True, help="layers whose experts stay in host memory")
+    made.add_argument("--layers", type=int, help="of the model; default: as many as it has")
+    made.add_argument("--host-layers", type=int, default=0, help="layers whose experts stay in host memory")
     made.add_argument("--cases", default="1x128,16x128,1x1024", help="requests x tokens of each prompt")
     made.add_argument("--steps", type=int, default=24, help="decode steps that are timed")
+    made.add_argument("--repeats", type=int, default=3, help="of each case; the fastest is reported")
     made.add_argument("--threads", type=int, default=os.cpu_count())
-    made.add_argument("--option", action="append", default=[], metavar="OPTION",
-                      help="of llama-batched-bench, as --option=--load-mode --option=none")
+    made.add_argument(
+        "--try",
+        action="append",
+        dest="tries",
+        metavar="OPTIONS",
+        help="of llama-batched-bench, as '-ub 512 --no-op-offload'",
+    )
+    made.add_argument("--limit", type=float, help="seconds that a process may take")
     made.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where the file is written")
     made.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     return made
 
 
-def run(args: argparse.Namespace, path: Path, batch: int, prompt: int) -> Iterator[Mapping[str, Any]]:
-    """The rows that ``llama-batched-bench`` prints for one case, run in a process of its own."""
-    numbers = "|".join(str(layer) for layer in range(args.host_layers))
+class Failed(Exception):
+    """llama.cpp's program failed, or said nothing."""
+
+
+def run(
+    args: argparse.Namespace, path: Path, layers: int, batch: int, prompts: Sequence[int], options: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """The rows that ``llama-batched-bench`` prints for so many requests, run in a process of its own.
+
+    Raises:
+        Failed: it failed, or printed too few rows.
+    """
+    numbers = "|".join(str(layer) for layer in range(layers - args.host_layers, layers))
+    lengths = [prompt for prompt in prompts for _ in range(args.repeats)]
     command = [
         str(args.bench), "-m", str(path), "-ngl", "999", "-fa", "on", "-t", str(args.threads), "-b", "2048",
-        "-ub", "2048", "-c", str(batch * (prompt + args.steps) + 256), "-npp", str(prompt), "-ntg", str(args.steps),
-        "-npl", str(batch), "--output-format", "jsonl", *args.option,
+        "-ub", "2048", "-c", str(batch * (max(prompts) + args.steps) + 256), "-npp", ",".join(map(str, lengths)),
+        "-ntg", str(args.steps), "-npl", str(batch), "--output-format", "jsonl", *options,
     ]  # fmt: skip
     if numbers:
         command += ["-ot", rf"blk\.({numbers})\.ffn_.*_exps\.=CPU"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=args.limit)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        raise Failed(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     rows = [json.loads(line) for line in (done.stdout + done.stderr).splitlines() if line.startswith('{"n_kv_max"')]
-    if not rows:
-        raise SystemExit(f"{' '.join(command)} printed no row:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    yield from rows
+    if len(rows) < len(lengths):
+        raise Failed(f"{' '.join(command)} printed {len(rows)} rows:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return rows
 
 
 class Used:
@@ -130,7 +172,7 @@ def write(path: Path, config: Mapping[str, Any], form: str) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    drawn = {kind: draw(kind) for kind in {kind for _, _, kind in tensors}}
+    drawn = {kind: draw(kind, 0.02) for kind in {kind for _, _, kind in tensors}}
     rng = np.random.default_rng(1)
     for name, shape, kind in tensors:
         nbytes = nbytes_of(shape, kind)
@@ -139,7 +181,9 @@ def write(path: Path, config: Mapping[str, Any], form: str) -> None:
         elif name.endswith("ffn_gate_inp.weight"):  # each layer chooses experts of its own
             data = (rng.standard_normal(shape, dtype=np.float32) * 0.02).view(np.uint8)
         else:
-            data = np.resize(drawn[kind], nbytes)
+            large = name == "token_embd.weight"
+            apart = int(rng.integers(SHIFTS)) * gguf.GGML_QUANT_SIZES[kind][1]
+            data = np.resize(draw(kind, 1.0, 2) if large else drawn[kind], apart + nbytes)[apart:]
         writer.write_tensor_data(data.reshape(-1))
     writer.close()
 
@@ -179,23 +223,21 @@ def nbytes_of(shape: Sequence[int], kind: gguf.GGMLQuantizationType) -> int:
     return int(np.prod(shape)) // values * nbytes
 
 
-def draw(kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
-    """Random weights of about 0.02 in a type, as bytes: whole blocks."""
-    rng = np.random.default_rng(0)
+def draw(kind: gguf.GGMLQuantizationType, spread: float, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Random weights of mean 0 with this standard deviation in a type, as bytes: whole blocks."""
+    rng = np.random.default_rng(seed)
     kinds = gguf.GGMLQuantizationType
     if kind == kinds.F32:
-        return (rng.standard_normal(1024, dtype=np.float32) * 0.02).view(np.uint8)
+        return (rng.standard_normal(1024, dtype=np.float32) * spread).view(np.uint8)
     if kind == kinds.BF16:
-        values = rng.standard_normal(DRAWN // 4, dtype=np.float32) * 0.02
+        values = rng.standard_normal(DRAWN // 4, dtype=np.float32) * spread
         return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     _, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (DRAWN // nbytes, nbytes), dtype=np.uint8)
-    scale = np.array([0.02 / 64 / 8], np.float16).view(np.uint8)
-    if kind == kinds.Q4_K:  # d and dmin come first
-        blocks[:, :2] = scale
-        blocks[:, 2:4] = scale
+    if kind == kinds.Q4_K:  # d and dmin come first; d * scale * 7.5 is dmin * min on average
+        blocks[:, :4] = np.array([spread / 258, 7.5 * spread / 258], np.float16).view(np.uint8)
     elif kind == kinds.Q6_K:  # d comes last
-        blocks[:, -2:] = np.array([0.02 / 64 / 32], np.float16).view(np.uint8)
+        blocks[:, -2:] = np.array([spread / 1366], np.float16).view(np.uint8)
     else:
         raise ValueError(f"no random blocks of {kind.name}")
     return blocks.reshape(-1)

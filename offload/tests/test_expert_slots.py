@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,3 +104,21 @@ def test_a_layout_without_a_place_for_each_expert_is_refused() -> None:
     words = r"stack cannot be copied by expert, because it is packed as plain; use infer.cpu_layer_num and"
     with pytest.raises(ConfigError, match=words):
         table.make(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("packing", "storage"), [(PLAIN, "float32"), (PACKED, "q4_k"), (PACKED, "q8_0")])
+def test_addresses_are_those_of_the_bytes_that_a_copy_moves(packing: Packing, storage: str) -> None:
+    stack, slots = slots_of(packing, storage, PinnedDevice())
+    places = slots.addresses(2, 1, 2)
+    assert places is not None
+    for to, source, size in places:
+        ctypes.memmove(to, source, size)
+    check(stack, slots, ((2, 1), (3, 2)))
+
+
+def test_tensors_in_another_order_on_one_side_have_no_addresses() -> None:
+    _, slots = slots_of(PLAIN, "float32", PinnedDevice())
+    assert slots.addresses(0, 0, 1) is not None
+    object.__setattr__(slots.value, "data", slots.value.data.transpose(1, 2))
+    slots._places.clear()
+    assert slots.addresses(0, 0, 1) is None

@@ -18,10 +18,12 @@ module                holds
 ``residents``         which experts of a layer are on the device: the last used ones
 ``expert_ranks``      expert parallelism: a rank holds some of a layer's experts
 ``second_layout``     the same experts a second time, in a layout that another backend reads
+``device_packing``    weights of host memory that the device packs
 ``expert_slots``      stacks of experts in host memory, and their slots on the device
 ``resident_layer``    the slots of one or several layers; the order of copies to them and products with them
 ``slot_products``     what the device computes with experts in slots
 ``streamed_layers``   experts of host layers that pass through the device in large steps
+``prompt_share``      experts of such steps that the host computes meanwhile
 ``next_router``       which experts the next layer will probably need
 ``expert_costs``      what is sooner: computing experts on the host, or copying them
 ``host_share``        the host's part of experts that the device computes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,15 +13,23 @@ class ExpertCosts:
     Attributes:
         copy: its copy to the device.
         first, more: the host's product with one row, and with each further one.
+        bend, further: with each row beyond so many; by default as before.
     """
 
     copy: float
     first: float
     more: float
+    bend: int = 1 << 30
+    further: float = 0.0
 
     def on_host(self, rows: int) -> float:
         """The host's products with ``rows`` rows, at least one."""
-        return self.first + self.more * (rows - 1)
+        return self.first + self.more * (min(rows, self.bend) - 1) + self.further * max(0, rows - self.bend)
+
+    def times(self, factor: float) -> ExpertCosts:
+        """Those of an expert with so many times the bytes."""
+        return replace(self, copy=self.copy * factor, first=self.first * factor, more=self.more * factor,
+                       further=self.further * factor)  # fmt: skip
 
 
 def host_share(rows: Mapping[int, int], costs: ExpertCosts) -> list[int]:
@@ -40,15 +48,25 @@ def host_share(rows: Mapping[int, int], costs: ExpertCosts) -> list[int]:
     return chosen
 
 
-def least_streamed(experts: int, top: int, costs: ExpertCosts, most: int) -> int | None:
-    """The tokens, a power of two of at most ``most``, from which on copying all experts that a step needs is sooner
-    than computing them on the host; None: it never is. Each token is expected to choose its ``top`` of the
-    ``experts`` evenly."""
+def least_streamed(
+    experts: int, top: int, costs: ExpertCosts, most: int, beside: ExpertCosts | None = None, submitted: float = 0.0
+) -> int | None:
+    """The tokens, a power of two of at most ``most``, from which on a streamed layer is sooner than computing all of it
+    on the host; None: it never is. Each token is expected to choose its ``top`` of the ``experts`` evenly.
+
+    Args:
+        beside: what the host takes while others are copied, so that both share the experts; None: all are copied.
+        submitted: seconds that a streamed layer takes beside copies.
+    """
     tokens = 1
     while tokens <= most:
         needed = experts * (1 - (1 - top / experts) ** tokens)
         host = needed * costs.first + (tokens * top - needed) * costs.more
-        if needed * costs.copy < host:
+        streamed = needed * costs.copy
+        if beside is not None and streamed:
+            shared = needed * beside.first + (tokens * top - needed) * beside.more
+            streamed *= shared / (streamed + shared)
+        if streamed + submitted < host:
             return tokens
         tokens *= 2
     return None

@@ -40,6 +40,8 @@ class ExpertSlots:
         self._experts = stack.experts
         #: Tensors of matrices, and (-1) of whole stacks, see ``_parts``.
         self._known: dict[tuple[int, int], list[torch.Tensor]] = {}
+        #: By stack, see ``_place``.
+        self._places: dict[int, Sequence[tuple[int, int, int]] | None] = {}
         self._table = own.table(("slots of experts", stack.name), count * self.nbytes, self._make)
 
     @property
@@ -52,6 +54,32 @@ class ExpertSlots:
         number, within = divmod(expert, self._experts)
         for source, target in zip(self._parts(number, within, count), self._parts(-1, slot, count), strict=True):
             target.copy_(source, non_blocking=True)
+
+    def addresses(self, expert: int, slot: int, count: int) -> Sequence[tuple[int, int, int]] | None:
+        """Where the bytes of ``count`` experts of one layer go, as (to, from, bytes); None: ``copy`` must be used,
+        because tensors do not have the bytes of an expert in one piece, in the same order on both sides."""
+        number, within = divmod(expert, self._experts)
+        if number not in self._places:
+            self._places[number] = self._place(number)
+        known = self._places[number]
+        if known is None:
+            return None
+        return [(to + slot * size, source + within * size, size * count) for to, source, size in known]
+
+    def _place(self, number: int) -> Sequence[tuple[int, int, int]] | None:
+        """Of each tensor of a stack: the addresses of the first slot and of the first expert, and bytes of one."""
+        stack = self.stacks[number].value
+        assert stack is not None, "weights are loaded"
+        if isinstance(stack.data, tuple):
+            return None
+        found = []
+        for source, target in zip(_tensors(stack.data), _tensors(self.value.data), strict=True):
+            size = source[0].nbytes
+            dense = source.stride(0) * source.element_size() == target.stride(0) * target.element_size() == size
+            if not dense or source.stride() != target.stride():
+                return None
+            found.append((target.data_ptr(), source.data_ptr(), size))
+        return found
 
     def _parts(self, stack: int, index: int, count: int) -> list[torch.Tensor]:
         """The tensors of so many matrices of a stack, or (-1) of the slots."""
@@ -69,6 +97,7 @@ class ExpertSlots:
         """Empty slots. The experts move to page-locked memory, if the device has any: copies from it are
         asynchronous."""
         self._known.clear()
+        self._places.clear()
         for stack in self.stacks:
             assert stack.value is not None, "experts on the host are loaded first"
             stack.value = replace(stack.value, data=map_tensors(stack.value.data, self._pinned))

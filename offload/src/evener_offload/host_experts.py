@@ -35,16 +35,19 @@ from evener.plugins.discover import installed_catalog
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.captured_experts import SPARING, CapturedExperts, HostWork
+from evener_offload.device_packing import PackedByDevice
 from evener_offload.half_plans import half_plans
 from evener_offload.halves import Halves
 from evener_offload.halving import Halving
 from evener_offload.host_backend import new_stream, open_host, option, upload
 from evener_offload.layers import layer_number, ranges
 from evener_offload.placed_layers import place, placed_sites, stacks
+from evener_offload.prompt_share import PromptShare
 from evener_offload.streamed_layers import StreamedLayers, asked
 
 #: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
 _PLACED = ("gate_up", "down", "gate_up_bias", "down_bias", "slots", "copies")
+
 
 class HostExperts(Placement):
     """Moves the experts that the configuration names to the host.
@@ -75,13 +78,6 @@ class HostExperts(Placement):
         inputs = any(site.static["router_weight_on_input"] for site in sites)
         auto = least is None and StreamedLayers.worthwhile(sites, self._resolver, resolver, stream, self.free)
         streamed = sites if not inputs and (auto or least) else []
-        self.streamed = StreamedLayers(sites=streamed, own=own, host=self._resolver, resolver=resolver, device=device,
-                                       placement=self, least=least, stream=stream)  # fmt: skip
-        self.packings = {**resolver.packings_by_layout, **self.packings}
-        for site in sites:
-            self._resolver.packings(stacks(site))
-            each = (self.packings[s.layout].nbytes(s.parts, s.dtype) for s in stacks(site))
-            self._expert_bytes[site.path] = sum(each)
 
         # Threads hold ``select`` until they end, which is a moment after the engine is gone; its device, with all that
         # is captured, may not wait for that.
@@ -92,6 +88,20 @@ class HostExperts(Placement):
                 found.select()
             host.select()
 
+        self._share = None
+        if streamed and least is None:
+            self._share = PromptShare(device, host, self._threads, select, self._work)
+        self.streamed = StreamedLayers(
+            sites=streamed, own=own, host=self._resolver, resolver=resolver, device=device, placement=self, least=least,
+            stream=stream, share=self._share,
+        )  # fmt: skip
+        theirs = resolver.packings_by_layout.items()
+        self.packings = {**{name: PackedByDevice(each, device.torch_device) for name, each in theirs}, **self.packings}
+        for site in sites:
+            self._resolver.packings(stacks(site))
+            each = (self.packings[s.layout].nbytes(s.parts, s.dtype) for s in stacks(site))
+            self._expert_bytes[site.path] = sum(each)
+
         self._halves = Halves(select)
         mode = str(option(config, "halves"))
         self._halving = Halving(mode, Agreement(own.communicator, device.torch_device))
@@ -99,9 +109,7 @@ class HostExperts(Placement):
         when = "never, because a drafter follows them" if drafted else str(self._halving)
         self.eager = _why_eager(config, device, mode, drafted)
         first = sites[0].path if sites else ""
-        self._captured = CapturedExperts(
-            device, host, self._threads, self._resolver.attribution, first, self._work
-        )
+        self._captured = CapturedExperts(device, host, self._threads, self._resolver.attribution, first, self._work)
         self.replayed = self._captured.replayed
         #: Whether a step is being submitted that is not captured.
         self._eager = False
@@ -131,6 +139,8 @@ class HostExperts(Placement):
 
     def close(self) -> None:
         self._halves.close()
+        if self._share is not None:
+            self._share.close()
 
     def divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
         """Hidden states of the step, in two halves if that pays. Not if no layer of this stage has its experts here, if
@@ -183,11 +193,14 @@ class HostExperts(Placement):
         choices = self._resolver.manifest.choices
         known = len(choices)
         compute = self._resolver.resolve(op, f"{path} on the host", {**static, "placement": None}, bucket)
+        beside = compute
+        if self._share is not None:  # kernels know the addresses of the weights of their last call
+            beside = self._resolver.resolve(op, f"{path} beside copies", {**static, "placement": None}, bucket)
         # A capture holds a call of the host, not what the host does then.
         choices[known:] = [replace(choice, capturable=True) for choice in choices[known:]]
         device, halves, work = self._device, self._halves, self._work
         nbytes, experts_of_layer, streamed = self._expert_bytes[path], static["experts"], self.streamed
-        stream = streamed.resolve(path, static, bucket)
+        stream = streamed.resolve(path, static, bucket, beside)
 
         def start(
             x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights
@@ -196,7 +209,7 @@ class HostExperts(Placement):
                 return self._captured.start(path, compute, nbytes, x, ids, weights, experts)
             if stream is not None:
                 if streamed.takes(x.shape[0]) is None:
-                    streamed.measure(path, static, compute, x, ids, weights, experts)
+                    streamed.measure(path, static, compute, x, experts)
                 if streamed.takes(x.shape[0]):
                     started: Callable[[], torch.Tensor] = stream(x, ids, weights, experts)
                     return started

@@ -8,7 +8,7 @@ what the slot held before, and a product for the copies to its slots: the host w
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +19,15 @@ from evener.layers.builder import Builder
 from evener_offload.expert_slots import ExpertSlots
 from evener_offload.residents import Residents, Wave
 from evener_offload.second_layout import Stacks
+
+
+@runtime_checkable
+class CopiesMany(Protocol):
+    """A device that submits many copies in one call."""
+
+    def copy_many(self, to: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+        """Submit copies of so many bytes from addresses of host memory to addresses of the device, on the current
+        stream. The caller keeps the memory."""
 
 
 class ResidentLayer:
@@ -50,13 +59,12 @@ class ResidentLayer:
         #: What ``places`` returns, and how many experts had got a slot then.
         self._map: tuple[int, Any] | None = None
         self._device, self._stream = device, stream
+        self._many = device if isinstance(device, CopiesMany) else None
         #: For each slot an event after the last product with it, and one after a copy that no product has waited for.
         self._used: list[Any] = [None] * count
         self._copied: list[Any] = [None] * count
 
-    def filled(
-        self, needed: Iterable[int], elsewhere: Collection[int] = (), together: bool = False
-    ) -> Iterator[Wave]:
+    def filled(self, needed: Iterable[int], elsewhere: Collection[int] = (), together: bool = False) -> Iterator[Wave]:
         """Wave after wave of the ``needed`` experts, each in its slots for work that is submitted to the current stream
         before the next wave is asked for. Experts that are on the device come first. Copies of the others are submitted
         as early as their slots allow it. Those that are computed ``elsewhere`` are left out. ``together``: all in one
@@ -101,6 +109,12 @@ class ResidentLayer:
         expert, slot = next(iter(self.residents.slots.items()), (0, 0))
         self._submit(Wave({expert: slot}, (expert,)))
 
+    def copy_half(self) -> None:
+        """Copy experts that are no neighbours to half of the slots, to measure how long that takes. On the current
+        stream. Only before the first step: slots then hold what nobody knows of."""
+        apart = 2 if 2 * self.residents.half <= self.experts else 1
+        self._submit(Wave.of_copies({apart * slot: slot for slot in range(self.residents.half)}))
+
     def ahead(self, guessed: Sequence[int]) -> None:
         """Start copying experts that the layer will probably need; the likeliest first."""
         self._copy(self.residents.ahead(guessed))
@@ -132,9 +146,17 @@ class ResidentLayer:
             self._copied[slot] = copied
 
     def _submit(self, wave: Wave) -> None:
+        places = list[tuple[int, int, int]]()
         for expert, slot, count in _runs([(expert, wave.slots[expert]) for expert in wave.copied], self.experts):
-            self.gate_up.copy(expert, slot, count)
-            self.down.copy(expert, slot, count)
+            for stack in (self.gate_up, self.down):
+                found = stack.addresses(expert, slot, count) if self._many is not None else None
+                if found is None:
+                    stack.copy(expert, slot, count)
+                else:
+                    places += found
+        if places and self._many is not None:
+            to, sources, sizes = zip(*places, strict=True)
+            self._many.copy_many(to, sources, sizes)
 
     def _await_copies(self, wave: Wave) -> None:
         for event in _distinct(self._copied[slot] for slot in wave.slots.values()):

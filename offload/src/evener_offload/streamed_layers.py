@@ -1,5 +1,6 @@
 """Experts of host layers that pass through the device: in steps with many tokens they are copied to slots on the
-device, and computed there, because that is sooner than computing on the host (``offload.stream_prompts``).
+device, and computed there, because that is sooner than computing on the host (``offload.stream_prompts``). Where
+measured costs decide, the host computes some of them meanwhile (``prompt_share``).
 
 Equal layers share the slots. One half of them is filled, on a stream of its own, while products run with the other; the
 first experts of the next layer are copied while this layer's last ones are computed. Where the device's kernels read
@@ -11,10 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from evener.contracts.declared import CallSite
@@ -27,9 +30,10 @@ from evener.distributed.agreement import Agreement
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
-from evener_offload.expert_costs import ExpertCosts, least_streamed
+from evener_offload.expert_costs import least_streamed
 from evener_offload.next_router import NextRouter, likeliest
 from evener_offload.placed_layers import stacks
+from evener_offload.prompt_share import PromptShare
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.second_layout import Stacks, expert_bytes, keep, second_bytes, second_layout
 from evener_offload.slot_products import SlotProducts
@@ -41,8 +45,12 @@ SLOTS = 32
 _NEVER = 1 << 30
 #: The device's layout may take so many times the bytes of the host's, if measured costs decide.
 _MOST_GROWTH = 1.5
-#: Tokens with which the host is timed, beside one, and how often.
-_TIMED_TOKENS, _TIMES = 32, 3
+#: How often copies are timed.
+_TIMES = 3
+#: Copies of half of the slots that are timed at once.
+_HALVES = 4
+#: Seconds in which a streamed layer's copies and products are submitted, beside its first copies.
+_SUBMITTED = 1e-3
 #: The largest step that costs are reckoned for.
 _MOST_TOKENS = 1 << 20
 
@@ -64,6 +72,31 @@ def asked(value: str) -> int | None:
     return int(value)
 
 
+class Copies:
+    """Copies of experts to the slots, to be measured and to be measured beside."""
+
+    def __init__(self, device: Device, slots: ResidentLayer, stream: Any) -> None:
+        self._device, self._slots, self._stream = device, slots, stream
+        times = []
+        for _ in range(1 + _TIMES):
+            began = time.perf_counter()
+            self._start(_HALVES)
+            device.synchronize()
+            times.append(time.perf_counter() - began)
+        self._half = min(times) / _HALVES
+
+    def __call__(self, seconds: float) -> float:
+        """Start copies that take so many seconds, once those before have ended; returns the seconds of one expert."""
+        self._device.synchronize()
+        self._start(round(seconds / self._half))
+        return self._half / self._slots.residents.half
+
+    def _start(self, halves: int) -> None:
+        with self._stream or nullcontext():
+            for _ in range(halves):
+                self._slots.copy_half()
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a layer's experts pass."""
@@ -81,6 +114,7 @@ class StreamedLayers:
         placement: of the experts.
         least: tokens of the smallest step that is streamed; None: measured costs decide.
         stream: of the copies; None: the device has one queue.
+        share: what the host computes beside copies, if measured costs decide.
 
     Attributes:
         groups: the slots of each group of equal layers.
@@ -90,12 +124,15 @@ class StreamedLayers:
 
     def __init__(
         self, *, sites: Sequence[CallSite], own: Builder, host: Resolver, resolver: Resolver, device: Device,
-        placement: Placement, least: int | None, stream: Any,
+        placement: Placement, least: int | None, stream: Any, share: PromptShare | None = None,
     ) -> None:  # fmt: skip
-        self._device, self._resolver, self._least = device, resolver, least
+        self._device, self._resolver, self._least, self._share = device, resolver, least, share
+        self._stream = stream
         self._agreement = Agreement(own.communicator, device.torch_device)
         self.tokens = self.second_bytes = 0
         self._places: dict[str, _Place] = {}
+        #: Paths of the layers that a step reaches first and last.
+        self._ends = (sites[0].path, sites[-1].path) if sites else ("", "")
         self._next: dict[str, NextRouter] = {}
         self.groups: list[ResidentLayer] = []
         if not sites:
@@ -121,7 +158,8 @@ class StreamedLayers:
                 if site.path in self._places and following.path in self._places:
                     self._next[site.path] = NextRouter(following, own)
         what = "measured costs decide" if least is None else f"those with {least} tokens or more"
-        resolver.manifest.notes.append(f"experts of host layers are copied to the device for large steps: {what}")
+        also = "" if share is None else "; the host computes those with few rows meanwhile"
+        resolver.manifest.notes.append(f"experts of host layers are copied to the device for large steps: {what}{also}")
 
     @staticmethod
     def worthwhile(sites: Sequence[CallSite], host: Resolver, resolver: Resolver, stream: Any, free: int) -> bool:
@@ -154,8 +192,12 @@ class StreamedLayers:
         """Whether a step is streamed; None: it is not known yet."""
         return bool(self._places) and (None if self._least is None else tokens >= self._least)
 
-    def resolve(self, path: str, static: Static, bucket: Bucket) -> OpFunction | None:
-        """What starts a streamed step of one layer, and returns what waits for it; None if none is streamed."""
+    def resolve(self, path: str, static: Static, bucket: Bucket, compute: OpFunction) -> OpFunction | None:
+        """What starts a streamed step of one layer, and returns what waits for it; None if none is streamed.
+
+        Args:
+            compute: ``routed_experts`` on the host, for streamed steps alone.
+        """
         place = self._places.get(path)
         if place is None or (self._least is not None and bucket.high < self._least):
             return None
@@ -166,16 +208,35 @@ class StreamedLayers:
         if following is not None:
             guess = self._next[path].resolve(self._resolver, bucket)
 
+        share, first = self._share, place.number * slots.experts
+        begins, ends = path == self._ends[0], path == self._ends[1]
+
         def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
             self.tokens += x.shape[0]
-            chosen, guessed = device.readback(ids), None if guess is None else device.readback(guess(x))
+            if share is not None and begins:
+                share.begin(x.shape[0])
+            chosen = device.readback(ids)
+            copies = (device.readback(x), device.readback(weights)) if share is not None and share.active else ()
+            guessed = None if guess is None else device.readback(guess(x))
 
             def finish() -> torch.Tensor:
-                y = products(x, ids, weights, w, chosen.wait().numpy())
+                here, others, beside = chosen.wait(), list[int](), None
+                numbers = here.numpy()
+                if share is not None and copies:
+                    counts, held = np.bincount(numbers.ravel(), minlength=slots.experts), slots.residents.slots
+                    rows = {int(e): int(counts[e]) for e in np.flatnonzero(counts) if first + int(e) not in held}
+                    if part := share.choose(slots.nbytes, rows):
+                        rows_here, factors = (copy.wait() for copy in copies)
+                        beside = share.start(path, part, slots.nbytes, compute, rows_here, here, factors, w)
+                        others = [first + expert for expert in part]
+                y = products(x, ids, weights, w, numbers, others)
                 if following is not None and guessed is not None:
-                    theirs, first = following.slots, following.number * following.slots.experts
+                    theirs, start_of = following.slots, following.number * following.slots.experts
                     likely = likeliest(guessed.wait().numpy(), theirs.experts)[: theirs.residents.half]
-                    theirs.ahead([first + expert for expert in sorted(likely)])
+                    theirs.ahead([start_of + expert for expert in sorted(likely)])
+                y = y if beside is None else beside(y)
+                if share is not None and ends:
+                    share.end()
                 return y
 
             return finish
@@ -187,34 +248,16 @@ class StreamedLayers:
             return None
         return self._places[self._next[path].path]
 
-    def measure(
-        self, path: str, static: Static, compute: OnHost, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-        w: MoEWeights,
-    ) -> None:  # fmt: skip
-        """Settle from which number of tokens on steps are streamed, with a layer's step. All ranks do this together."""
+    def measure(self, path: str, static: Static, compute: OnHost, x: torch.Tensor, w: MoEWeights) -> None:
+        """Settle from which number of tokens on steps are streamed, with a layer's rows. All ranks do this together."""
         slots, experts, top = self._places[path].slots, static["experts"], static["top"]
-        x, ids, weights = (self._device.readback(each).wait() for each in (x, ids, weights))
-
-        def host(tokens: int) -> tuple[float, float]:
-            """Seconds, and how many experts had rows; other tokens each time, so that caches do not hold them."""
-            found = []
-            for number in range(1 + _TIMES):
-                begin = max(0, min(number * tokens, x.shape[0] - tokens))
-                rows = slice(begin, begin + tokens)
-                began = time.perf_counter()
-                compute(x[rows], ids[rows], weights[rows], w)
-                found.append((time.perf_counter() - began, len(ids[rows].unique())))
-            return min(found[1:])
-
-        copy = min(self._device.measure(slots.copy_again) for _ in range(1 + _TIMES))
-        (one, some), (more, others) = host(1), host(min(_TIMED_TOKENS, x.shape[0]))
-        first, further = one / some, min(_TIMED_TOKENS, x.shape[0]) * top - others
-        costs = ExpertCosts(copy, first, max(0.0, more - others * first) / further if further else 0.0)
-        least = least_streamed(experts, top, costs, _MOST_TOKENS) or _NEVER
+        assert self._share is not None, "measured costs decide"
+        copies, rows = Copies(self._device, slots, self._stream), self._device.readback(x).wait()
+        costs, beside = self._share.measure(slots.nbytes, copies, compute, rows, experts, top, w)
+        least = least_streamed(experts, top, costs, _MOST_TOKENS, beside, _SUBMITTED) or _NEVER
         (self._least,) = self._agreement.most([least])
         shown = "never streamed" if self._least >= _NEVER else f"streamed from {self._least} tokens on"
         log.info(
-            "an expert of %d bytes is copied in %.0f µs, and computed by the host in %.0f µs with one row and %.1f µs "
-            "with each more: host layers are %s", slots.nbytes, 1e6 * costs.copy, 1e6 * costs.first, 1e6 * costs.more,
-            shown,
+            "the host alone computes an expert of %d bytes in %.0f µs with one row and %.1f µs with each more: host "
+            "layers are %s", slots.nbytes, 1e6 * costs.first, 1e6 * costs.more, shown,
         )  # fmt: skip

@@ -24,6 +24,7 @@ from evener_backend_cuda.flash_attention import FlashAttentionState
 from evener_backend_cuda.flash_mla import FlashMLAState
 from evener_backend_cuda.flashinfer_attention import FlashInferState
 from evener_backend_cuda.host_calls import CallingGraphs, HostCalls, exchange
+from evener_backend_cuda.many_copies import ManyCopies
 from evener_backend_cuda.one_token import OneTokenLayer
 from evener_backend_cuda.scaled import scaled_features
 from evener_backend_parts.gpu import GpuDevice, gpu_graphs
@@ -40,6 +41,7 @@ class CudaDevice(GpuDevice):
         super().__init__(namespace, index, capabilities)
         self.host_calls = HostCalls(partial(torch.zeros, dtype=torch.int32, pin_memory=True))
         self._order: torch.Tensor | None = None
+        self._many = ManyCopies()
 
     def exchange(
         self, inputs: Sequence[torch.Tensor], to: Sequence[torch.Tensor], work: Callable[[], None],
@@ -51,6 +53,11 @@ class CudaDevice(GpuDevice):
         if self._order is None:
             self._order = torch.zeros(1, dtype=torch.int32, device=self.torch_device)
         exchange(self.host_calls, self._order, inputs, to, work, found, result)
+
+    def copy_many(self, to: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+        """Submit copies of so many bytes from addresses of page-locked memory to addresses of the device, on the
+        current stream. The caller keeps the memory."""
+        self._many(to, sources, sizes, torch.cuda.current_stream(self.torch_device).cuda_stream)
 
     def conditions(self) -> Mapping[str, str]:
         """Versions of the driver, the kernel compiler and the matrix library."""

@@ -1,0 +1,190 @@
+"""Experts of a streamed step that the host computes where they are, while the others are copied to the device.
+
+Both read host memory, and both take about as long for an expert with few rows: together they are done sooner than
+either alone. The host gets the experts with the fewest rows (as in HybriMoE, Zhong et al. 2025), and computes in a
+thread of its own, because the one that submits work to the device is busy for as long. The device adds its sums to the
+host's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from evener.contracts.device import Device
+from evener.contracts.ops import OpFunction
+from evener.contracts.weights import MoEWeights
+from evener_offload.captured_experts import SPARING, HostWork
+from evener_offload.expert_costs import ExpertCosts, host_share
+
+log = logging.getLogger("evener.worker")
+#: Rows of each expert with which the host is timed, beside one; how often.
+_TIMED_ROWS, _TIMES = (16, 96), 2
+#: Steps of a size that are timed with the host's part, and without it.
+_TRIALS = 3
+
+
+class PromptShare:
+    """The host's part of streamed steps.
+
+    Args:
+        host: the device that computes experts on the host, with so many ``threads``.
+        select: prepares a thread for compute there.
+        work: counts what the host computes.
+
+    Attributes:
+        computed: experts that the host computed beside copies.
+        active: whether the host takes part in this step.
+    """
+
+    def __init__(self, device: Device, host: Device, threads: int, select: Callable[[], None], work: HostWork) -> None:
+        self._device, self._host, self._work, self.computed = device, host, work, 0
+        self._threads = threads
+        self._thread = ThreadPoolExecutor(1, "evener-prompt-share", initializer=select)
+        #: Costs of an expert of so many bytes; None: not measured yet.
+        self._costs: tuple[int, ExpertCosts] | None = None
+        self._room: torch.Tensor | None = None
+        #: By size of a step: seconds of steps with the host's part, and without it.
+        self._seconds: dict[int, tuple[list[float], list[float]]] = {}
+        self._size, self._began, self.active = 0, 0.0, True
+        #: By path: a layer's weights, and the same with a map that only has the host's experts.
+        self._own: dict[str, tuple[MoEWeights, MoEWeights]] = {}
+
+    def close(self) -> None:
+        """End the thread. Calling it again does nothing."""
+        self._thread.shutdown()
+
+    def measure(
+        self, nbytes: int, copies: Callable[[float], float], compute: OpFunction, x: torch.Tensor, experts: int,
+        top: int, w: MoEWeights,
+    ) -> tuple[ExpertCosts, ExpertCosts]:  # fmt: skip
+        """Time the host with all experts of a layer, which no cache holds: alone, and while experts are copied to the
+        device, because both read the same memory. Returns the costs of both.
+
+        Args:
+            nbytes: of an expert.
+            copies: waits for the copies that it started before, and starts some that take so many seconds; returns the
+                seconds that one expert takes.
+            x: rows [T, hidden], on the host.
+        """
+
+        def host(rows: int) -> tuple[float, float]:
+            tokens = -(-rows * experts // top)
+            ids = (torch.arange(tokens * top, dtype=torch.int32) % experts).view(tokens, top)
+            some, weights = x[torch.arange(tokens) % len(x)], torch.ones(tokens, top)
+
+            def fastest(copied: float) -> float:
+                times = []
+                for _ in range(_TIMES):
+                    copies(copied)
+                    began = time.perf_counter()
+                    self._alone(compute, some, ids, weights, w)
+                    times.append(time.perf_counter() - began)
+                return min(times)
+
+            alone = fastest(0.0)
+            return alone / experts, fastest(1.5 * alone) / experts
+
+        (few, many), copy = _TIMED_ROWS, copies(0.0)
+        alone, beside = (
+            ExpertCosts(copy, one, max(0.0, some - one) / (few - 1), few, max(0.0, most - some) / (many - few))
+            for one, some, most in zip(host(1), host(few), host(many), strict=True)
+        )
+        copies(0.0)
+        self._costs = nbytes, beside
+        log.info(
+            "an expert of %d bytes is copied in %.0f µs; beside copies the host computes it in %.0f µs with one row, "
+            "%.0f µs with %d and %.0f µs with %d", nbytes, 1e6 * copy, 1e6 * beside.first, 1e6 * beside.on_host(few),
+            few, 1e6 * beside.on_host(many), many,
+        )  # fmt: skip
+        return alone, beside
+
+    def begin(self, tokens: int) -> None:
+        """A step of so many tokens reaches its first streamed layer: settle whether the host takes part. The first
+        steps of each size (a power of two of tokens) are timed both ways, in turns."""
+        self._size, self._began = tokens.bit_length(), time.perf_counter()
+        with_host, without = self._seconds.setdefault(self._size, ([], []))
+        if len(without) < _TRIALS:
+            self.active = len(with_host) <= len(without)
+        else:
+            self.active = min(with_host) <= min(without)
+
+    def end(self) -> None:
+        """The step's last streamed layer has been submitted."""
+        times = self._seconds[self._size][0 if self.active else 1]
+        if len(times) < _TRIALS:
+            times.append(time.perf_counter() - self._began)
+
+    def choose(self, nbytes: int, rows: Mapping[int, int]) -> Sequence[int]:
+        """The experts that the host computes, those with the fewest rows first.
+
+        Args:
+            nbytes: of an expert.
+            rows: of each expert that must be copied or computed here.
+        """
+        assert self._costs is not None, "measured before the first step"
+        like, costs = self._costs
+        return host_share(rows, costs.times(nbytes / like))
+
+    def start(
+        self, path: str, chosen: Sequence[int], nbytes: int, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor,
+        weights: torch.Tensor, w: MoEWeights,
+    ) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
+        """Start computing the chosen experts' part of each token's sum; returns what waits for it, and adds it to rows
+        [T, hidden] of the device. ``x``, ``ids`` and ``weights`` are on the host."""
+        self.computed += len(chosen)
+        own, out = self._mapped(path, chosen, w), self._locked(x)
+
+        def job() -> torch.Tensor:
+            began = time.perf_counter_ns()
+            with torch.inference_mode():  # belongs to a thread
+                if getattr(compute, "takes_out", False):
+                    found = self._alone(partial(compute, out=out, rows=len(x)), x, ids, weights, own)
+                else:
+                    found = out.copy_(self._alone(compute, x, ids, weights, own))
+            self._work.nanoseconds += time.perf_counter_ns() - began
+            self._work.read_bytes += nbytes * len(chosen)
+            return found
+
+        started = self._thread.submit(job)
+
+        def add(rows: torch.Tensor) -> torch.Tensor:
+            found = started.result()
+            # The next layer's rows come to the host after this copy, so nobody writes the memory before.
+            return rows.add_(torch.empty_like(rows).copy_(found, non_blocking=True))
+
+        return add
+
+    def _locked(self, like: torch.Tensor) -> torch.Tensor:
+        """Page-locked memory for the result, if the device has any: torch would copy it there with threads that spin
+        for a while, on the cores that the next layer needs."""
+        if self._room is None or self._room.nbytes < like.nbytes:
+            room = next(iter(self._device.pinned_buffers(1, like.nbytes)), None)
+            self._room = torch.empty(like.nbytes, dtype=torch.uint8) if room is None else room
+        return self._room[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def _alone(self, compute: OpFunction, *inputs: Any) -> torch.Tensor:
+        """What the host computes while another thread submits work: with one thread less."""
+        self._host.limit_threads(self._threads - (self._threads >= SPARING))
+        try:
+            found: torch.Tensor = compute(*inputs)
+        finally:
+            self._host.limit_threads(self._threads)
+        return found
+
+    def _mapped(self, path: str, chosen: Sequence[int], w: MoEWeights) -> MoEWeights:
+        """The weights of the layer, with -1 for the slots of all other experts. The same tensors each time: kernels
+        know their addresses."""
+        known = self._own.get(path)
+        if known is None or known[0] is not w:
+            known = self._own[path] = w, w._replace(slots=w.slots.clone(), copies=w.copies.clone())
+        slots, copies, kept = known[1].slots.numpy(), known[1].copies.numpy(), list(chosen)
+        slots[:], copies[:] = -1, 0
+        slots[kept], copies[kept] = w.slots.numpy()[kept], 1
+        return known[1]

@@ -1,0 +1,132 @@
+"""Prompts whose experts are divided: the device computes those that are copied to it, the host the others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from expert_families import FEW_BLOCKS, Configured, on_the_cpu, worker_of
+from harsh_traffic import assert_same, shrink, traffic
+
+from evener.engine.processes.start import build_controller
+from evener_conformance.reference.engine import play
+from evener_offload.captured_experts import HostWork
+from evener_offload.expert_costs import ExpertCosts, least_streamed
+from evener_offload.prompt_share import PromptShare
+
+KEYS = {"infer.cpu_layer_num": 2, "offload.stream_prompts": "auto"}
+#: The chip computes on the host, so what was measured says nothing; with these both have something to do.
+COSTS = ExpertCosts(1.0, 0.6, 0.3)
+
+
+def share_of(placement: Any) -> PromptShare:
+    share: PromptShare | None = placement.streamed._share
+    assert share is not None and share._costs is not None, "measured in the warm-up"
+    _, costs = share._costs
+    assert costs.copy > 0 and costs.first > 0 and costs.more >= 0
+    share._costs, placement.streamed._least = (share._costs[0], COSTS), 8
+    return share
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("GptOss", marks=pytest.mark.slow)])
+def test_the_host_and_the_device_together_give_the_tokens_of_one_device(configured: Configured, family: str) -> None:
+    """With chunks, preemption, prefix hits and aborts together."""
+    want = on_the_cpu(family)
+    controller, ready = build_controller(configured(family, **KEYS, **{"infer.use_cuda_graph": False}))
+    placement: Any = worker_of(controller).assembly.placement
+    share = share_of(placement)
+    before = placement.counters()
+    shrink(controller, FEW_BLOCKS[family])
+    assert_same(play(controller, **traffic()), want)
+    after = placement.counters()
+    assert share.computed > 100
+    for name in ("host_expert_streamed_bytes", "host_expert_read_bytes", "host_expert_microseconds"):
+        assert after[name] > before[name], name
+    assert "the host computes those with few rows meanwhile" in "\n".join(ready.info.manifest["notes"])
+
+
+def test_a_block_is_that_of_one_device_up_to_rounding(configured: Configured) -> None:
+    """With biases, which random weights do not have."""
+    draw = torch.Generator().manual_seed(5)
+    controllers = [build_controller(configured("GptOss", **keys))[0]
+                   for keys in ({}, {**KEYS, "infer.use_cuda_graph": False})]  # fmt: skip
+    every, few = (worker_of(controller).assembly for controller in controllers)
+    path = [site for site in few.build.sites if site.op == "moe_block"][-1].path
+    (want, got) = (next(site for site in each.build.sites if site.path == path) for each in (every, few))
+    weights, same = (
+        next(group.values for group in each.build.groups if group.fields.get("router") is site.static["router"])
+        for each, site in ((every, want), (few, got))
+    )
+    for name in ("gate_up_bias", "down_bias"):
+        bias = getattr(weights, name)
+        bias.copy_(torch.randn(bias.shape, generator=draw))
+        getattr(same, name).copy_(bias)
+    placement: Any = few.placement
+    share = share_of(placement)
+    placement._eager = True
+    for tokens in (12, 24):
+        x, residual = (torch.randn(tokens, want.static["hidden"], generator=draw) for _ in range(2))
+        computed = share.computed
+        share.begin(tokens)
+        with torch.inference_mode():
+            rows = [site.at(tokens)(x.to("simulated"), residual.to("simulated"), group)[0]
+                    for site, group in ((want, weights), (got, same))]  # fmt: skip
+        torch.testing.assert_close(*(every.device.readback(each).wait() for each in rows))
+        assert share.computed > computed
+
+
+def test_an_error_of_the_host_ends_the_step(configured: Configured) -> None:
+    controller, _ = build_controller(configured(**KEYS, **{"infer.use_cuda_graph": False}))
+    share: Any = share_of(worker_of(controller).assembly.placement)
+
+    def limit_threads(count: int) -> None:
+        raise RuntimeError("the host is out of order")
+
+    share._host = SimpleNamespace(limit_threads=limit_threads)
+    with pytest.raises(Exception, match="the host is out of order"):
+        play(controller, traffic()["messages"][:2])
+
+
+def test_the_host_gets_the_experts_with_the_fewest_rows_and_fewer_where_it_is_slower() -> None:
+    share = PromptShare(None, None, 1, lambda: None, HostWork())  # type: ignore[arg-type]
+    rows = {expert: 1 + expert // 4 for expert in range(16)}
+    share._costs = 100, ExpertCosts(copy=1.0, first=1.0, more=0.5)
+    fast = share.choose(100, rows)
+    assert list(fast) == sorted(fast, key=lambda expert: rows[expert]) and 0 < len(fast) < 16
+    assert share.choose(200, rows) == fast, "all costs grow with the bytes"
+    share._costs = 100, ExpertCosts(copy=1.0, first=3.0, more=1.5)
+    slow = share.choose(100, rows)
+    assert set(slow) < set(fast)
+    share.close()
+
+
+def test_the_host_takes_part_in_steps_of_a_size_where_that_was_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = PromptShare(None, None, 1, lambda: None, HostWork())  # type: ignore[arg-type]
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def step(tokens: int, with_host: float, without: float) -> bool:
+        share.begin(tokens)
+        now[0] += with_host if share.active else without
+        share.end()
+        return share.active
+
+    assert [step(128, 2.0, 1.0) for _ in range(8)] == [True, False, True, False, True, False, False, False]
+    assert [step(2048, 1.0, 2.0) for _ in range(8)] == [True, False, True, False, True, False, True, True]
+    assert not step(200, 2.0, 1.0), "as large as those of 128 tokens"
+    share.close()
+
+
+def test_rows_beyond_the_bend_take_longer() -> None:
+    costs = ExpertCosts(copy=1.0, first=2.0, more=0.5, bend=4, further=1.5)
+    assert [costs.on_host(rows) for rows in (1, 4, 6)] == [2.0, 3.5, 6.5]
+    assert costs.times(2.0).on_host(6) == 13.0 and costs.times(2.0).copy == 2.0
+
+
+def test_sharing_is_worthwhile_in_smaller_steps_than_copying_all() -> None:
+    costs = ExpertCosts(copy=2.0, first=1.0, more=0.5)
+    assert least_streamed(128, 8, costs, 1024) == 64
+    assert least_streamed(128, 8, costs, 1024, beside=costs) == 1
+    assert least_streamed(128, 8, costs, 1024, beside=costs, submitted=20.0) == 8
