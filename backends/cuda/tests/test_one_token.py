@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -22,10 +22,11 @@ from evener.layers.rotary import RotaryConfig
 from evener.ops.schemas import BUILTIN
 from evener_backend_cuda import compiled
 from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
-from evener_backend_cuda.compiled import CompiledKernel, Driver
+from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
 from evener_backend_cuda.one_token import MAX_SITES, Messages, OneTokenLayer, Sizes, _Argument, defines
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import families
+from evener_conformance.kit.subject import open_subject
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.state import LAYOUT, PagedState
 from evener_kernels_triton.tuning import Tuning, number_of
@@ -41,12 +42,13 @@ class Launches:
 
     def __init__(self) -> None:
         self.arguments: list[_Argument] = []
-        self.where = (7, 0)
+        self.capture, self.nodes = 1, 0
 
-    def place(self, device: torch.device) -> tuple[int, int]:
-        return self.where
+    def place(self, device: torch.device) -> Place:
+        return Place(7, self.capture, (self.nodes,)) if self.capture else Place(7)
 
     def __call__(self, stream: int, argument: ctypes.Structure) -> None:
+        self.nodes += 1
         self.arguments.append(_Argument.from_buffer_copy(argument))
 
 
@@ -182,47 +184,61 @@ class Model:
             device, "bfloat16", family, [self.kernel], PagedState(TUNING, SHORT_TOKENS), list(BUILTIN)
         )
 
-    def step(self, inference: bool = True) -> list[_Argument]:
+    def step(self) -> list[_Argument]:
         """The arguments of a step of one token behind three others."""
         self.launches.arguments.clear()
-        with torch.inference_mode(inference):
+        with torch.inference_mode():
             self.tiny.step(torch.ones(1, self.hidden), (3,), (1,))
         return list(self.launches.arguments)
+
+    def before_second(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let ``act`` do something to ``x`` before the second layer."""
+        site = self.tiny.layers[1].sites[0]
+        run = site.table[0]
+        site.table = (lambda x, *others: run(act(x), *others), *site.table[1:])
 
 
 def test_a_layer_takes_the_stream_of_the_layer_before_from_its_messages() -> None:
     model = Model()
-    for inference in (True, False):
-        first, second = model.step(inference)
-        assert first.before == 0 and first.residual is None and first.x == first.out
-        assert second.before == first.after != second.after
-        assert (second.x, second.residual, second.stream) == (first.out, first.stream, first.stream)
-        assert first.site != second.site and first.messages == second.messages
-        assert first.page_bits == model.tiny.block.bit_length() - 1
+    first, second = model.step()
+    assert first.before == 0 and first.residual is None and first.x == first.out
+    assert second.before == first.after != second.after
+    assert (second.x, second.residual, second.stream) == (first.out, first.stream, first.stream)
+    assert first.site != second.site and first.messages == second.messages
+    assert first.page_bits == model.tiny.block.bit_length() - 1
 
 
-def test_a_layer_reads_the_stream_from_memory_where_another_launch_came_between() -> None:
+def test_a_layer_reads_the_stream_from_memory_outside_a_capture() -> None:
     model = Model()
-    launch, places = model.launches, iter([(7, 0), (7, 1)])  # the capture begins between the two layers
-    launch.place = lambda device: next(places)  # type: ignore[method-assign]
+    model.launches.capture = 0
     assert [each.before for each in model.step()] == [0, 0]
 
 
-def test_a_layer_reads_the_stream_from_memory_after_a_change() -> None:
+def test_a_layer_reads_the_stream_from_memory_where_another_capture_began_between() -> None:
     model = Model()
-    site = model.tiny.layers[1].sites[0]
-    run = site.table[0]
 
-    def changed(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> Any:
-        return run(x.add_(1.0), residual, *others)
+    def begin(x: torch.Tensor) -> torch.Tensor:
+        model.launches.capture += 1
+        return x
 
-    site.table = (changed, *site.table[1:])
-    assert [each.before for each in model.step(inference=False)] == [0, 0]
+    model.before_second(begin)
+    assert [each.before for each in model.step()] == [0, 0]
 
-    def another(x: torch.Tensor, residual: torch.Tensor, *others: Any) -> Any:
-        return run(x + 1.0, residual, *others)
 
-    site.table = (another, *site.table[1:])
+def test_a_layer_reads_the_stream_from_memory_after_a_change_in_place() -> None:
+    model = Model()
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        model.launches.nodes += 1  # of the launch that adds
+        return x.add_(1.0)
+
+    model.before_second(change)
+    assert [each.before for each in model.step()] == [0, 0]
+
+
+def test_a_layer_reads_the_stream_from_memory_if_it_is_another_tensor() -> None:
+    model = Model()
+    model.before_second(torch.clone)
     assert [each.before for each in model.step()] == [0, 0]
 
 
@@ -256,6 +272,59 @@ def test_long_state_is_computed_in_several_launches(monkeypatch: pytest.MonkeyPa
     assert seen == ["attention", "mlp"]
     assert slot.provider.capture_limits(slot.spec, slot.attention, 1)[0] == SHORT_TOKENS
     assert SHORT_TOKENS not in slot.provider.capture_limits(slot.spec, slot.attention, 2)
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["CUDA 12.3 and later", "earlier"])
+def test_a_place_in_a_capture_has_the_nodes_that_the_next_launch_waits_for(
+    newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a driver library that is made up: its call writes what a capture with two nodes would be."""
+    nodes = (ctypes.c_void_p * 2)(11, 12)
+
+    def info(stream: ctypes.c_void_p, status: Any, number: Any, graph: None, held: Any, *edges_and_count: Any) -> int:
+        assert len(edges_and_count) == (2 if newer else 1)
+        status._obj.value = capturing
+        number._obj.value, edges_and_count[-1]._obj.value = 5, 2
+        held._obj.contents = ctypes.cast(nodes, ctypes.POINTER(ctypes.c_void_p)).contents
+        return 0
+
+    name = "cuStreamGetCaptureInfo_v3" if newer else "cuStreamGetCaptureInfo_v2"
+    monkeypatch.setattr(compiled, "_cuda", lambda: SimpleNamespace(**{name: info}))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    launch = CompiledKernel.__new__(CompiledKernel)
+    capturing = 1
+    assert launch.place(torch.device("cpu")) == Place(7, 5, (11, 12))
+    capturing = 0
+    assert launch.place(torch.device("cpu")) == Place(7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changed", [False, True], ids=["nothing between", "changed in place"])
+def test_two_layers_in_a_captured_graph_give_what_they_give_eagerly(changed: bool) -> None:
+    subject = open_subject("cuda")
+    kernel = next(each.value for each in subject.kernels if isinstance(each.value, OneTokenLayer))
+    provider = next(each.value for each in subject.states if each.value.layout == kernel.state_layout)
+    family = next(f for f in families() if f.name == "shared")
+    tiny = TinyModel(subject.device, "bfloat16", family, [kernel], provider, list(BUILTIN))
+    first, second = tiny.layers
+
+    def both(x: torch.Tensor, residual: None, step: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, stream = first(x.clone(), residual, step)
+        return second(x.add_(1.0) if changed else x, stream, step)
+
+    def captured(x: torch.Tensor, residual: None, step: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = both(x, residual, step)
+        graph.replay()
+        return results
+
+    found = []
+    with torch.inference_mode():
+        for run in (both, captured):
+            tiny.layers = [run]  # type: ignore[list-item]
+            found.append(tiny.step(torch.ones(1, family.hidden), (3,), (1,))[0])
+    assert torch.equal(*found)
 
 
 def test_programs_that_find_no_memory_have_no_stages() -> None:

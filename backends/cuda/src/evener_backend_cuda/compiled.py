@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from triton.runtime.cache import get_cache_manager
@@ -80,6 +81,15 @@ def compile_source(source: str, defines: Mapping[str, object], architecture: str
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+class Place(NamedTuple):
+    """Where a launch goes: the stream, the number of its capture (0: none), and the nodes of the captured graph that it
+    waits for. Right after a launch in a capture, they are this launch alone."""
+
+    stream: int
+    capture: int = 0
+    nodes: tuple[int, ...] = ()
+
+
 class CompiledKernel:
     """A kernel that may start before the launch ahead of it has ended (programmatic dependent launch).
 
@@ -98,14 +108,19 @@ class CompiledKernel:
         self._config = _Config((grid, 1, 1), (threads, 1, 1), shared, None, ctypes.pointer(self._attribute), 1)
         self._held = (ctypes.c_void_p * 1)()
 
-    def place(self, device: torch.device) -> tuple[int, int]:
-        """The current stream, and the number of the capture that it is in; 0: none."""
+    def place(self, device: torch.device) -> Place:
+        """Where the next launch on the current stream of ``device`` goes."""
         stream = torch.cuda.current_stream(device).cuda_stream
-        status, number = ctypes.c_int(), ctypes.c_ulonglong()
-        _check(_cuda().cuStreamGetCaptureInfo_v2(
-            ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
-        ))  # fmt: skip
-        return stream, number.value if status.value else 0
+        status, number, count = ctypes.c_int(), ctypes.c_ulonglong(), ctypes.c_size_t()
+        nodes, edges, lib = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_void_p(), _cuda()
+        asked = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, ctypes.byref(nodes)
+        if hasattr(lib, "cuStreamGetCaptureInfo_v3"):  # since CUDA 12.3, edges carry data and must be asked for
+            _check(lib.cuStreamGetCaptureInfo_v3(*asked, ctypes.byref(edges), ctypes.byref(count)))
+        else:
+            _check(lib.cuStreamGetCaptureInfo_v2(*asked, ctypes.byref(count)))
+        if not status.value:
+            return Place(stream)
+        return Place(stream, number.value, tuple(nodes[at] or 0 for at in range(count.value)))
 
     def __call__(self, stream: int, argument: ctypes.Structure) -> None:
         """Launch it with one argument, which is copied."""

@@ -28,7 +28,7 @@ from evener.contracts.statics import AttentionStatic, DecoderLayerStatic, MLPSta
 from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.capability import SHORT_TOKENS
-from evener_backend_cuda.compiled import CompiledKernel, Driver
+from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
 from evener_kernels_triton.arguments import checked
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonMlpBlock
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
@@ -137,12 +137,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class _Last:
-    """The last launch: what it returned, where it was, which layer it was, and the mark of its messages."""
+    """The last launch in a capture: what it returned, the place after it, its layer, and the mark of its messages."""
 
     x: torch.Tensor
     stream: torch.Tensor
-    versions: tuple[int, ...]
-    place: tuple[int, int]
+    after: Place
     layer: tuple[str, int]
     site: int
     flag: int
@@ -177,10 +176,9 @@ class Messages:
 class OneTokenLayer(Kernel):
     """Norm, projections, attention over pages, MLP of one token: 128 programs, one launch.
 
-    A launch takes the stream of the layer before from its messages, without waiting for its end, if that layer was the
-    last launch in the same stream or capture and its results are passed on. Who changes the stream between two
-    neighbouring layers must return other tensors: changes in place are seen only where torch counts them, which it does
-    not in inference mode.
+    A launch takes the stream of the layer before from that layer's messages, without waiting for its end, if the
+    captured graph has nothing between the two launches. So a change of the stream between two layers is seen, also one
+    in place. Outside a capture the driver does not say what was launched last, and the stream is read from memory.
 
     With longer state a layer is computed in several launches: a program copies few of its keys at a time.
 
@@ -275,18 +273,19 @@ class _Layer:
         argument.slots, argument.wide_slots = step.slot_mapping.data_ptr(), step.slot_mapping.element_size() == 8
         argument.table = step.block_table.data_ptr()
         argument.before, argument.after = self._before(x, residual, place), self._messages.next_flag()
-        self._launch(place[0], argument)
-        self._messages.last = _Last(x, stream, _versions(x, stream), place, self._layer, argument.site, argument.after)
+        self._launch(place.stream, argument)
+        if place.capture:
+            after = self._launch.place(x.device)
+            self._messages.last = _Last(x, stream, after, self._layer, argument.site, argument.after)
         return x, stream
 
-    def _before(self, x: torch.Tensor, residual: torch.Tensor | None, place: tuple[int, int]) -> int:
+    def _before(self, x: torch.Tensor, residual: torch.Tensor | None, place: Place) -> int:
         """The mark of the messages that have ``x + residual``, or 0 if they must be read from memory."""
         last = self._messages.last
-        if last is None or last.x is not x or last.stream is not residual or last.place != place:
+        if last is None or last.x is not x or last.stream is not residual or last.after != place:
             return 0
         (before, number), (name, own) = last.layer, self._layer
-        follows = before == name and number + 1 == own and last.site != self._argument.site
-        return last.flag if follows and last.versions == _versions(last.x, last.stream) else 0
+        return last.flag if before == name and number + 1 == own and last.site != self._argument.site else 0
 
     def _bind(self, attention: AttentionWeights, mlp: MLPWeights, views: PagedViews) -> None:
         argument = self._argument
@@ -352,11 +351,6 @@ def _mlp_refusal(s: MLPStatic) -> str | None:
     if s["bias"] or s["post_norm"]:
         return "has no biases in the MLP, and no norm after it"
     return None
-
-
-def _versions(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """How often torch has changed the tensors, where it counts that."""
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _number(name: str) -> tuple[str, int]:
