@@ -53,6 +53,7 @@ typedef unsigned short u16;
 #define MESSAGES(words) UP(words, 3)
 #define MOST_WORDS MAX(MAX(ATTENDED_WORDS, INNER_WORDS), NEXT_WORDS)
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
 
 // Shared memory, in bytes.
 #define AT_RING 0
@@ -437,14 +438,17 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
             wait(kv_empty + stage * 8, parity ^ 1, p.report, 3);
             if (lane == 0) expect(kv_full + stage * 8, count * D * 4);
             __syncwarp();
-            for (int part = 0; part < 2 * STAGE_KEYS; part += 32) {
-                // Lanes have keys, then values; with few lanes a key the same lane has both.
-                const int both = part + lane, which = both / STAGE_KEYS, m = both % STAGE_KEYS;
-                const int k = from + m, of = __shfl_sync(~0u, page, (k >> p.page_bits) - pages_from & 31);
-                if (which < 2 && m < count) {
-                    const u16* row = which ? p.values + (long long)of * p.value_page : p.keys + (long long)of * p.key_page;
-                    bulk(base + AT_KV + stage * KV_STAGE_BYTES + (which * STAGE_KEYS + m) * D * 2,
-                         row + (long long)((head << p.page_bits) + (k & page_mask)) * D, D * 2, kv_full + stage * 8, policy);
+            // The keys of a head in one page are next to each other, so are its values: one copy each, asked for by a lane.
+            const int first = from >> p.page_bits, pages = (from + count - 1 >> p.page_bits) - first + 1;
+            for (int part = 0; part < 2 * pages; part += 32) {
+                const int which = lane & 1, nth = part + lane >> 1;
+                const int of = __shfl_sync(~0u, page, first + nth - pages_from & 31);
+                const int start = MAX(from, first + nth << p.page_bits), stop = MIN(from + count, first + nth + 1 << p.page_bits);
+                if (nth < pages) {
+                    const u16* rows = which ? p.values + (long long)of * p.value_page : p.keys + (long long)of * p.key_page;
+                    bulk(base + AT_KV + stage * KV_STAGE_BYTES + (which * STAGE_KEYS + start - from) * D * 2,
+                         rows + (long long)((head << p.page_bits) + (start & page_mask)) * D, (stop - start) * D * 2,
+                         kv_full + stage * 8, policy);
                 }
             }
             // A stage has at most as many pages as keys, and begins in these.

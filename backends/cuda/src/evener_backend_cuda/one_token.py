@@ -180,7 +180,7 @@ class OneTokenLayer(Kernel):
     captured graph has nothing between the two launches. So a change of the stream between two layers is seen, also one
     in place. Outside a capture the driver does not say what was launched last, and the stream is read from memory.
 
-    With longer state a layer is computed in several launches: a program copies few of its keys at a time.
+    With longer state a layer is computed in several launches, which share more programs out to a key head.
 
     Args:
         device: where it runs.
