@@ -1,6 +1,6 @@
 """Write a model folder of random weights in an 8-bit format, to time loading and steps without a real checkpoint.
 
-    python benchmarks/quantized_checkpoint.py qwen3-8b fp8-block FOLDER [layers=4]
+    python benchmarks/quantized_checkpoint.py qwen3-8b fp8-block FOLDER [num_hidden_layers=4]
 
 Formats: ``fp8`` (a scale a row, as llm-compressor writes), ``fp8-block`` (a scale for 128 x 128, as DeepSeek and Qwen
 publish), ``int8`` (a scale a row). Models: Qwen3 of ``model_configs``, with and without experts. The head and the
@@ -45,8 +45,10 @@ def write(name: str, form: str, folder: Path, **changes: int) -> Path:
     """Write the folder; ``changes`` replace numbers of the config.
 
     Raises:
-        KeyError: an unknown model or format.
+        KeyError: an unknown model or format, or a key that the model's config does not have.
     """
+    if unknown := sorted(changes.keys() - CONFIGS[name].keys()):
+        raise KeyError(f"{name} has no {', '.join(unknown)}: its config has {', '.join(sorted(CONFIGS[name]))}")
     config = {**CONFIGS[name], **changes, "quantization_config": QUANTIZATION[form]}
     folder.mkdir(parents=True, exist_ok=True)
     for number, shard in enumerate(_shards(config, _writer(form))):
