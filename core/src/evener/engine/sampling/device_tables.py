@@ -57,17 +57,13 @@ class DeviceTables:
         """Write the rows of new requests."""
         for a in admissions:
             self.tokens[a.slot, : len(a.tokens)] = self._device.upload(np.array(a.tokens, dtype=np.int32))
-        sampling = [a.sampling for a in admissions]
         slots = self._device.upload(np.array([a.slot for a in admissions], dtype=np.int32))
-        floats = [
-            (x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.frequency_penalty, x.presence_penalty)
-            for x in sampling
-        ]
+        floats = [(x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.frequency_penalty, x.presence_penalty)
+                  for x in (a.sampling for a in admissions)]  # fmt: skip
         ints = [(a.sampling.top_k, _signed(a.sampling.seed), a.prompt, a.adapter) for a in admissions]
         self.floats[slots] = self._device.upload(np.array(floats, dtype=np.float32))
         self.ints[slots] = self._device.upload(np.array(ints, dtype=np.int32))
-        changed = [a for a in admissions if a.sampling.bias or a.slot in self._biased]
-        if changed:
+        if changed := [a for a in admissions if a.sampling.bias or a.slot in self._biased]:
             self._write_biases(changed)
 
     def _write_biases(self, admissions: Sequence[Admission]) -> None:

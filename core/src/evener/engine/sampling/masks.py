@@ -9,11 +9,13 @@ import numpy as np
 from evener.engine.wire.plan import Plan, StepMasks
 
 
-def packed_masks(plan: Plan, masks: StepMasks, vocab: int) -> np.ndarray[Any, Any]:
-    """The ``masks`` of the rows ``plan.masked`` as int32 [samples, ceil(vocab / 32)]. Rows without a mask, or with an
-    empty one, may take any id."""
+def pack_masks(plan: Plan, masks: StepMasks, into: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Write the ``masks`` of the rows ``plan.masked`` into an array int32 [samples or more, ceil(vocabulary / 32)],
+    which is returned. Rows without a mask, or with an empty one, may take any id."""
     assert masks.plan == plan.id, f"plan {plan.id} waits for masks, and those of plan {masks.plan} came"
-    rows, free = dict(zip(plan.masked, masks.masks, strict=True)), b"\xff" * 4 * -(-vocab // 32)
-    # One copy: a mask has tens of kilobytes, and the device may wait for them.
-    packed = bytearray().join(rows.get(row) or free for row in range(len(plan.samples)))
-    return np.frombuffer(packed, dtype="<i4").reshape(len(plan.samples), -1)
+    rows, width = dict(zip(plan.masked, masks.masks, strict=True)), into.strides[0]
+    # One copy each: a mask has tens of kilobytes, and the device may wait for them.
+    free, bits = b"\xff" * width, memoryview(into).cast("B")
+    for row in range(len(plan.samples)):
+        bits[row * width : (row + 1) * width] = rows.get(row) or free
+    return into

@@ -47,7 +47,8 @@ class PendingStep:
 
     def wait(self) -> StepResult:
         """Wait until the step is done and return its result."""
-        ids: list[int] = [] if self._ids is None else self._ids.wait().tolist()
+        # Those of a captured step have padding behind.
+        ids: list[int] = [] if self._ids is None else self._ids.wait().tolist()[: len(self._plan.samples)]
         logprobs, scores = [], []
         if self.logprobs:
             logprobs = _rows([ids[i] for i in self._plan.logprobs], self.logprobs[:3])

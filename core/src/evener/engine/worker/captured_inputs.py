@@ -41,6 +41,35 @@ class Inputs(Protocol):
         """Write a plan's inputs."""
 
 
+class Staging:
+    """Page-locked memory for what the host writes before each replay: it is copied into ``target``, int32, while the
+    device may still copy what was written before. Devices without such memory upload.
+
+    Args:
+        count: how many copies the memory has room for; even.
+    """
+
+    def __init__(self, device: Device, target: torch.Tensor, count: int) -> None:
+        self._device, self._target, self._at = device, target, 0
+        pinned = [b.view(torch.int32) for b in device.pinned_buffers(1, count * target.nbytes)]
+        self._hosts = [part.view(target.shape).copy_(target) for each in pinned for part in each.chunk(count)]
+        self._arrays = [host.numpy() for host in self._hosts] or [target.cpu().numpy().copy()]
+        self._copied = device.new_event() if self._hosts else None
+
+    def next(self) -> np.ndarray[Any, Any]:
+        """What the host may write now. It has what was written some time before, at first what ``target`` had."""
+        self._at = (self._at + 1) % len(self._arrays)
+        if self._copied is not None and self._at % (len(self._arrays) // 2) == 0:
+            self._copied.synchronize()  # recorded half a round ago, so what is written over from now on was copied
+            self._copied.record()
+        return self._arrays[self._at]
+
+    def send(self) -> None:
+        """Copy what ``next`` gave last, behind the work submitted so far."""
+        host = self._hosts[self._at] if self._hosts else self._device.upload(self._arrays[0])
+        self._target.copy_(host, non_blocking=True)
+
+
 class DecodeInputs:
     """Of steps whose requests all compute one token and sample the next. Padding rows use the tables' spare slot, whose
     blocks are all the null block.
@@ -54,11 +83,11 @@ class DecodeInputs:
     last: torch.Tensor | None = None
 
     def __init__(self, device: Device, rows: int, spare: int, length: int) -> None:
-        self._device, self._rows, self._spare = device, rows, spare
-        self._buffer = torch.zeros(
-            3, aligned(rows, device.capabilities.alignment), dtype=torch.int32, device=device.torch_device
-        )
+        self._rows, self._spare = rows, spare
+        width = aligned(rows, device.capabilities.alignment)
+        self._buffer = torch.zeros(3, width, dtype=torch.int32, device=device.torch_device)
         self._buffer[1], self._buffer[2] = spare, 1
+        self._staging = Staging(device, self._buffer, 32)
         positions, slots, lengths = self._buffer[:, :rows]
         every = torch.arange(rows + 1, dtype=torch.int32, device=device.torch_device)
         self.parts = {
@@ -70,11 +99,11 @@ class DecodeInputs:
 
     def fill(self, plan: Plan) -> Lengths:
         """As ``Inputs.fill``."""
-        host, rows = np.zeros(self._buffer.shape, dtype=np.int32), len(plan.slots)
+        host, rows = self._staging.next(), len(plan.slots)
         host[0, :rows], host[1, :rows] = plan.starts, plan.slots
-        host[1, rows:] = self._spare
-        host[2] = host[0] + 1
-        self._buffer.copy_(self._device.upload(host))
+        host[0, rows:], host[1, rows:] = 0, self._spare
+        np.add(host[0], 1, out=host[2])
+        self._staging.send()
         return Lengths(self.shape.query_lens, host[2, : self._rows].tolist())
 
 
@@ -113,16 +142,12 @@ class PromptInputs:
         unused = len(self.sample_slots) - samples
         host: np.ndarray[Any, Any] = np.zeros(self._buffer.shape, dtype=np.int32)
         values: dict[str, Any] = {
-            "positions": [*range(start, end), *range(rest)],
-            "token_slots": [slot] * count + [self._spare] * rest,
-            "query_start": [0, count, self.shape.tokens],
-            "kv_lens": [end, rest],
-            "kept_lens": [end - samples + 1, rest],
-            "slots": [slot, self._spare],
-            "last": [*range(count - samples, count)] + [0] * unused,
+            "positions": [*range(start, end), *range(rest)], "token_slots": [slot] * count + [self._spare] * rest,
+            "query_start": [0, count, self.shape.tokens], "kv_lens": [end, rest], "slots": [slot, self._spare],
+            "kept_lens": [end - samples + 1, rest], "last": [*range(count - samples, count)] + [0] * unused,
             "sample_slots": [slot] * samples + [self._spare] * unused,
             "sample_positions": [*range(end - samples + 1, end + 1)] + [0] * unused,
-        }
+        }  # fmt: skip
         for name, value in values.items():
             host[self._places[name]] = value
         self._buffer.copy_(self._device.upload(host))

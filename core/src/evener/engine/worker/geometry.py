@@ -187,7 +187,6 @@ def _block_size(groups: Sequence[Group], wanted: int | None, agreement: Agreemen
         raise ConfigError(f"infer.block_size={wanted} is not offered by {names}; they offer {sorted(common)}")
     if not common:
         said = f"{own}, but with the other stages no" if own else "no"
-        raise ConfigError(
-            f"the state providers {names} offer {said} common block size; force one with ops.attention=<provider>"
-        )
+        raise ConfigError(f"the state providers {names} offer {said} common block size; force one with "
+                          "ops.attention=<provider>")  # fmt: skip
     return common[0] if wanted is None else wanted

@@ -21,10 +21,10 @@ import torch
 
 from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture, Replay
-from evener.engine.sampling.masks import packed_masks
+from evener.engine.sampling.masks import pack_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.plan import Plan, StepMasks
-from evener.engine.worker.captured_inputs import DecodeInputs, Inputs, Lengths, PromptInputs
+from evener.engine.worker.captured_inputs import DecodeInputs, Inputs, Lengths, PromptInputs, Staging
 from evener.engine.worker.runner import Runner
 from evener.errors import EngineError
 
@@ -48,16 +48,11 @@ class CaptureKey(NamedTuple):
     biased: bool = False
     masked: bool = False
 
-    @property
-    def greedy(self) -> bool:
-        """Whether every row takes the id of its largest logit."""
-        return not any(self[4:])
-
 
 @dataclass
 class _CapturedStep:
     """One capture: its inputs, its replays, and their tensors: they write "ids", and "stream" before the last stage;
-    they read "masks" int32 [rows that sample, ceil(V / 32)]."""
+    they read "masks" int32 [rows that sample, ceil(V / 32)], which ``masks`` fills."""
 
     inputs: Inputs
     stream_buffer: torch.Tensor | None
@@ -65,6 +60,7 @@ class _CapturedStep:
     outputs: dict[str, torch.Tensor]
     #: The captured functions. They keep all other tensors of the replays alive; a graph only stores addresses.
     segments: tuple[Callable[[], None], ...]
+    masks: Staging | None = None
 
 
 class StepGraphs:
@@ -107,19 +103,18 @@ class StepGraphs:
             forward, *sample = captured.replays
             self._replay(forward, lengths)
             if stages is not None and not samples:
-                inputs = captured.inputs
-                parts = {n: getattr(inputs, n)[:rows].clone() for n in ("sample_slots", "sample_positions")}
+                parts = {n: getattr(captured.inputs, n)[:rows].clone() for n in ("sample_slots", "sample_positions")}
                 stages.send_stream(captured.outputs["stream"][:tokens].clone(), plan, parts)
                 return PendingStep(plan, None)
 
             def draw(masks: StepMasks | None) -> PendingStep:
-                if masks is not None:
-                    buffer = captured.outputs["masks"]
-                    buffer[:rows].copy_(self._device.upload(packed_masks(plan, masks, 32 * buffer.shape[1])))
+                if masks is not None and captured.masks is not None:
+                    pack_masks(plan, masks, captured.masks.next())
+                    captured.masks.send()
                 self._replay(sample[0], lengths)
-                ids = captured.outputs["ids"][:rows]
+                ids = captured.outputs["ids"]
                 if stages is not None:
-                    stages.send_ids(ids.clone())
+                    stages.send_ids(ids[:rows].clone())
                 return PendingStep(plan, self._device.readback(ids))
 
             return draw if plan.masked else draw(None)
@@ -184,10 +179,11 @@ class StepGraphs:
         ids, rows = torch.zeros_like(slots), torch.arange(len(slots), dtype=torch.int32, device=slots.device)
 
         # The second segment reads the logits where the first left them: copying them would cost more than sampling.
-        outputs = {"ids": ids}
+        outputs, masks = {"ids": ids}, None
         if kind.masked:
             words = -(-runner.model.vocab_size // 32)
             outputs["masks"] = torch.full((len(slots), words), -1, dtype=torch.int32, device=slots.device)
+            masks = Staging(self._device, outputs["masks"], 4)
 
         def forward() -> None:
             step = runner.step(replace(inputs.shape, adapted=kind.adapted), inputs.parts)
@@ -198,7 +194,8 @@ class StepGraphs:
                 outputs["stream"] = hidden
                 return
             hidden = hidden if inputs.last is None else hidden.index_select(0, inputs.last)
-            if kind.greedy and (best := runner.greedy(hidden, step)) is not None:
+            # Where no row needs a part of sampling, each takes the id of its largest logit.
+            if not any(kind[4:]) and (best := runner.greedy(hidden, step)) is not None:
                 outputs["best"] = best
             else:
                 outputs["logits"] = runner.logits(hidden, step)
@@ -206,14 +203,13 @@ class StepGraphs:
         def sample() -> None:
             if "best" in outputs:
                 ids.copy_(outputs["best"])
-                runner.tables.tokens[slots, positions] = ids
-                return
-            floats, ints = (t.index_select(0, slots) for t in (runner.tables.floats, runner.tables.ints))
-            penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
-            tables, logits = runner.tables, outputs["logits"]
-            logits = runner.sampler.adjust(logits, tables, slots, positions, kind.length, penalized, biased)
-            ids.copy_(runner.sampler.ids(logits, floats, ints, positions, random, outputs.get("masks")))
+            else:
+                floats, ints = (t.index_select(0, slots) for t in (runner.tables.floats, runner.tables.ints))
+                penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
+                tables, logits = runner.tables, outputs["logits"]
+                logits = runner.sampler.adjust(logits, tables, slots, positions, kind.length, penalized, biased)
+                ids.copy_(runner.sampler.ids(logits, floats, ints, positions, random, outputs.get("masks")))
             runner.tables.tokens[slots, positions] = ids
 
         segments = (forward, sample) if stages is None or stages.world.last_stage else (forward,)
-        return _CapturedStep(inputs, stream_buffer, (), outputs, segments)
+        return _CapturedStep(inputs, stream_buffer, (), outputs, segments, masks)

@@ -296,11 +296,9 @@ def _problem(
     # Mapped weights may come and go with the page cache, but each step reads all of them.
     if weights.allocated > memory.free or weights.allocated + weights.mapped > memory.total:
         lighter = "dtype=bfloat16 halves them; " if demand.dtype == "float32" and not weights.mapped else ""
-        return (
-            f"the model does not fit: its weights take {_size(weights.allocated + weights.mapped)} in {demand.dtype}, "
-            f"and {free}; no key about state helps: {move}{lighter}take a checkpoint that stores them in fewer "
-            "bits, or a device with more memory (`evener doctor` lists what is here)"
-        )
+        return (f"the model does not fit: its weights take {_size(weights.allocated + weights.mapped)} in "
+                f"{demand.dtype}, and {free}; no key about state helps: {move}{lighter}take a checkpoint that stores "
+                "them in fewer bits, or a device with more memory (`evener doctor` lists what is here)")  # fmt: skip
     left, need = memory.free - demand.fixed, demand.least_state
     if plan.blocks > demand.min_blocks and plan.state <= left:
         return None
@@ -312,11 +310,9 @@ def _problem(
         advice.append(f"infer.kv_memory={-(-need >> 20)}MiB holds one")
     if demand.rows + demand.workspace > demand.weights.allocated:
         advice.append("lower infer.max_reqs and infer.step_tokens, which size tables and workspace")
-    return (
-        f"the model does not fit: {_size(demand.fixed)} for weights, tables and workspace and {_size(need)} "
-        f"for one request of infer.max_seq_len={demand.max_seq_len}, but {free}{allowed}; what to change: "
-        + ", or ".join(advice or ["lower infer.max_reqs, infer.step_tokens or infer.max_seq_len"])
-    )
+    return (f"the model does not fit: {_size(demand.fixed)} for weights, tables and workspace and {_size(need)} "
+            f"for one request of infer.max_seq_len={demand.max_seq_len}, but {free}{allowed}; what to change: "
+            + ", or ".join(advice or ["lower infer.max_reqs, infer.step_tokens or infer.max_seq_len"]))  # fmt: skip
 
 
 def _size(count: int) -> str:

@@ -15,7 +15,7 @@ from evener.contracts.architecture import Architecture
 from evener.contracts.device import Device, Readback
 from evener.contracts.state import StateStep
 from evener.engine.sampling.device_tables import DeviceTables
-from evener.engine.sampling.masks import packed_masks
+from evener.engine.sampling.masks import pack_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.plan import Plan, StepMasks
@@ -180,7 +180,8 @@ class Runner:
         logits = self.sampler.adjust(logits, self.tables, slots, positions, longest, penalized, biased)
 
         def draw(masks: StepMasks | None) -> PendingStep:
-            mask = self.device.upload(packed_masks(plan, masks, logits.shape[1])) if masks is not None else None
+            packed = np.empty((logits.shape[0], -(-logits.shape[1] // 32)), dtype=np.int32)
+            mask = None if masks is None else self.device.upload(pack_masks(plan, masks, packed))
             ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=plan.filtered)
             # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
             logprob_ids = ids.index_select(0, parts["logprobs"]) if plan.logprobs else None

@@ -53,11 +53,8 @@ class StepLayout(StepShape):
         )  # fmt: skip
         query_start = np.zeros(self.requests + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
-        if self.max_query == 1:
-            positions, token_slots = starts, slots
-        else:
-            inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
-            positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
+        inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
+        positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
         picked = np.array(plan.samples, dtype=np.int32)
         left = {draft.row: len(draft.ids) for draft in plan.drafts}
         behind = np.zeros_like(picked)  # tokens of the row behind the one that is sampled from

@@ -197,9 +197,8 @@ class Worker:
         log.info("memory: weights estimated %d, measured %d bytes", plan.weights, loaded.allocated)
         for line in a.resolver.manifest.dequantized_lines():
             log.warning("%s", line)
-        if a.config.config.max_fallback == "listed":
-            for line in a.resolver.manifest.fallback_lines():
-                log.warning("only the reference serves %s", line)
+        for line in a.resolver.manifest.fallback_lines() if a.config.config.max_fallback == "listed" else ():
+            log.warning("only the reference serves %s", line)
 
     def _info(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes, seconds: float) -> EngineInfo:
         b = a.loaded.backend
