@@ -167,12 +167,21 @@ class GrammarMasks(Grammars):
             of.drafts = {each.row: ids for each, ids in zip(of.plan.drafts, result.drafts, strict=True)}
             self._send_masks(executor)
         of = self._plans.popleft()
-        sampled = iter(result.ids)
+        if of.drafts:
+            self._take_drafted(of, result.ids)
+        elif self._matchers:
+            for row, token in zip(of.plan.samples, result.ids, strict=True):
+                if (matcher := self._matchers.get(of.plan.slots[row])) is not None:
+                    matcher.accept(token)
+        self._send_masks(executor)  # before the result is used: the device waits for them
+        return self._without_unusable(of, result) if of.drafts else result
+
+    def _take_drafted(self, of: _Submitted, ids: list[int]) -> None:
+        """The texts of a plan with drafts go on."""
+        sampled = iter(ids)
         for row in of.rows:
             usable = of.drafts.get(row, [])[: of.usable.get(row)]
             self._go_on(of.plan.slots[row], list(islice(sampled, 1 + len(of.drafts.get(row, ())))), usable)
-        self._send_masks(executor)  # before the result is used: the device waits for them
-        return self._without_unusable(of, result)
 
     def _go_on(self, slot: int, sampled: list[int], usable: list[int]) -> None:
         """The text of a slot goes on with the tokens up to the first that was not proposed."""
@@ -198,5 +207,7 @@ class GrammarMasks(Grammars):
         return self._compiler.ready(request.message.sampling.grammar)
 
     def failures(self, running: Iterable[Sequence]) -> list[tuple[str, str]]:
+        if not self._failed:
+            return []
         failed, self._failed = self._failed, {}
         return [(request.id, failed[request.slot]) for request in running if request.slot in failed]

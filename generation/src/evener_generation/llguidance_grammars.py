@@ -109,6 +109,8 @@ class _LlguidanceMatcher(Matcher):
 
     def masks(self, tokens: list[int]) -> list[bytes]:
         found = [self.mask()]
+        if not tokens:
+            return found
         for token in tokens[: self.fitting(tokens)]:
             self._matcher.consume_token(token)
             try:

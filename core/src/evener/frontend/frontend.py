@@ -394,8 +394,8 @@ class Frontend:
 
 def _named(event: wire.Tokens) -> tuple[list[dict[int, float]], list[dict[int, float]], bytes]:
     """As ``read`` of what reads rows: the log-probabilities that the engine names, and what it sends beside them."""
-    samples, prompt = ([dict(zip(each.ids, each.values, strict=True)) for each in entries or ()]
-                       for entries in (event.logprobs, event.prompt_logprobs))  # fmt: skip
+    both = event.logprobs or (), event.prompt_logprobs or ()
+    samples, prompt = [[dict(zip(each.ids, each.values, strict=True)) for each in entries] for entries in both]
     return samples, prompt, event.pooled
 
 

@@ -42,6 +42,7 @@ class Request:
         parent, shared: the request to start from, and how many tokens both have in common; see ``forks``.
         fork_points: lengths at which a step has to end, because a fork starts there.
         finish: why the request ended; None while it is open. Set once, together with the terminal event.
+        plain: nothing but sampled tokens, and log-probabilities of few of them, is wanted of it.
     """
 
     message: NewRequest
@@ -71,6 +72,8 @@ class Request:
         self.prompt_length = len(self.tokens)
         self.limit = self.prompt_length + self.message.max_tokens
         self.stop_ids = frozenset(self.message.stop_token_ids)
+        s = self.message.sampling
+        self.plain = not (s.prompt_outputs or s.prompt_logprobs is not None or (s.logprobs or 0) > MAX_LOGPROBS)
 
     @property
     def id(self) -> str:
@@ -108,17 +111,19 @@ class Request:
     @property
     def token_cost(self) -> int:
         """What each of its prompt's tokens takes of a step's budget."""
-        whole = self.wants_prompt_logprobs and (self.message.sampling.prompt_logprobs or 0) > MAX_LOGPROBS
-        return _WHOLE_ROW if whole else 1
+        wanted = 0 if self.plain else self.message.sampling.prompt_logprobs or 0
+        return _WHOLE_ROW if wanted > MAX_LOGPROBS and self.wants_prompt_logprobs else 1
 
     @property
     def tokens_to_compute(self) -> int:
         """Tokens that the next plan may compute. The last token before the limit is sampled and never computed."""
-        if self.unchecked or self.length >= self.limit:
+        length = len(self.tokens) + self.unread
+        if self.unchecked or length >= self.limit:
             return 0
         if self.planned in self.fork_points:
             return 1  # leaves the step's budget to the forks
-        return min((p for p in self.fork_points if p > self.planned), default=self.length) - self.planned
+        later = [p for p in self.fork_points if p > self.planned] if self.fork_points else ()
+        return (min(later) if later else length) - self.planned
 
     @property
     def decodes(self) -> bool:
@@ -152,7 +157,7 @@ class PlannedRow(msgspec.Struct, frozen=True):
     @property
     def cost(self) -> int:
         """What it takes of the step's budget."""
-        whole = (self.request.message.sampling.logprobs or 0) > MAX_LOGPROBS
+        whole = not self.request.plain and (self.request.message.sampling.logprobs or 0) > MAX_LOGPROBS
         return self.count * self.request.token_cost + (_WHOLE_ROW * self.samples if whole else 0)
 
     def scores(self, index: int) -> Iterator[ScoredTokens]:

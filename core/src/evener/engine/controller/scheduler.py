@@ -42,6 +42,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -55,7 +56,7 @@ from evener.engine.controller.grammars import Grammars
 from evener.engine.controller.media import Media
 from evener.engine.controller.request import PlannedRow, Request
 from evener.engine.controller.state import StateManager
-from evener.engine.wire.messages import Finished, FromController, NewRequest, Stats, TokenLogprobs, Tokens
+from evener.engine.wire.messages import Finished, FromController, NewRequest, Sampling, Stats, TokenLogprobs, Tokens
 from evener.engine.wire.plan import (
     Admission,
     BlockCopy,
@@ -139,8 +140,10 @@ class Scheduler:
         self._pending_release: list[Request] = []
         #: The request that did not fit the pool last, and the pages that were free then.
         self._last_blocked: tuple[str, int] | None = None
-        self._next_plan = 0
-        self._arrivals = 0
+        self._next_plan = self._arrivals = 0
+        #: How the samples of the last plan are drawn, and what follows for the fields of a plan.
+        self._wanted: list[Sampling] = []
+        self._sampling: dict[str, Any] = {}
 
     @property
     def in_flight(self) -> int:
@@ -182,10 +185,8 @@ class Scheduler:
             return "a request needs at least one prompt token and max_tokens of at least 1"
         needed = self.state.blocks_for(len(message.prompt) + message.max_tokens, self.step_tokens)
         if needed > self.state.blocks - 1:
-            return (
-                f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.blocks - 1}; "
-                "send a shorter prompt, lower max_tokens, or restart with a larger infer.kv_memory"
-            )
+            return (f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.blocks - 1}; "
+                    "send a shorter prompt, lower max_tokens, or restart with a larger infer.kv_memory")  # fmt: skip
         if problem := self.media.rejection_reason(message):
             return problem
         if self.state.undivided and len(message.prompt) > self.step_tokens:
@@ -247,7 +248,8 @@ class Scheduler:
                 continue
             if new.budget == 0:
                 return False
-            count = self._allowed_tokens(request, due, new.budget)
+            # A text's next token needs nothing but room in the plan.
+            count = self._allowed_tokens(request, due, new.budget) if due > 1 or request.message.media else 1
             if not count or not self._fits(new, request, due == 1, early):
                 continue
             # What a request in need of the whole pool holds at most is known for its steps without drafts.
@@ -373,9 +375,21 @@ class Scheduler:
             request = row.request
             request.planned, request.last_plan = row.start + row.count - len(row.drafts), new.plan_id
             request.unread, request.unchecked = request.unread + (row.samples > 0), bool(row.drafts)
-            scores += (scored := list(row.scores(index)))
-            outputs += row.outputs(index, scored)
+            if not request.plain:
+                scores += (scored := list(row.scores(index)))
+                outputs += row.outputs(index, scored)
         wanted = [row.request.message.sampling for row in rows for _ in range(row.samples)]
+        if wanted != self._wanted:  # they seldom differ from those of the plan before
+            self._wanted, self._sampling = wanted, {
+                "random": [i for i, s in enumerate(wanted) if s.temperature > 0],
+                "filtered": any(s.temperature > 0 and s.filtered for s in wanted),
+                "logprobs": [i for i, s in enumerate(wanted) if s.logprobs is not None],
+                "top_logprobs": min(max((s.logprobs or 0 for s in wanted), default=0), MAX_LOGPROBS),
+                "named": [s.logprob_ids for s in wanted if s.logprobs is not None]
+                if any(s.logprob_ids for s in wanted) else [],
+                "penalized": [i for i, s in enumerate(wanted) if s.penalized],
+                "biased": [i for i, s in enumerate(wanted) if s.bias],
+            }  # fmt: skip
         scorers = (rows[each.row].request.message.sampling for each in scores)
         plan = Plan(
             id=new.plan_id, adapters=self.adapters.writes(), adapted=any(row.request.adapter >= 0 for row in rows),
@@ -383,27 +397,16 @@ class Scheduler:
             slots=[row.request.slot for row in rows], starts=[row.start for row in rows],
             counts=[row.count for row in rows], samples=[i for i, row in enumerate(rows) for _ in range(row.samples)],
             drafts=[DraftedTokens(i, row.drafts) for i, row in enumerate(rows) if row.drafts],
-            random=[i for i, s in enumerate(wanted) if s.temperature > 0],
-            filtered=any(s.temperature > 0 and s.filtered for s in wanted),
-            logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
-            top_logprobs=min(max((s.logprobs or 0 for s in wanted), default=0), MAX_LOGPROBS),
-            named=[s.logprob_ids for s in wanted if s.logprobs is not None]
-            if any(s.logprob_ids for s in wanted) else [],
-            penalized=[i for i, s in enumerate(wanted) if s.penalized],
-            biased=[i for i, s in enumerate(wanted) if s.bias],
             scores=scores, top_scores=min(max((s.prompt_logprobs or 0 for s in scorers), default=0), MAX_LOGPROBS),
-            outputs=outputs, media=self.media.build_step_media(rows), moves=self.connector.moves(),
+            outputs=outputs, media=self.media.build_step_media(rows), moves=self.connector.moves(), **self._sampling,
         )  # fmt: skip
         self._next_plan += 1
         self._in_flight.append(_SubmittedPlan(plan, rows, self.drafts.on))
-        self._count(new)
-        return plan
-
-    def _count(self, new: _NewPlan) -> None:
         self.stats.steps += 1
-        self.stats.computed_tokens += sum(row.count for row in new.rows)
-        decoding = sum(row.start >= row.request.prompt_length for row in new.rows)
-        self.stats.mixed_steps += 0 < decoding < len(new.rows)
+        self.stats.computed_tokens += sum(plan.counts)
+        decoding = sum(row.start >= row.request.prompt_length for row in rows)
+        self.stats.mixed_steps += 0 < decoding < len(rows)
+        return plan
 
     def retire(self, result: StepResult) -> list[FromController]:
         """Apply the result of the oldest plan: append the sampled ids to their requests, let full blocks enter the
@@ -425,9 +428,9 @@ class Scheduler:
             request, ids = row.request, row.accepted(result.ids[first : first + row.samples])
             vector = next(pooled, b"") if row.samples else b""
             parts = [part[: len(part) // of.count * len(ids)] if of.kind == "sampled" else part
-                     for of, part in outputs if of.row == index]  # fmt: skip
+                     for of, part in outputs if of.row == index] if outputs else []  # fmt: skip
             if request.finish is None:
-                found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs]
+                found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs] if logprobs else []
                 self._extend(row, ids)
                 events.extend(self._report(request, ids, found, scored.get(index), vector, b"".join(parts)))
             first, made = first + row.samples, made + len(ids)
@@ -466,11 +469,9 @@ class Scheduler:
             logprobs=[each.likeliest(len(sampling.logprob_ids) or sampling.logprobs or 0) for each in logprobs] or None,
             prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],
         )  # fmt: skip
-        if not ids:
-            return
-        if ids[-1] in request.stop_ids:
+        if ids and ids[-1] in request.stop_ids:
             yield self._finish(request, "stop")
-        elif len(request.tokens) >= request.limit:
+        elif ids and len(request.tokens) >= request.limit:
             yield self._finish(request, "length")
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Finished:

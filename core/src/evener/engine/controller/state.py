@@ -16,6 +16,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from evener.contracts.media import MediaItem
 from evener.contracts.state import StateKind, StateSpec
@@ -54,8 +55,7 @@ class BlockTable:
         return len(self.blocks[0]) if self.blocks else 0
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     """New entries of a table: for each group the block ids from column ``start`` on."""
 
     start: int
@@ -162,17 +162,14 @@ class StateManager:
         if count <= 0:
             return Growth(start, ())
         columns, ends = range(start, start + count), max(0, tokens - drafts - 1) // self.block_size
-        needs = [
-            [kind.needs(spec, at, at if at >= ends else columns[-1], self.block_size) for at in columns]
-            for spec, kind in zip(self.specs, self._kinds, strict=True)
-        ]
+        needs = [[kind.needs(spec, at, at if at >= ends else columns[-1], self.block_size) for at in columns]
+                 for spec, kind in zip(self.specs, self._kinds, strict=True)]  # fmt: skip
         taken = self.pool.allocate_all([(sum(group), span) for group, span in zip(needs, self.spans, strict=True)])
         if taken is None:
             return None
         fresh = map(iter, taken)
-        parts = tuple(
-            tuple(next(blocks) if needed else 0 for needed in group) for blocks, group in zip(fresh, needs, strict=True)
-        )
+        parts = tuple(tuple(next(blocks) if needed else 0 for needed in group)
+                      for blocks, group in zip(fresh, needs, strict=True))  # fmt: skip
         for blocks, new in zip(table.blocks, parts, strict=True):
             blocks.extend(new)
         return Growth(start, parts)
@@ -186,10 +183,8 @@ class StateManager:
         full, rest = divmod(computed, self.block_size)
         if (fresh := self.pool.allocate_all([(1 if rest else 0, span) for span in self.spans])) is None:
             return None
-        copy = BlockTable(
-            table.salt, [], list(table.first_live), table.digests[:full], min(table.cached_blocks, full),
-            table.exclusive,
-        )  # fmt: skip
+        cached, live = min(table.cached_blocks, full), list(table.first_live)
+        copy = BlockTable(table.salt, [], live, table.digests[:full], cached, table.exclusive)
         copies = []
         for group, (blocks, last) in enumerate(zip(table.blocks, fresh, strict=True)):
             shared = blocks[:full]
