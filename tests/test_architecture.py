@@ -342,12 +342,12 @@ def test_no_descriptor_imports_torch() -> None:
 #: Lines of code that each area of the core has today. These caps are never raised: a feature that needs more lines
 #: first moves something out of the area, to a package of its own or to nothing. When an area shrinks, its cap follows.
 CAPS: Mapping[str, int] = {
-    "evener.engine.wire": 368, "evener.engine.batching": 72, "evener.engine.controller": 969,
+    "evener.engine.wire": 368, "evener.engine.batching": 72, "evener.engine.controller": 968,
     "evener.engine.worker": 1_330, "evener.engine.processes": 812, "evener.ops": 1_391, "evener.plugins": 1_488,
     "evener.frontend": 742, "evener.layers": 1_130, "evener.config": 820, "evener.cli": 293,
     "evener.contracts": 1_340, "evener.loading": 634, "evener.resolution": 677, "evener.distributed": 166,
     "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.contracts.generation": 125,
-    "evener.contracts.grammar": 28, "evener.engine.sampling": 214,
+    "evener.contracts.grammar": 28, "evener.engine.sampling": 212,
     "evener.exits": 51, "evener.contracts.conversion": 83, "evener.contracts.quantized": 40,
     "evener.contracts.storage": 61, "evener.contracts.writing": 23, "evener.engine.quantized": 41,
     "evener.state_pages": 28, "evener.tuning": 318, "evener.contracts.pooling": 42,
@@ -355,7 +355,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 1_012
 #: The whole core.
-TOTAL_CAP = 14_669
+TOTAL_CAP = 14_666
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -254,7 +254,7 @@ class Scheduler:
                 continue
             # What a request in need of the whole pool holds at most is known for its steps without drafts.
             proposed = [] if request.exclusive else self.drafts.propose(request, new.budget - count)
-            drafted = self.grammars.fitting(request, proposed)
+            drafted = proposed and self.grammars.fitting(request, proposed)
             if drafted and self._plan_row(new, request, count, drafted):
                 continue
             while not self._plan_row(new, request, count):
@@ -341,7 +341,7 @@ class Scheduler:
             new.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
         self.media.take(request, count)
         new.rows.append(PlannedRow(request, request.planned, count, drafted, samples, again))
-        new.budget = max(0, new.budget - new.rows[-1].cost)
+        new.budget = max(0, new.budget - (count if request.plain else new.rows[-1].cost))
         return True
 
     def _is_in_flight(self, request: Request) -> bool:
