@@ -18,6 +18,7 @@ from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener.engine.worker import graphs
 from evener_conformance.graph.state import MaskedState
 from evener_conformance.rank_threads import rank_threads
+from evener_conformance.reference.device import HostDevice
 from evener_conformance.reference.engine import play
 from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.speculation import Speculation
@@ -66,6 +67,33 @@ def test_steps_with_masks_are_captured_too(start: Any, kinds: tuple[Sampling, ..
     assert captured.play(requests(9, *masked), every=1) == eager.play(requests(9, *masked), every=1)
     assert all(follows(captured.tokens[f"r{i}"]) for i in range(0, 9, len(masked)))
     assert any(key.masked for key in captured.worker.graphs._captured) and sum(r.runs for r in captured.replays) > 20
+
+
+class _Passed:
+    """An event of a device that computes at once."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def test_steps_with_masks_are_equal_where_the_host_writes_into_page_locked_memory(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def pinned(device: HostDevice, count: int, nbytes: int) -> list[torch.Tensor]:
+        asked.append(nbytes)
+        return [torch.full((nbytes,), 113, dtype=torch.uint8) for _ in range(count)]
+
+    settings = {**ONE_LAYER, "vocab_size": VOCAB}
+    monkeypatch.setattr(HostDevice, "pinned_buffers", pinned)
+    monkeypatch.setattr(HostDevice, "new_event", lambda device: _Passed())
+    captured, eager = start("Llama", settings), start("Llama", settings, **EAGER)
+    for run in (captured, eager):
+        run.controller.scheduler.grammars = GrammarMasks(GrammarCompiler(Steps))
+    kinds = (structs.replace(WARM, grammar=STEPS), GREEDY)
+    assert captured.play(requests(9, *kinds), every=1) == eager.play(requests(9, *kinds), every=1)
+    assert len(asked) > 3 and any(key.masked for key in captured.worker.graphs._captured)
 
 
 #: One request after another, so that each prompt is a step of its own. Of 40 tokens, a step before computes 32.
