@@ -144,7 +144,7 @@ class GrammarMasks(Grammars):
             return
         newest, rows = self._plans[-1], list(dict.fromkeys(plan.samples[index] for index in plan.masked))
         unread = {each.plan.slots[row] for each in self._plans if each is not newest for row in each.plan.samples}
-        unknown = any(BY_WORKER in newest.drafts.get(row, ()) for row in rows)
+        unknown = newest.drafts and any(BY_WORKER in newest.drafts.get(row, ()) for row in rows)
         if not unknown and unread.isdisjoint(plan.slots[row] for row in rows):
             self.owed = None
             masks = [mask for row in rows for mask in self._masks(newest, row, newest.drafts.get(row, []))]
@@ -159,7 +159,8 @@ class GrammarMasks(Grammars):
             self._failed[slot] = f"the text cannot follow its grammar any further: {error}"
             found = [b""]
         of.usable[row] = len(found) - 1
-        return found + [b""] * (len(drafts) - len(found) + 1)
+        missing = len(drafts) + 1 - len(found)
+        return found + [b""] * missing if missing else found
 
     def read(self, executor: Executor) -> StepResult:
         while (result := executor.read()).proposed:

@@ -330,7 +330,7 @@ class Scheduler:
         assert request.table is not None, "a running request has a table"
         drafted = drafted or []
         samples = 1 + len(drafted) if request.planned + count == request.length else 0
-        again, count = max(0, request.checked - request.planned), count + len(drafted)
+        again, count = request.checked and max(0, request.checked - request.planned), count + len(drafted)
         if (growth := self.state.grow(request.table, request.planned + count, len(drafted))) is None:
             return False
         if admit:
