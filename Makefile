@@ -49,6 +49,7 @@ help:  ## what can be made
 install: $(STAMP)  ## make .venv with every distribution editable
 
 # torch comes first and alone, at the version of constraints.txt: whatever follows finds it there and leaves it as it is.
+# pip leaves editable sources for their first import to compile: every process of the first tests would do it again.
 $(STAMP): $(PROJECTS) constraints.txt scripts/dev-requirements.txt scripts/no-deps-requirements.txt
 	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing torch: the largest download, minutes on a slow line$(if $(QUIET), (no progress is shown in a log))"
@@ -58,6 +59,7 @@ $(STAMP): $(PROJECTS) constraints.txt scripts/dev-requirements.txt scripts/no-de
 	@$(PIP) --no-deps --requirement scripts/no-deps-requirements.txt
 	@echo "installing $(DISTRIBUTIONS)"
 	@$(PIP) --no-build-isolation $(DISTRIBUTIONS:%=--editable ./%)
+	@$(PY) -m compileall -q $(DISTRIBUTIONS:%=%/src)
 	@touch $(STAMP)
 
 models: install  ## put the three real models into $EVENER_MODELS (ONLY=smollm2: that one)

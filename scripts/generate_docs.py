@@ -45,11 +45,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTRACTS = ROOT / "core/src/evener/contracts"
 #: The contracts in the order in which an implementer meets them.
 MODULES = (
-    "descriptor", "probe", "hooks", "device", "ops", "state", "quant", "storage", "architecture", "pooling",
-    "checkpoint", "communicator", "graph", "experts", "connector", "request_plugin", "outputs", "media", "encoder",
-    "declared", "statics", "weights", "tokenizer", "generation.chat", "generation.parsers", "generation.parsed",
-    "grammar.library", "generation.drafter", "generation.drafts", "writing", "conversion.quantizer", "conversion.views",
-    "quantized.state", "adapters",
+    "descriptor", "parts", "probe", "hooks", "device", "ops", "state", "interfaces", "quant", "storage", "architecture",
+    "pooling", "checkpoint", "communicator", "graph", "experts", "placement", "connector", "request_plugin", "outputs",
+    "media", "encoder", "declared", "statics", "weights", "tokenizer", "generation.chat", "generation.parsers",
+    "generation.parsed", "grammar.library", "generation.drafter", "generation.drafts", "writing",
+    "conversion.quantizer", "conversion.views", "quantized.state", "adapters",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.
 LAYERS = {

@@ -170,7 +170,7 @@ def words(line: str) -> set[str]:
 @cache
 def code_lines(module: Module) -> int:
     """Lines that hold code: neither blank, nor comment, nor docstring."""
-    docstrings = set().union(*(_docstring_lines(node) for node in ast.walk(module.tree)), set())
+    docstrings = set().union(*(_docstring_lines(node) for node in _scopes(module.tree)), set())
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.type not in _NO_CODE:
@@ -180,10 +180,19 @@ def code_lines(module: Module) -> int:
 
 def functions(module: Module) -> Iterator[tuple[str, int]]:
     """Name and number of lines, docstring not counted, of every function."""
-    for node in ast.walk(module.tree):
+    for node in _scopes(module.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None, "ast.parse sets it"
             yield node.name, node.end_lineno - node.lineno + 1 - len(_docstring_lines(node))
+
+
+def _scopes(node: ast.AST) -> Iterator[ast.AST]:
+    """A module with its classes and functions, however deep. Expressions, most of a tree, hold none."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _scopes(child)
 
 
 def _docstring_lines(node: ast.AST) -> set[int]:

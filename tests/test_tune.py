@@ -14,8 +14,8 @@ from evener import LLM, SamplingParams
 from evener.cli import main as cli
 from evener.config import from_overrides
 from evener.errors import MemoryPlanError
-from evener.resolution.tuning import decode
 from evener.tuning.tuner import _differences, tune
+from evener.tuning_files.measurements import decode
 from evener_conformance.distributions import write_distribution
 from evener_conformance.graph.backend import install_graph_backend
 from evener_conformance.naive.model import find_architecture
@@ -101,7 +101,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> 
     (site / "planted/kernels.py").write_text(KERNELS)
     monkeypatch.syspath_prepend(str(site))
     # Not the whole cache: compiled kernels are there too.
-    monkeypatch.setattr("evener.resolution.tuning.default_folder", lambda: tmp_path / "tuning")
+    monkeypatch.setattr("evener.tuning_files.measurements.default_folder", lambda: tmp_path / "tuning")
     for name in ("planted", "planted.kernels"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     folder = tmp_path / "model"

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors.base import BaseCompressor
-from compressed_tensors.compressors.format import infer_module_format
-from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from integer_files import headers_of
 
 from evener.contracts.quant import QuantScheme, WeightPart
@@ -29,6 +26,11 @@ PRESETS = {
 
 def stored_by_tool(preset: str, symmetric: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]:
     """(config.json, tensors by name, the numbers that the tool reads from them)."""
+    # With transformers and torch's compiler that takes seconds, of each process that collects tests.
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+
     scheme: QuantizationScheme = preset_name_to_scheme(preset, ["Linear"])
     weights = scheme.weights
     assert weights is not None

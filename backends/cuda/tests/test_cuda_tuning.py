@@ -20,7 +20,7 @@ from evener.plugins.catalog import Provided
 from evener.resolution.buckets import token_buckets
 from evener.resolution.candidates import Candidates
 from evener.resolution.resolver import Resolver
-from evener.resolution.tuning import TuningTable, decode
+from evener.tuning_files.measurements import TuningTable, decode
 from evener_backend_cuda.capability import capabilities
 from evener_conformance.naive.model import find_architecture
 from evener_kernels_triton import plugin as triton

@@ -307,8 +307,7 @@ class AsyncLLM:
         assert self.info is not None, "it came together with the front end"
         vectors = text_vectors(self.info, dimensions)
         outputs = [each async for each in self.generate(prompt, vectors.params, request_id=request_id, kind="embed")]
-        embedding: Embedding = vectors.of_output(outputs[-1])
-        return embedding
+        return vectors.of_output(outputs[-1])  # type: ignore[no-any-return]
 
     def abort(self, request_id: str) -> None:
         """Abort a request; its stream ends with deltas of finish reason ``abort``. Unknown ids are ignored."""

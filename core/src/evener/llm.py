@@ -227,11 +227,10 @@ class LLM:
             names = [str(next(self._numbers)) for _ in prompts]
             given = zip(prompts, params, names, strict=True)
             changed = [self._frontend.plugins.preprocess(p, s, kind, name) for p, s, name in given]
-            prompts, params = [p for p, _ in changed], [s for _, s in changed]
-            prepared = [self._frontend.prepare(p, s, kind) for p, s in zip(prompts, params, strict=True)]
+            prepared = [self._frontend.prepare(p, s, kind) for p, s in changed]
             builders: dict[str, OutputBuilder] = {}
             try:
-                for prompt, ready, request_id in zip(prompts, prepared, names, strict=True):
+                for (prompt, _), ready, request_id in zip(changed, prepared, names, strict=True):
                     requests = self._frontend.submit(ready, request_id)
                     text = prompt if isinstance(prompt, str) else None
                     builders[request_id] = OutputBuilder(request_id, text, ready.ids, ready.params.n)

@@ -9,7 +9,9 @@ must match the checkpoint's family (``check_model_family``).
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,8 +92,8 @@ class LegacyKeys(OldSpellings):
     def from_environ(self, environ: Mapping[str, str]) -> Rewritten:
         return legacy_env_overrides(environ)
 
-    def unread(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        return unused_legacy_env_notes(environ)
+    def arguments(self, argv: list[str]) -> list[str]:
+        return legacy_arguments(argv, os.environ)
 
 
 def rewrite(overrides: Iterable[Override]) -> Rewritten:
@@ -197,6 +199,18 @@ def legacy_env_overrides(environ: Mapping[str, str]) -> Rewritten:
 def _is_on(name: str, environ: Mapping[str, str]) -> bool:
     switch = LEGACY_ENV_SWITCHES.get(name)
     return switch is None or environ.get(switch, "").lower() not in _OFF
+
+
+def legacy_arguments(argv: list[str], environ: Mapping[str, str]) -> list[str]:
+    """Without a command, keys are for ``serve``: ``python -m evener models=… serve.port=…``. Warns about variables that
+    nothing reads."""
+    first = argv[0] if argv else ""
+    keys = "=" in first or (first.startswith("--") and first not in ("--help", "--version"))
+    if not keys and (argv or not environ.get("CONFIG_NAME")):
+        return argv
+    for note in unused_legacy_env_notes(environ):
+        print(f"warning: {note}", file=sys.stderr)
+    return ["serve", *argv]
 
 
 def unused_legacy_env_notes(environ: Mapping[str, str]) -> tuple[str, ...]:

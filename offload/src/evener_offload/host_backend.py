@@ -11,7 +11,7 @@ from evener.contracts.device import Device, MemoryInfo
 from evener.errors import ConfigError
 from evener.resolution.manifest import REFERENCE
 from evener.resolution.resolver import Resolver
-from evener.resolution.tuning import TuningTable
+from evener.tuning_files.measurements import TuningTable
 from evener_offload import descriptor
 from evener_offload.numa import spread_memory
 

@@ -22,8 +22,8 @@ import torch
 from evener.config.resolve import ResolvedConfig
 from evener.contracts.declared import CallSite
 from evener.contracts.device import Device
-from evener.contracts.experts import Placement
 from evener.contracts.ops import Bucket, OpFunction, Static
+from evener.contracts.placement import Placement
 from evener.contracts.weights import MoEWeights
 from evener.errors import ConfigError
 from evener.layers.builder import Builder

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from evener.config.resolve import ResolvedConfig
 from evener.config.stages import has_unlike_stages
 from evener.contracts.declared import CallSite, StackedWeight, WeightGroup
-from evener.contracts.experts import Placement
+from evener.contracts.placement import Placement
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener_offload.layers import chosen_layers, layer_number

@@ -21,8 +21,8 @@ import torch
 from evener.config.resolve import ResolvedConfig
 from evener.config.schema import InferConfig
 from evener.contracts.device import Device
-from evener.contracts.experts import Placement
 from evener.contracts.ops import Bucket, OpFunction, Static
+from evener.contracts.placement import Placement
 from evener.contracts.weights import MoEWeights
 from evener.engine.worker.assembly import Assembly
 from evener.errors import ConfigError

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from evener.contracts.declared import CallSite, StackedWeight
-from evener.contracts.experts import Placement
+from evener.contracts.placement import Placement
 from evener.contracts.quant import Packing
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver

@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from evener.contracts.device import Device
+from evener.contracts.interfaces import required_interface
 from evener.contracts.quantized.state import QuantizedState, unscaled
 from evener.contracts.state import (
     AttentionProvider,
@@ -29,7 +30,6 @@ from evener.contracts.state import (
     StateProvider,
     StateSpec,
     StateStep,
-    required_interface,
 )
 from evener.ops.reference.state import ReferenceState
 from evener.plugins.hook_check import check_supports

@@ -12,10 +12,11 @@ from evener.builtin import BUILTINS
 from evener.contracts.communicator import CommunicatorFactory
 from evener.contracts.device import Device, DeviceCapabilities
 from evener.contracts.graph import GraphCapture
+from evener.contracts.interfaces import INTERFACES
 from evener.contracts.ops import Kernel, OpSchema
 from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
 from evener.contracts.quant import QuantScheme
-from evener.contracts.state import INTERFACES, StateProvider
+from evener.contracts.state import StateProvider
 from evener.errors import BackendError, NoBackendError
 from evener.plugins.catalog import Provided
 from evener.plugins.choose import choose

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     from evener.plugins.discover import installed_catalog
     from evener.plugins.load import load
     from evener.plugins.probe import ProbeRun
-    from evener.resolution.tuning import tuning_lines
+    from evener.tuning_files.measurements import tuning_lines
 
     catalog = installed_catalog()
     only = requested_backend(arguments.backend)[0]

@@ -40,9 +40,9 @@ class OldSpellings:
         """Keys that old environment variables set."""
         return Rewritten(())
 
-    def unread(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """One warning for each old variable that nothing reads."""
-        return ()
+    def arguments(self, argv: list[str]) -> list[str]:
+        """Those of ``evener``, for the ones that ``python -m evener`` was given. May print warnings."""
+        return argv
 
 
 def installed_spellings() -> OldSpellings:

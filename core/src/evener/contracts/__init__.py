@@ -3,19 +3,21 @@
 =========================  =======================================================================================
 module                     for whom
 =========================  =======================================================================================
-``descriptor``             every package: what it is, before anything is imported
+``descriptor``, ``parts``  every package: what it is and has, before anything is imported
 ``probe``                  a backend: is my hardware here?
 ``hooks``                  every package: the functions that evener calls to register it
 ``device``                 a backend: memory, streams, events, read-back
 ``ops``                    a backend or kernel package: kernels for primitive and composite ops
 ``statics``                a kernel author: the static parameters of composite ops, with their types
 ``state``                  a backend or kernel package: attention, and the state (KV cache) that it reads
+``interfaces``             the conformance kit: what a provider of each kind of state has to be
 ``communicator``           a backend or collective package: how ranks talk
 ``graph``                  a backend or graph package: capture and replay of a step
 ``quant``                  a quantization scheme, or a kernel that computes in a format
 ``storage``                the same: how the elements of a weight are stored, and in which tensors
 ``quantized``              a package that stores state (KV cache) in fewer bits, or decides which
 ``experts``                a kernel that computes a mixture of experts
+``placement``              a package whose backend computes experts beside the device
 ``architecture``           a model author
 ``pooling``                a model author: models that embed or score a text
 ``encoder``                a model author: images

@@ -86,54 +86,14 @@ class ModelFiles(ABC):
         return value
 
 
-class WeightFile(ABC):
-    """One weight file of a model folder. The constructor takes the path and reads only the description of the tensors.
-
-    Attributes:
-        path: of the file.
-        headers: as ``Checkpoint.headers``.
-        copied: as ``Checkpoint.copied``.
-    """
-
-    path: Path
-    headers: Headers
-    copied: frozenset[str] = frozenset()
-
-    @abstractmethod
-    def __init__(self, path: Path) -> None: ...
-
-    @abstractmethod
-    def tensor(self, name: str) -> torch.Tensor:
-        """As ``Checkpoint.tensor``."""
-
-    def extent(self, name: str) -> Extent | None:
-        """(optional) As ``Checkpoint.extent``."""
-        del name
-        return None
-
-    def close(self) -> None:  # noqa: B027  # optional
-        """(optional) Close the file. Tensors that were returned stay valid, and ``tensor`` opens it again. Default:
-        nothing."""
-
-
-class Checkpoint(ModelFiles):
-    """Text files and weights. The constructor takes the path, and reads no more than ``config`` needs.
+class StoredTensors(ABC):
+    """Tensors by name: of one file, or of a whole model.
 
     Attributes:
         copied: names of tensors that ``tensor`` copies into new memory; the others are memory-mapped.
     """
 
     copied: frozenset[str] = frozenset()
-
-    @property
-    @abstractmethod
-    def headers(self) -> Headers:
-        """``{tensor: (dtype, shape)}`` of all stored tensors. The dtype is torch's name, or a key of ``quant.BLOCKS``;
-        then the shape counts elements, not blocks.
-
-        Raises:
-            CheckpointError: there are no weights, or their description is broken or does not fit the file.
-        """
 
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
@@ -150,9 +110,38 @@ class Checkpoint(ModelFiles):
         del name
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # optional
         """(optional) Close the files, once the weights are loaded. Tensors that were returned stay valid, and
         ``tensor`` opens them again. Default: nothing."""
+
+
+class WeightFile(StoredTensors):
+    """One weight file of a model folder. The constructor takes the path and reads only the description of the tensors.
+
+    Attributes:
+        path: of the file.
+        headers: as ``Checkpoint.headers``.
+    """
+
+    path: Path
+    headers: Headers
+
+    @abstractmethod
+    def __init__(self, path: Path) -> None: ...
+
+
+class Checkpoint(ModelFiles, StoredTensors):
+    """Text files and weights. The constructor takes the path, and reads no more than ``config`` needs."""
+
+    @property
+    @abstractmethod
+    def headers(self) -> Headers:
+        """``{tensor: (dtype, shape)}`` of all stored tensors. The dtype is torch's name, or a key of ``quant.BLOCKS``;
+        then the shape counts elements, not blocks.
+
+        Raises:
+            CheckpointError: there are no weights, or their description is broken or does not fit the file.
+        """
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

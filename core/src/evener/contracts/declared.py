@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.adapters import AdaptedProduct
-from evener.contracts.experts import Placement
 from evener.contracts.ops import OpFunction
+from evener.contracts.placement import Placement
 from evener.contracts.quant import PackedWeight, WeightPart
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from evener.contracts.parts import FormatParts, GenerationParts, PinnedParts
+
 #: Contract versions that this core supports, inclusive: ``{contract: (oldest, newest)}``. A change that breaks a
 #: contract raises its version, so that a package built for an older one is refused with both numbers.
 CORE_CONTRACTS: Mapping[str, tuple[int, int]] = MappingProxyType({
@@ -47,8 +49,8 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Descriptor:
-    """The description of one package.
+class Descriptor(FormatParts, GenerationParts, PinnedParts):
+    """The description of one package. It also has the fields of its bases.
 
     Attributes:
         name: the entry point's name, unique in its group: lower case letters, digits, ``-`` and ``_``, first a letter
@@ -84,71 +86,12 @@ class Descriptor:
         architectures: (optional) ``{"ArchitectureName": "module:Class"}``; imported when a checkpoint names one.
         commands: (optional) ``{"name": "module:function"}``: CLI commands.
         request_plugins: (optional) ``{"name": "module:Class"}``.
-        tool_parsers: (optional) readers of a model's tool calls, ``{"name": "module:Class"}``.
-        reasoning_parsers: (optional) readers of a model's reasoning, ``{"name": "module:Class"}``.
-        grammars: (optional) engines for structured output, ``{"name": "module:Class"}``.
-        drafters: (optional) what proposes tokens in speculative decoding, ``{"name": "module:Class"}``.
-        draft_policies: (optional, for packages pinned to their core's version) what says which requests get drafts,
-            ``{"name": "module:Class"}``; see ``evener.contracts.generation.drafts``.
-        worker_drafters: (optional, for packages pinned to their core's version) ``{"name": "module:Class"}``: what
-            finds the ids of a drafter of the same name in the worker, as ``evener.engine.worker.worker`` constructs it.
         checkpoints: (optional) readers of single files, ``{".ending": "module:Class"}``; imported when one is opened.
-        weight_files: (optional) readers of weight files in a model folder, ``{"single_name.ending": "module:Class"}``.
-        checkpoint_views: (optional) checkpoints over others, with other files, names or numbers,
-            ``{"name": "module:Class"}``. See ``evener.contracts.conversion.views``.
-        state_formats: (optional) functions that decide which state is quantized, ``{"name": "module:function"}``; see
-            ``evener.contracts.quantized``.
-        quantizers: (optional) what quantizes weights while they are read, ``{"name": "module:Class"}``; the name is a
-            value of ``quant=``. See ``evener.contracts.conversion.quantizer``.
-        pooling_readers: (optional) functions that say how a model embeds or scores texts,
-            ``{"name": "module:function"}``; see ``evener.contracts.pooling``.
-        pooling_parts: (optional, for packages pinned to their core's version) ``{"choose": "module:function", "limits":
-            "module:function", "outputs": "module:function", "pooler": "module:Class", "rows": "module:Class",
-            "vectors": "module:Class"}``: see ``evener.contracts.pooling``.
-        media_parts: (optional, for packages pinned to their core's version) ``{"checks": "module:function", "planner":
-            "module:Class", "rows": "module:Class"}``: see ``evener.contracts.media``.
-        adapter_readers: (optional) functions that read adapters (LoRA) from folders,
-            ``{"name": "module:function"}``; see ``evener.contracts.adapters``.
-        tokenizer_readers: (optional) functions that read a model's tokenizer, ``{"name": "module:function"}``; see
-            ``evener.contracts.tokenizer``.
-        chat_readers: (optional) functions that read how a model writes conversations, ``{"name": "module:function"}``;
-            see ``evener.contracts.generation.chat``.
         tuning: (optional) dotted path of a folder in the package with files that ``evener tune`` wrote (``*.json``);
             they are read if the package is chosen.
         model_sources: (optional) functions that download models by name, ``{"name": "module:function"}``. The function
             takes the model's name, whether weights are needed, and the package's options, and returns a path or
             None.
-        executors: (optional, for packages pinned to their core's version) ``{"inline": "module:Class"}``: runs several
-            ranks in one process; constructed with the configuration and the search for a backend.
-        grammar_masks: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
-            what gives the steps of requests with a grammar their masks; see ``engine.controller.grammars``.
-        adapters: (optional, for packages pinned to their core's version) ``{"name": "module:Class"}``: computes with
-            adapters (LoRA); see ``evener.contracts.adapters``.
-        weight_makers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: fills
-            weights, ``dummy`` for ``load=dummy`` and ``cache`` for ``model_cache``; called as
-            ``evener_inspection.dummy_weights.load_dummy`` and ``evener_model_cache.cached_weights.load_cached``.
-        old_spellings: (optional, for packages pinned to their core's version) ``{"name": "module:Class"}``: rewrites
-            keys of before; see ``evener.config.old_spellings``.
-        config_readers: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
-            the configuration of a command line and a file; called as ``evener_keys.command_line.from_command_line``.
-        stage_parts: (optional, for packages pinned to their core's version) ``{"check": "module:function", …}``: what
-            stages on unlike devices need: ``settle``, ``check``, ``config``, ``device``, ``meet`` and ``assemble``,
-            called as functions of ``evener_stages``, and ``split``, which says how many layers each stage gets.
-        launchers: (optional, for packages pinned to their core's version) ``{"torchrun": "module:Class"}``: knows the
-            ranks that a launcher has started; called as ``evener_torchrun.ranks.TorchrunEnv``.
-        placements: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: a
-            ``Placement`` of experts (``evener.contracts.experts``), as ``evener.engine.worker.placement`` constructs
-            it.
-        connectors: (optional, for packages pinned to their core's version) ``{"host": "module:Class"}``: keeps state
-            that leaves the prefix cache; see ``evener.contracts.connector``.
-        cache_listeners: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes
-            what hears of blocks that enter and leave the prefix cache, or returns None; called with the configuration
-            and the worker's facts; see ``engine.controller.blocks``.
-        step_limits: (optional, for packages pinned to their core's version) ``{"name": "module:function"}``: makes what
-            limits the tokens of a server's steps, or returns None; called with the configuration and how many requests
-            run at once. The first is used. See ``engine.batching.step_limit``.
-        engine_commands: (optional, for packages pinned to their core's version) ``{"weights": "module:Class"}``: what
-            the engine does between steps, beside requests; see ``engine.wire.installed``.
     """
 
     name: str
@@ -170,35 +113,6 @@ class Descriptor:
     architectures: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     request_plugins: Mapping[str, str] = field(default_factory=dict)
-    tool_parsers: Mapping[str, str] = field(default_factory=dict)
-    reasoning_parsers: Mapping[str, str] = field(default_factory=dict)
-    grammars: Mapping[str, str] = field(default_factory=dict)
-    drafters: Mapping[str, str] = field(default_factory=dict)
     checkpoints: Mapping[str, str] = field(default_factory=dict)
-    weight_files: Mapping[str, str] = field(default_factory=dict)
-    checkpoint_views: Mapping[str, str] = field(default_factory=dict)
     model_sources: Mapping[str, str] = field(default_factory=dict)
-    executors: Mapping[str, str] = field(default_factory=dict)
-    launchers: Mapping[str, str] = field(default_factory=dict)
-    stage_parts: Mapping[str, str] = field(default_factory=dict)
-    old_spellings: Mapping[str, str] = field(default_factory=dict)
-    config_readers: Mapping[str, str] = field(default_factory=dict)
-    weight_makers: Mapping[str, str] = field(default_factory=dict)
-    grammar_masks: Mapping[str, str] = field(default_factory=dict)
-    placements: Mapping[str, str] = field(default_factory=dict)
-    connectors: Mapping[str, str] = field(default_factory=dict)
-    cache_listeners: Mapping[str, str] = field(default_factory=dict)
-    step_limits: Mapping[str, str] = field(default_factory=dict)
-    engine_commands: Mapping[str, str] = field(default_factory=dict)
-    state_formats: Mapping[str, str] = field(default_factory=dict)
-    quantizers: Mapping[str, str] = field(default_factory=dict)
-    pooling_readers: Mapping[str, str] = field(default_factory=dict)
-    pooling_parts: Mapping[str, str] = field(default_factory=dict)
-    media_parts: Mapping[str, str] = field(default_factory=dict)
-    adapter_readers: Mapping[str, str] = field(default_factory=dict)
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    tokenizer_readers: Mapping[str, str] = field(default_factory=dict)
-    chat_readers: Mapping[str, str] = field(default_factory=dict)
-    draft_policies: Mapping[str, str] = field(default_factory=dict)
-    worker_drafters: Mapping[str, str] = field(default_factory=dict)
     tuning: str | None = None

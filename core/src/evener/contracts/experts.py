@@ -1,17 +1,11 @@
 """The experts contract: routing gives logical expert ids, and a map on the device gives physical slots.
 
-Expert parallelism, redundant copies and experts that are stored elsewhere change the map, never the model. A
-``Placement`` is for experts that are not on the device: another backend computes them.
+Expert parallelism, redundant copies and experts that are stored elsewhere change the map, never the model.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
-
-from evener.contracts.ops import Bucket, OpFunction, Static
-from evener.contracts.quant import Packing
 
 if TYPE_CHECKING:
     import torch
@@ -32,44 +26,3 @@ class ExpertMap(NamedTuple):
         """Physical slots for logical ids [T, k], -1 for an expert that is not on this rank. ``salt``: int [T], spreads
         tokens over the copies."""
         return self.slots[logical, (salt[:, None] % self.copies[logical].clamp(min=1)).to(logical.dtype)]
-
-
-class Placement(ABC):
-    """Where the routed experts of some layers are, beside the device: their weights, and the ops that compute them, are
-    another backend's. ``str`` of it names that backend.
-
-    Attributes:
-        torch_device: of the weights.
-        packings: that backend's, by layout.
-        layers: numbers of the layers.
-        free: bytes that this rank may use there.
-        divided: (optional) runs the rows of a step in parts: takes the runner, the plan and the step of
-            ``evener.engine.worker`` and returns what ``Architecture.forward`` does. Each part must write a layer's
-            state before later ones read it. None: all rows at once. Steps that are captured do not use it.
-        eager: (optional) why steps with it cannot be captured, as the end of a sentence that begins with "experts of 2
-            layers are in host memory"; None: they can.
-        replayed: (optional) told before each replay of a captured step how many of its rows, the first ones, are not
-            padding.
-    """
-
-    torch_device: torch.device
-    packings: Mapping[str, Packing]
-    layers: tuple[int, ...]
-    free: int
-    divided: Callable[..., torch.Tensor] | None = None
-    eager: str | None = ""
-    replayed: Callable[[int], None] | None = None
-
-    def counters(self) -> Mapping[str, int]:
-        """(optional) What it has counted since the start, for a server's metrics; read when a step is done, so it
-        raises what failed on the host in a captured step. Default: nothing."""
-        return {}
-
-    def close(self) -> None:  # noqa: B027  # optional
-        """(optional) End its threads; no step follows. Calling it again does nothing. Default: nothing."""
-
-    @abstractmethod
-    def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
-        """The callable of ``routed_experts`` at one bucket. It takes the op's inputs on the device, starts, and returns
-        a function without arguments that waits for the result, which is on the device. Work that is submitted in
-        between runs at the same time."""

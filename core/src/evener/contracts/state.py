@@ -32,9 +32,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.contracts.device import DeviceCapabilities
@@ -435,15 +434,3 @@ class RecurrentProvider(StateProvider):
         key_heads // heads``. For each token ``S = exp(decay) S; S += k (beta (v - k S))``. Returns q S, [T, heads,
         value_dim].
         """
-
-
-#: The interface of each built-in kind of state.
-INTERFACES: Mapping[str, type[Any]] = MappingProxyType({
-    **dict.fromkeys(("full", "window", "chunk"), AttentionProvider), "latent": LatentProvider, "index": IndexProvider,
-    "recurrent": RecurrentProvider})  # fmt: skip
-
-
-def required_interface(spec: StateSpec, attention: AttentionSpec) -> type[Any]:
-    """The interface that a layer needs from its provider; ``StateProvider`` for a kind that a package adds."""
-    sparse = spec.kind == "latent" and attention.top is not None
-    return SparseLatentProvider if sparse else INTERFACES.get(spec.kind, StateProvider)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 
 from evener.contracts.communicator import Communicator
 from evener.contracts.declared import LinearWeight, StackedWeight, StateSlot
-from evener.contracts.experts import Placement
+from evener.contracts.placement import Placement
 
 
 def describe(record: type) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from evener.contracts import hooks
 from evener.contracts.device import DeviceCapabilities
-from evener.contracts.state import INTERFACES
+from evener.contracts.interfaces import INTERFACES
 from evener.errors import DescriptorError, HookError, PluginError, did_you_mean
 from evener.plugins.catalog import Package
 

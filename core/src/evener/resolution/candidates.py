@@ -19,7 +19,7 @@ from evener.plugins.hook_check import check_supports
 from evener.resolution.attribution import attributed_errors
 from evener.resolution.footprint import Sizes
 from evener.resolution.manifest import EXPANDED, REFERENCE
-from evener.resolution.tuning import TuningTable, label
+from evener.tuning_files.measurements import TuningTable, label
 
 
 @dataclass(frozen=True, kw_only=True)

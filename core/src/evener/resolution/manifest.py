@@ -11,7 +11,7 @@ from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, Variant
 from evener.contracts.quant import QuantFormat, WeightPart, plain
 from evener.resolution.buckets import merge_buckets
-from evener.resolution.tuning import label
+from evener.tuning_files.measurements import label
 
 REFERENCE = "reference"
 EXPANDED = "expanded"

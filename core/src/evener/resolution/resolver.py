@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.declared import CallSite, LinearWeight, StateSlot
+from evener.contracts.interfaces import required_interface
 from evener.contracts.ops import Bucket, OpCall, OpFunction, OpSchema, Use, Variant
 from evener.contracts.quant import WeightPart, plain
 from evener.contracts.quantized.state import unscaled
-from evener.contracts.state import StateProvider, required_interface
+from evener.contracts.state import StateProvider
 from evener.errors import ResolveError, UnknownNameError
 from evener.ops.composites import linear_static
 from evener.ops.parts import communicators, load_reference
@@ -22,7 +23,7 @@ from evener.resolution.buckets import bucket_index
 from evener.resolution.candidates import Candidates, kernel_refusal, op_call, reference_provider, refusal
 from evener.resolution.footprint import StepFootprint
 from evener.resolution.manifest import REFERENCE, Choice, Manifest
-from evener.resolution.tuning import Measurement
+from evener.tuning_files.measurements import Measurement
 
 if TYPE_CHECKING:
     import torch

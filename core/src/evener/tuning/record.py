@@ -19,7 +19,7 @@ from evener.engine.wire.plan import Admission, Plan, TableUpdate
 from evener.engine.worker.worker import Worker
 from evener.resolution.candidates import Candidates, op_call
 from evener.resolution.resolver import Resolver
-from evener.resolution.tuning import TuningTable, call_key
+from evener.tuning_files.measurements import TuningTable, call_key
 
 #: Bytes of inputs, of different layers, that a timed run reads: more than a device's caches hold, so that weights come
 #: from memory as they do in a step.

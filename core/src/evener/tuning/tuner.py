@@ -23,11 +23,11 @@ from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.worker import Worker
 from evener.errors import ConfigError, UnknownNameError
 from evener.ops.parts import walk_static
-from evener.resolution import tuning
 from evener.resolution.candidates import reference_provider, refusal
 from evener.resolution.resolver import Resolver
-from evener.resolution.tuning import Entry, Measurement, TuningTable, label, signature
 from evener.tuning.record import RecordedOp, Steps
+from evener.tuning_files import measurements
+from evener.tuning_files.measurements import Entry, Measurement, TuningTable, label, signature
 
 #: Least seconds of one timed run, so that its start and end do not matter; rounds of all candidates; rounds of those
 #: that are at most so many times slower than the fastest, and that factor.
@@ -283,7 +283,7 @@ def tune(
     bench = a.resolver.available.tuned.bench
     assert bench is not None, "assembly says where it is"
     name = re.sub(r"[^a-z0-9.]+", "-", f"{a.device.name} {Path(config.model).name} {a.config.dtype}".lower())
-    path = Path(out) if out else tuning.default_folder() / f"{name}.json"
+    path = Path(out) if out else measurements.default_folder() / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     tuner, outcomes = Tuner(a), list[TuningOutcome]()
     for each in shown([r for r in recorded.values() if not ops or r.schema.name in ops]):
@@ -293,11 +293,11 @@ def tune(
     return path, outcomes
 
 
-def _file(bench: tuning.BenchEnvironment, entries: list[Entry]) -> tuning.TuningFile:
+def _file(bench: measurements.BenchEnvironment, entries: list[Entry]) -> measurements.TuningFile:
     """Packages of which nothing was measured are left out: a later run may lack them."""
     measured = {each.provider.partition("/")[0] for entry in entries for each in entry.measured}
     packages = {name: version for name, version in bench.packages.items() if name in measured}
-    return tuning.TuningFile(tuning.FORMAT, msgspec.structs.replace(bench, packages=packages), entries)
+    return measurements.TuningFile(measurements.FORMAT, msgspec.structs.replace(bench, packages=packages), entries)
 
 
 def _chosen(buckets: Sequence[Bucket], tokens: Sequence[int]) -> list[Bucket]:

@@ -18,8 +18,8 @@ from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.conversion.views import CheckpointView, ViewRequest
 from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device
-from evener.contracts.experts import Placement
 from evener.contracts.graph import GraphCapture
+from evener.contracts.placement import Placement
 from evener.contracts.pooling import PoolingRequest, PoolingSettings
 from evener.contracts.quant import QuantScheme
 from evener.contracts.state import StateKind
@@ -44,7 +44,7 @@ from evener.resolution.buckets import captured_prompts, token_buckets
 from evener.resolution.candidates import Candidates
 from evener.resolution.footprint import Sizes
 from evener.resolution.resolver import Resolver
-from evener.resolution.tuning import BenchEnvironment, read_tuned
+from evener.tuning_files.measurements import BenchEnvironment, read_tuned
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from evener.plugins.catalog import Provided
 from evener.resolution.buckets import token_buckets
 from evener.resolution.candidates import Candidates
 from evener.resolution.resolver import Resolver
-from evener.resolution.tuning import (
+from evener.tuning_files.measurements import (
     FORMAT,
     BenchEnvironment,
     Entry,
