@@ -46,9 +46,9 @@ CONTRACTS = ROOT / "core/src/evener/contracts"
 #: The contracts in the order in which an implementer meets them.
 MODULES = (
     "descriptor", "parts", "probe", "hooks", "device", "ops", "state", "interfaces", "quant", "storage", "architecture",
-    "pooling", "checkpoint", "communicator", "graph", "experts", "placement", "connector", "request_plugin", "outputs",
-    "media", "encoder", "declared", "statics", "weights", "tokenizer", "generation.chat", "generation.parsers",
-    "generation.parsed", "grammar.library", "generation.drafter", "generation.drafts", "writing",
+    "builder", "pooling", "checkpoint", "communicator", "graph", "experts", "placement", "connector", "request_plugin",
+    "outputs", "media", "encoder", "declared", "sizes", "statics", "weights", "tokenizer", "generation.chat",
+    "generation.parsers", "generation.parsed", "grammar.library", "generation.drafter", "generation.drafts", "writing",
     "conversion.quantizer", "conversion.views", "quantized.state", "adapters",
 )  # fmt: skip
 #: What families are made of, and the files in ``evener.layers``.

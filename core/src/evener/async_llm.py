@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from evener.api.weights import AsyncWeightCommands
 from evener.contracts.adapters import Adapters
 from evener.contracts.generation.chat import Chat
 from evener.contracts.media import MediaPrompt
@@ -25,7 +26,6 @@ from evener.engine.processes.launch import join_script
 from evener.engine.wire import messages as wire
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.installed import find_commands
 from evener.engine.wire.pooling import text_vectors
 from evener.errors import EngineDeadError, EngineError, EvenerError, RenderTimeoutError
 from evener.frontend.capacity import Capacity, Reservation
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from evener.config import Config
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncWeightCommands):
     """An engine behind asyncio. Create it inside the event loop that will use it.
 
     Args:
@@ -257,26 +257,18 @@ class AsyncLLM:
             return await self.submit(text, params, request_id=request_id, kind="chat", reservation=room)
 
     async def stream(
-        self,
-        prompt: str | list[int] | MediaPrompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        kind: Kind = "completion",
-    ) -> AsyncIterator[Delta]:
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams | None = None, *,
+        request_id: str | None = None, kind: Kind = "completion",
+    ) -> AsyncIterator[Delta]:  # fmt: skip
         """``submit``, then its deltas, as one asynchronous generator; closing it aborts the request."""
         async with await self.submit(prompt, params, request_id=request_id, kind=kind) as stream:
             async for delta in stream:
                 yield delta
 
     async def generate(
-        self,
-        prompt: str | list[int] | MediaPrompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        kind: Kind = "completion",
-    ) -> AsyncIterator[RequestOutput]:
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams | None = None, *,
+        request_id: str | None = None, kind: Kind = "completion",
+    ) -> AsyncIterator[RequestOutput]:  # fmt: skip
         """The whole output so far, each time it grows; the last one is ``finished``. Closing the generator aborts the
         request.
 
@@ -343,27 +335,8 @@ class AsyncLLM:
             return False
         return True
 
-    async def sleep(self, timeout: float | None = None) -> None:
-        """As ``LLM.sleep``; requests are refused meanwhile. Those that run have ``timeout`` seconds to end (None: as
-        long as they take), then they end with an error.
-
-        Raises:
-            CheckpointError, EngineDeadError: as ``LLM.sleep``.
-        """
-        await find_commands("weights").async_front(self).sleep(timeout)
-
-    async def wake_up(self) -> None:
-        """As ``LLM.wake_up``."""
-        await find_commands("weights").async_front(self).wake_up()
-
-    async def update_weights(
-        self, folder: str | Path, version: str | None = None, timeout: float | None = None
-    ) -> None:  # fmt: skip
-        """As ``LLM.update_weights``; with running requests as ``sleep``."""
-        await find_commands("weights").async_front(self).update(folder, version, timeout)
-
     async def command(self, order: wire.Command) -> wire.CommandDone:
-        """As ``LLM.command``, between steps. The caller holds ``commanding``."""
+        """As ``AsyncWeightCommands.command``."""
         return await self._ask(order, wire.CommandDone)  # type: ignore[no-any-return]
 
     async def _ask(self, message: wire.ToController, answer: type) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evener.api.weights import WeightCommands
 from evener.contracts.adapters import Adapters
 from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import RequestOutput
@@ -17,7 +18,6 @@ from evener.contracts.pooling import Embedding
 from evener.engine.processes.launch import join_script
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.engine_info import EngineInfo
-from evener.engine.wire.installed import find_commands
 from evener.engine.wire.messages import Command, CommandDone, Dead, Ready
 from evener.engine.wire.pooling import text_vectors
 from evener.errors import EngineDeadError, EngineError, RequestError
@@ -30,7 +30,7 @@ from evener.sampling_params import SamplingParams
 Messages = list[dict[str, Any]]
 
 
-class LLM:
+class LLM(WeightCommands):
     """A model that is ready to generate. A process can have several; each handles one call at a time.
 
     The scheduler runs in this process, in the caller's thread; so does the worker, unless ``executor=process``. Several
@@ -87,13 +87,10 @@ class LLM:
         return self._frontend.tokenizer
 
     def generate(
-        self,
-        prompts: str | list[int] | MediaPrompt | Sequence[str | list[int] | MediaPrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        lora: str | None = None,
-        raise_on_error: bool = True,
-    ) -> list[RequestOutput]:
+        self, prompts: str | list[int] | MediaPrompt | Sequence[str | list[int] | MediaPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        lora: str | None = None, raise_on_error: bool = True,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Complete prompts; returns the outputs in the order of the prompts.
 
         Args:
@@ -111,17 +108,12 @@ class LLM:
         return self._run(_as_prompts(prompts), sampling_params, "completion", raise_on_error, lora)
 
     def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: dict[str, Any] | None = None,
-        lora: str | None = None,
-        raise_on_error: bool = True,
-    ) -> list[RequestOutput]:
+        self, messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, template_kwargs: dict[str, Any] | None = None,
+        lora: str | None = None, raise_on_error: bool = True,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Answer one conversation, or a list of them, with the model's chat template. ``lora`` as in ``generate``.
 
         Raises:
@@ -162,40 +154,8 @@ class LLM:
         """The adapters (LoRA) that requests may name: to load and to unload them."""
         return self._frontend.adapters
 
-    def sleep(self) -> None:
-        """Release the memory of weights and KV cache; requests fail until ``wake_up`` or ``update_weights``.
-
-        Raises:
-            CheckpointError: this engine cannot; EngineDeadError: it has stopped.
-        """
-        find_commands("weights").front(self).sleep()
-
-    def wake_up(self) -> None:
-        """Load the weights again. They must still be where they were.
-
-        Raises:
-            CheckpointError: they cannot be loaded, and the engine stays asleep; EngineDeadError: it has stopped.
-        """
-        find_commands("weights").front(self).wake_up()
-
-    def update_weights(self, folder: str | Path, version: str | None = None) -> None:
-        """Replace the weights by those of another folder of the same model, also of an engine that is asleep. Cached
-        prefixes are forgotten.
-
-        Args:
-            version: becomes ``weights_version``; None: the number of updates, and one.
-
-        Raises:
-            CheckpointError: the folder does not fit, and nothing has changed; EngineDeadError: the engine has stopped.
-        """
-        find_commands("weights").front(self).update(folder, version)
-
     def command(self, order: Command) -> CommandDone:
-        """Have an installed package do something between two calls: for that package, see ``engine.wire.installed``.
-
-        Raises:
-            EngineDeadError: the engine has stopped.
-        """
+        """As ``WeightCommands.command``."""
         with self._lock:
             self._check_open()
             self._client.send(order)
@@ -213,13 +173,10 @@ class LLM:
         self.close()
 
     def _run(
-        self,
-        prompts: Sequence[str | list[int] | MediaPrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        kind: Kind,
-        raise_on_error: bool,
+        self, prompts: Sequence[str | list[int] | MediaPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None, kind: Kind, raise_on_error: bool,
         lora: str | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput]:  # fmt: skip
         params = self._each(sampling_params, len(prompts))
         params = params if lora is None else [replace(each, lora=lora) for each in params]
         with self._lock:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from evener.api.numbers import check_integer, check_number
 from evener.contracts.adapters import HeldAdapter
 from evener.contracts.grammar.library import GrammarSpec
 from evener.contracts.outputs import PromptOutputs
@@ -105,21 +106,21 @@ class SamplingParams:
     transfer: str = ""
 
     def __post_init__(self) -> None:
-        _integer("n", self.n, 1, 128)
-        _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
-        _number("max_time", self.max_time, 0.0, math.inf, open_low=True)
-        _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1, None)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _integer("seed", self.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
-        _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("logprobs", self.logprobs, -1, None)
-        _integer("prompt_logprobs", self.prompt_logprobs, -1, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
+        check_integer("n", self.n, 1, 128)
+        check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        check_number("max_time", self.max_time, 0.0, math.inf, open_low=True)
+        check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_integer("top_k", self.top_k, -1, None)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_integer("seed", self.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
+        check_integer("max_tokens", self.max_tokens, 1, None)
+        check_integer("logprobs", self.logprobs, -1, None)
+        check_integer("prompt_logprobs", self.prompt_logprobs, -1, None)
+        check_integer("min_tokens", self.min_tokens, 0, None)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
         for name in ("n", "priority", "min_tokens", "frequency_penalty", "presence_penalty"):
             if getattr(self, name) is None:
                 raise RequestError(f"{name} must be a number, not None", name)
@@ -154,26 +155,9 @@ class SamplingParams:
             if not isinstance(ids, kind) or len(ids) > limit or not all(type(i) is int and i >= 0 for i in ids):
                 raise RequestError(f"{name} must contain only token ids, at most {limit} of them", name)
         for value in [each for each in self.logit_bias.values() if each != -math.inf]:
-            _number("logit_bias", math.nan if value is None else value, -100.0, 100.0)
+            check_number("logit_bias", math.nan if value is None else value, -100.0, 100.0)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple, empty when unset."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-
-def _integer(name: str, value: object, low: int, high: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be an integer {limits}, not {value!r}", name)
-
-
-def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    if value is None:
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
-        limits = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name} must be a number {limits}{f' but not {low:g}' * open_low}, not {value!r}", name)

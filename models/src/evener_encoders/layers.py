@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evener.contracts.architecture import Step
-from evener.contracts.declared import Size
+from evener.contracts.sizes import Size
 from evener.contracts.state import AttentionSpec, StateSpec
 from evener.layers import Builder, RotaryConfig
 from evener.layers.decoder import linear_parts

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from evener.contracts.declared import Size, Span
+from evener.contracts.declared import Span
+from evener.contracts.sizes import Size
 from evener.layers.builder import Builder
 
 if TYPE_CHECKING:

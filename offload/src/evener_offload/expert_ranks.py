@@ -17,7 +17,8 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from evener.contracts.declared import Size, Span, StackedWeight, Table, Weight
+from evener.contracts.declared import Span, StackedWeight, Table, Weight
+from evener.contracts.sizes import Size
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
 

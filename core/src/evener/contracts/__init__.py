@@ -19,6 +19,7 @@ module                     for whom
 ``experts``                a kernel that computes a mixture of experts
 ``placement``              a package whose backend computes experts beside the device
 ``architecture``           a model author
+``builder``, ``sizes``      the same: what a model declares itself to, and the sizes that a rank has
 ``pooling``                a model author: models that embed or score a text
 ``encoder``                a model author: images
 ``declared``, ``weights``  a kernel author: what a model declares, and the weights of composite ops

@@ -10,14 +10,14 @@ the class by name in a descriptor; it is imported when a checkpoint needs it::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from evener.contracts.builder import ModelBuilder
     from evener.contracts.checkpoint import ModelFiles
-    from evener.contracts.communicator import Communicator
     from evener.contracts.encoder import Encoder, ImageInput
 
 
@@ -44,35 +44,6 @@ class Step(Protocol):
     def embedding_overrides(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
     @property
     def stream(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
-
-
-class ModelBuilder(Protocol):
-    """What an architecture gets to declare itself to. It is a ``Builder`` (see ``evener.layers``), which layers take;
-    the members here are what a model reads of its run.
-
-    Attributes:
-        dtype: compute dtype of weights and activations.
-        max_positions: tokens of the longest sequence that will be run.
-        communicator: of this rank's tensor parallel group; None for one rank.
-        predicts: whether the run wants the layer of ``Architecture.predict``.
-    """
-
-    dtype: str
-    max_positions: int
-    communicator: Communicator | None
-    predicts: bool
-
-    @property
-    def first_stage(self) -> bool:
-        """Whether this rank's pipeline stage embeds the tokens."""
-
-    @property
-    def last_stage(self) -> bool:
-        """Whether this rank's pipeline stage computes the logits."""
-
-    def layers(self, count: int) -> Sequence[int]:
-        """The numbers of this stage's layers, ascending, out of ``count``. Not always consecutive: a run may have
-        only some of the layers (``infer.layers``)."""
 
 
 class Architecture(ABC):

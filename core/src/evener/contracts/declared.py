@@ -5,9 +5,8 @@ Kernels see these declarations in ``OpCall.static``: a weight is a ``LinearWeigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.adapters import AdaptedProduct
@@ -40,22 +39,6 @@ class Span:
     def shifted(self, offset: int, whole: int) -> Span:
         """The same span in a tensor of ``whole`` elements, after ``offset`` other elements."""
         return Span(self.start + offset, self.stop + offset, whole)
-
-
-def merge_spans(spans: Iterable[Span]) -> list[Span]:
-    """Spans of one tensor, in order; merged into one span if they are adjacent."""
-    found = list(spans)
-    together = all(a.stop == b.start for a, b in pairwise(found))
-    return [Span(found[0].start, found[-1].stop, found[0].whole)] if together else found
-
-
-#: A size along one axis: a number, of which this rank has all, or this rank's span.
-Size = int | Span
-
-
-def local_size(size: Size) -> int:
-    """Number of elements that this rank has."""
-    return size if isinstance(size, int) else size.size
 
 
 @dataclass(frozen=True)

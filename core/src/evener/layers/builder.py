@@ -10,8 +10,9 @@ from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts import declared
-from evener.contracts.declared import Declared, LinearWeight, Size, Slice, Span, Table, Weight, WeightGroup, local_size
+from evener.contracts.declared import Declared, LinearWeight, Slice, Span, Table, Weight, WeightGroup
 from evener.contracts.quant import WeightPart, plain
+from evener.contracts.sizes import Size, local_size
 from evener.contracts.state import AttentionSpec, StateSpec
 from evener.errors import ArchitectureError, ConfigError
 from evener.layers.config_json import known_activation
@@ -60,19 +61,11 @@ class Builder:
     """
 
     def __init__(
-        self,
-        dtype: str,
-        max_positions: int,
-        part_source: PartSource | None = None,
-        communicator: Communicator | None = None,
-        absorb: str = "auto",
-        index_top: int | None = None,
-        state_dtype: str | None = None,
-        snapshot_every: int | None = None,
-        stage: tuple[int, int] = (0, 1),
-        partition: Sequence[int] = (),
-        predicts: bool = False,
-    ) -> None:
+        self, dtype: str, max_positions: int, part_source: PartSource | None = None,
+        communicator: Communicator | None = None, absorb: str = "auto", index_top: int | None = None,
+        state_dtype: str | None = None, snapshot_every: int | None = None, stage: tuple[int, int] = (0, 1),
+        partition: Sequence[int] = (), predicts: bool = False,
+    ) -> None:  # fmt: skip
         self.rank, self.ranks = (0, 1) if communicator is None else (communicator.rank, communicator.size)
         self.head: Callable[..., Any] | None = None
         self.held = range(0)

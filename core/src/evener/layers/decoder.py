@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from evener.contracts.architecture import Step
-from evener.contracts.declared import CallSite, Size, Span, Table, Weight, WeightGroup, merge_spans
+from evener.contracts.declared import CallSite, Span, Table, Weight, WeightGroup
+from evener.contracts.sizes import Size, merge_spans
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
 from evener.contracts.statics import AttentionStatic, DecoderLayerStatic, MLPStatic, NormStatic
 from evener.contracts.weights import AttentionWeights, MLPWeights

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from evener.contracts.declared import LinearWeight, Table, WeightGroup, merge_spans
+from evener.contracts.declared import LinearWeight, Table, WeightGroup
+from evener.contracts.sizes import merge_spans
 from evener.contracts.statics import MoEStatic, NormStatic
 from evener.contracts.weights import MoEWeights
 from evener.errors import ArchitectureError

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evener.contracts.architecture import Step
-from evener.contracts.declared import CallSite, StateSlot, WeightGroup, merge_spans
+from evener.contracts.declared import CallSite, StateSlot, WeightGroup
+from evener.contracts.sizes import merge_spans
 from evener.contracts.state import AttentionSpec, StateSpec, StateTensor
 from evener.contracts.statics import DeltaStatic, GatedAttentionStatic, NormStatic
 from evener.contracts.weights import DeltaWeights, GatedAttentionWeights

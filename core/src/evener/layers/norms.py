@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from evener.contracts.declared import Size, Table, Weight, local_size
+from evener.contracts.declared import Table, Weight
 from evener.contracts.quant import DTYPE_BYTES
+from evener.contracts.sizes import Size, local_size
 from evener.contracts.statics import NormStatic
 from evener.layers.builder import Builder
 

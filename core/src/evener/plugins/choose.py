@@ -70,13 +70,9 @@ def requested_backend(requested: str | None, environ: Mapping[str, str] | None =
 
 
 def choose(
-    catalog: Catalog,
-    requested: str | None = None,
-    *,
-    probes: ProbeRun | Mapping[str, ProbeOutcome] | None = None,
-    environ: Mapping[str, str] | None = None,
-    pci_root: Path = SYSFS,
-) -> Selection:
+    catalog: Catalog, requested: str | None = None, *, probes: ProbeRun | Mapping[str, ProbeOutcome] | None = None,
+    environ: Mapping[str, str] | None = None, pci_root: Path = SYSFS,
+) -> Selection:  # fmt: skip
     """Choose a backend: the one that was asked for, otherwise the one with the highest score.
 
     Args:
@@ -102,13 +98,9 @@ def choose(
 
 
 def assess(
-    catalog: Catalog,
-    requested: str | None = None,
-    *,
-    probes: ProbeRun | Mapping[str, ProbeOutcome] | None = None,
-    environ: Mapping[str, str] | None = None,
-    pci_root: Path = SYSFS,
-) -> Assessment:
+    catalog: Catalog, requested: str | None = None, *, probes: ProbeRun | Mapping[str, ProbeOutcome] | None = None,
+    environ: Mapping[str, str] | None = None, pci_root: Path = SYSFS,
+) -> Assessment:  # fmt: skip
     """As ``choose``, but the error is returned with the report, not raised; for ``evener doctor``."""
     name, source = requested_backend(requested, environ)
     if probes is None:

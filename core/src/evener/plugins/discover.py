@@ -57,12 +57,9 @@ class _Found:
 
 
 def discover(
-    *,
-    path: Sequence[str] | None = None,
-    environ: Mapping[str, str] | None = None,
-    builtins: Sequence[Descriptor] = (),
-    core_contracts: Mapping[str, tuple[int, int]] = CORE_CONTRACTS,
-) -> Catalog:
+    *, path: Sequence[str] | None = None, environ: Mapping[str, str] | None = None,
+    builtins: Sequence[Descriptor] = (), core_contracts: Mapping[str, tuple[int, int]] = CORE_CONTRACTS,
+) -> Catalog:  # fmt: skip
     """Read every descriptor. A package that cannot be used becomes a ``Problem``; the others are not affected.
 
     Args:

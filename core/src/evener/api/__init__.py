@@ -1,0 +1,1 @@
+"""What ``LLM`` and ``AsyncLLM`` do beside generating text: each module has what both inherit."""
