@@ -38,7 +38,7 @@ from evener_kernels_triton.tuning import Product, Tuning
 
 #: [rows, columns] of the products of Qwen3-8B's layers, in their order; the first and the third begin with a norm.
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-FORMS = ("plain", "fp8", "fp8-block", "int4", "int4-zeros", "q4_k")
+FORMS = ("plain", "fp8", "fp8-block", "int4", "int4-zeros", "q4_k", "mxfp4", "nvfp4", "nf4")
 LAYERS = 6
 #: A layer: from x and the residual stream to the same.
 Layer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

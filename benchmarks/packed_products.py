@@ -1,6 +1,6 @@
 """Check and time linear layers over packed weights with Triton's kernels, on a GPU.
 
-Formats: GGUF's blocks, integers of four bits in groups, MXFP4.
+Formats: GGUF's blocks, integers of four bits in groups, MXFP4, NVFP4, and the tables of NF4 and FP4.
 
     python benchmarks/packed_products.py [--sweep SECONDS] [--best BEST] [FILE]
 
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from stored_products import APART, CUDA, SHAPES, microseconds, tuning
 
-from evener.contracts.quant import BLOCKS, MXFP4, QuantFormat, WeightPart, block_format
+from evener.contracts.quant import BLOCKS, MXFP4, NVFP4, QuantFormat, WeightPart, block_format
 from evener_kernels_triton.linear import dequantized, dequantized_linear, few_tokens_linear
 from evener_kernels_triton.packed import PACKED, PackedMatrix
 from evener_kernels_triton.tuning import Tuning
@@ -36,13 +36,14 @@ INT4 = {
     "int4-act": QuantFormat("uint4", 128, scale="float16", order="act"),
 }
 FORMS: dict[str, QuantFormat] = {
-    **INT4, **{storage: block_format(storage) for storage in BLOCKS}, "mxfp4": MXFP4,
+    **INT4, **{storage: block_format(storage) for storage in BLOCKS}, "mxfp4": MXFP4, "nvfp4": NVFP4,
+    "nf4": QuantFormat("nf4", 64, scale="float32"), "fp4": QuantFormat("fp4", 128, scale="float32"),
 }  # fmt: skip
 #: Formats that are timed at all sizes and tokens, and those that are timed for gate and up at few.
-TIMED, BRIEFLY = ("int4", "q4_k", "q6_k"), ("int4-zeros", "q8_0", "q4_0", "q5_k", "q3_k", "q2_k", "mxfp4")
+TIMED, BRIEFLY = ("int4", "q4_k", "q6_k"), ("int4-zeros", "q8_0", "q4_0", "q5_k", "q3_k", "q2_k", "mxfp4", "nvfp4", "nf4")
 #: Formats whose other sizes are tried, with the tokens.
 SWEPT = {"int4": (1, 16, 64, 256), "q4_k": (1, 64), "q6_k": (1,)}
-EXPERTS = ("int4", "q4_k", "q6_k", "mxfp4")
+EXPERTS = ("int4", "q4_k", "q6_k", "mxfp4", "nvfp4", "nf4")
 TOKENS = (1, 16, 64, 256)
 #: Form, name of a shape, tokens, and changes of sizes.
 Job = tuple[str, str, int, dict[str, int]]
@@ -60,6 +61,14 @@ def part_of(form: str, rows: int, columns: int, seed: int, where: torch.device =
 
     if form == "mxfp4":
         tensors = {"weight": bits(rows, columns // 32, 16), "scale": bits(rows, columns // 32) % 4 + 118}
+    elif how.storage in ("float4_e2m1", "nf4", "fp4"):
+        tensors = {"weight": bits(rows, columns // 2)}
+        size = 1.0 if form == "nvfp4" else 0.05
+        tensors["scale"] = scales(size, rows, columns // how.group).to(getattr(torch, str(how.scale)))
+        if form == "nvfp4":
+            tensors["factor"] = scales(0.008, 1)[0]
+        else:
+            tensors["table"] = scales(2.0, 16) - 2.0
     elif how.storage == "uint4":
         groups = how.row_scales(columns)
         tensors = {"weight": bits(rows, columns // 2)}
@@ -93,7 +102,7 @@ def check(form: str) -> tuple[str, bool]:
 
     torch.set_num_threads(1)
     sizes, host, worst = _tuning(), torch.device("cpu"), dict[str, float]()
-    for columns in (1280, 320) if form in ("int4", "q4_0", "mxfp4") else (1280,):
+    for columns in (1280, 320) if form in ("int4", "q4_0", "mxfp4", "nvfp4", "nf4") else (1280,):
         parts = [part_of(form, rows, columns, rows, host) for rows in (70, 131)]
         want_values = torch.cat([reference_dequantize(part) for part in parts]).to(CUDA)
         matrix = PACKED.pack(parts, "bfloat16", CUDA).data

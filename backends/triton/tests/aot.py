@@ -248,13 +248,14 @@ def _rounded(tuning: Tuning, kind: torch.dtype) -> None:
             rounded_grouped(tuning, inside, matrix(128, 2048, 768), y, work, share=False)
 
 
-#: GGUF's legacy and k-quants, with scales of their own and inside of blocks; and MXFP4.
+#: GGUF's legacy and k-quants, with scales of their own and inside of blocks; and MXFP4. NVFP4 and NF4 are no blocks.
 _COMPILED_FORMS = ("q4_0", "q4_k", "q6_k", "float4_e2m1")
 
 
 def _packed(tuning: Tuning, kind: torch.dtype) -> None:
     """Products with packed weights of one form of each kind, of a large model's sizes: compiling one takes seconds."""
     forms = {"uint4, zeros": PackedForm("q4", "zero", 128), **{name: FORMS[name] for name in _COMPILED_FORMS}}
+    forms |= {"nvfp4": PackedForm("e2m1", "e4m3", 16), "nf4": PackedForm("table", "float", 64)}
     for name, form in forms.items():
         for tokens in (1, 64):
             x = torch.empty(tokens, 4096, dtype=kind, device=META)
@@ -262,9 +263,9 @@ def _packed(tuning: Tuning, kind: torch.dtype) -> None:
         dequantized(tuning, _matrix(form, 4096, 4096), kind)
         if name == "uint4, zeros":
             _rounded_values(tuning, kind, form)
-        if name == "q4_k" and kind.itemsize == 2:
+        if name in ("q4_k", "nvfp4", "nf4", "float4_e2m1") and kind.itemsize == 2:
             _one_token(tuning, kind, form)
-        for tokens in (4, 64) if name in ("q4_k", "float4_e2m1") else ():
+        for tokens in (4, 64) if name in ("q4_k", "nvfp4", "nf4") else ():
             slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
             x = torch.empty(tokens, 2048, dtype=kind, device=META)
             inside = torch.empty(tokens * 8, 768, dtype=kind, device=META)
@@ -302,7 +303,8 @@ def _matrix(form: PackedForm, *shape: int) -> PackedMatrix:
 
     low, scales = room(form.low, dtype=torch.int16), room(form.words, dtype=torch.int32)
     high = room(form.high, dtype=form.high_dtype) if form.high else low
-    tops = room(dtype=torch.int32 if form.top == 4 else torch.float16) if form.top else scales
+    held, dtype = form.tops(rows, columns) or ((), torch.int32)
+    tops = torch.empty(*count, *held, dtype=dtype, device=META) if held else scales
     return PackedMatrix(shape, (Segment(0, rows, columns, form, low, high, scales, tops),))
 
 

@@ -14,7 +14,7 @@ from evener.ops.reference.rounding import rounded
 from evener.ops.schemas import BUILTIN
 from evener_conformance.kit import formats
 from evener_conformance.kit.cases import blocks
-from evener_conformance.kit.cases.blocks import GROUPED, random_part, reference_dequantize, unit_of
+from evener_conformance.kit.cases.blocks import GROUPED, TABLES, random_part, reference_dequantize, unit_of
 from evener_conformance.kit.outcome import Check
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.experts import ExpertAssignment, grouped, sort
@@ -28,7 +28,7 @@ from evener_kernels_triton.tuning import Tuning
 HOST = torch.device("cpu")
 SMALL, LARGE = Tuning(4, 48 << 10, False), Tuning(132, 227 << 10, False)
 GROUPS = ("uint4 by 128", "uint4 by row", "uint4 by 32, zeros", "uint4 by 64, act")
-STORAGES = (*BLOCKS, MXFP4.storage, *GROUPS)
+STORAGES = (*BLOCKS, MXFP4.storage, *GROUPS, *TABLES)
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,8 @@ def packed(parts: Sequence[WeightPart]) -> PackedMatrix:
 
 def widths(storage: str) -> tuple[int, ...]:
     """Whole spans of columns, and torn ones where a format's blocks allow them."""
+    if storage in TABLES:
+        return (256, 3 * unit_of(storage))
     return (512,) if unit_of(storage) == 256 else (256, 96)
 
 
@@ -68,7 +70,7 @@ def test_a_packed_matrix_of_two_parts_has_their_values(storage: str) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_products_with_a_packed_matrix_are_those_of_its_values(storage: str) -> None:
     """One token, whose sums are scaled, over columns in several splits; and so many that weights are scaled."""
-    columns = 1024 if unit_of(storage) == 256 else 544
+    columns = 1024 if unit_of(storage) == 256 else 640 if storage in TABLES else 544
     parts = random_parts([storage] * 2, columns, (19, 14))
     values, matrix = torch.cat([reference_dequantize(p) for p in parts]), packed(parts)
     draw = torch.Generator().manual_seed(7)

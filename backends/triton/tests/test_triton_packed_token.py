@@ -11,7 +11,7 @@ from interpreted import every_access_checked, host_kernels, host_states, schemas
 
 from evener.contracts.quant import QuantFormat, WeightPart
 from evener_conformance.kit import families as family_list
-from evener_conformance.kit.cases.blocks import format_of, random_grouped, random_part, reference_dequantize
+from evener_conformance.kit.cases.blocks import TABLES, format_of, random_grouped, random_part, reference_dequantize
 from evener_conformance.kit.composites import check_composite
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.linear import few_tokens_linear
@@ -25,6 +25,7 @@ SMALL, LARGE = Tuning(1, 48 << 10, False), Tuning(132, 227 << 10, False)
 FORMS = {
     "uint4 by 128": (384, 256), "uint4 by row": (300,), "q4_0": (352,), "q4_k": (512,),
     "uint4 by 64": (192,), "uint4 by 64, zeros": (320,), "uint4 by 128, zeros": (256,),
+    "nvfp4": (304, 256), "float4_e2m1": (352,), "nf4 by 64": (192, 512), "fp4 by 128": (384,),
 }  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def tiny_tensors(one_thread: None) -> None:
 
 def part(storage: str, rows: int, columns: int, seed: int) -> WeightPart:
     draw = torch.Generator().manual_seed(seed)
-    if storage in ("q4_0", "q4_k", "uint4 by 128", "uint4 by row"):
+    if storage in (*TABLES, "float4_e2m1", "q4_0", "q4_k", "uint4 by 128", "uint4 by row"):
         return random_part(storage, rows, columns, draw)
     group, zero = int(storage.split()[2].strip(",")), "uint8" if "zeros" in storage else None
     return random_grouped(QuantFormat("uint4", group, scale="bfloat16", zero=zero), rows, columns, draw)
@@ -55,11 +56,12 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
 def test_a_norm_before_and_an_activation_after_are_in_the_launch(storage: str) -> None:
     """Programs with several tiles of rows, and with one."""
     draw = torch.Generator().manual_seed(7)
+    rows = 32 if storage.split()[0] in ("nf4", "fp4") else 9  # a program reads one table
     for columns in FORMS[storage]:
-        parts = [part(storage, 9, columns, seed) for seed in range(2)]
+        parts = [part(storage, rows, columns, seed) for seed in range(2)]
         assert enters_token(LARGE, parts, 2, 2) and not enters_token(LARGE, parts, 4, 2), "float32 has more bits"
         values, matrix = torch.cat([reference_dequantize(p) for p in parts]), packed(parts)
-        x, gain, bias = (torch.randn(*size, generator=draw).bfloat16() for size in ((1, columns), (columns,), (18,)))
+        x, gain, bias = (torch.randn(*size, generator=draw).bfloat16() for size in ((1, columns), (columns,), (2 * rows,)))
         residual = torch.randn(1, columns, generator=draw)
         for tuning in (SMALL, LARGE):
             total = torch.full((1, columns), torch.nan)

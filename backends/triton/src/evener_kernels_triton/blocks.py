@@ -6,6 +6,7 @@ Nothing is rounded. Numbers, scales and the scales of scales go to arrays of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -14,14 +15,16 @@ from evener.contracts.quant import BLOCKS, MXFP4, WeightPart, block_format
 
 #: Columns of a span with one unit.
 UNIT = 128
+#: Rows that share a table of 16 numbers, and words of 32 bits that stand for it (``tables.table_words``).
+TABLE_ROWS = 32
 
 
 class PackedForm(NamedTuple):
     """How a packed matrix is stored, as the kernels' constants.
 
     Attributes:
-        kind: bits of a number ("q2" to "q8"), or "e2m1".
-        style: what the words of scales mean; see ``_pair`` and ``_quad`` in ``jit/packed.py``.
+        kind: bits of a number ("q2" to "q8"), or "e2m1", or "table" for numbers of a table of 16.
+        style: what the words of scales mean; see ``_pair``, ``_quad`` and ``_spread`` in ``jit/packed.py``.
         group: columns that share a scale.
         zero: what is subtracted from every number.
         units: a span has 128 times so many columns.
@@ -39,8 +42,8 @@ class PackedForm(NamedTuple):
         """Arguments of the kernels. ``dtype``: that of x, or of the numbers made; ``ptx``: the device takes PTX of
         compute capability 8.0."""
         own = {torch.bfloat16: 128, torch.float16: 1024}.get(dtype, 0)
-        fast = ptx and own > 0 and (self.kind != "e2m1" or dtype is torch.bfloat16)
-        added = 0 if self.kind in ("q8", "e2m1") else own if fast else -self.zero
+        fast = ptx and own > 0 and (self.kind not in ("e2m1", "table") or dtype is torch.bfloat16)
+        added = 0 if self.kind in ("q8", "e2m1", "table") else own if fast else -self.zero
         return {
             "KIND": self.kind, "STYLE": self.style, "GROUP": self.group, "ZERO": self.zero, "BF16": self.bf16,
             "UNITS": self.units, "LOW": self.low, "HIGH": self.high, "WORDS": self.words, "ADDED": added, "PTX": fast,
@@ -70,18 +73,24 @@ class PackedForm(NamedTuple):
     def words(self) -> int:
         """Words of scales of a row's span."""
         groups = max(1, self.columns // self.group)
-        each = {"pair": 4, "zero": 4, "half": 2, "super": 2}.get(self.style, 1)
+        each = {"pair": 4, "zero": 4, "float": 4, "half": 2, "super": 2}.get(self.style, 1)
         return -(-groups * each // 4)
 
-    @property
-    def top(self) -> int:
-        """Bytes of what all scales of a row's span are multiplied with."""
-        return {"super": 4, "least": 4, "signed": 2}.get(self.style, 0)
+    def tops(self, rows: int, columns: int) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and dtype of what belongs to more than a group: what all scales of a row's span, or of a row, are
+        multiplied with, and the tables of rows; None: there is nothing."""
+        if self.kind == "table":
+            return (-(-rows // TABLE_ROWS), TABLE_ROWS), torch.int32
+        if self.style == "e4m3":
+            return (1, rows), torch.float32
+        kind = {"super": torch.int32, "least": torch.int32, "signed": torch.float16}.get(self.style)
+        return None if kind is None else ((self.spans(columns), rows), kind)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a row's span."""
-        return 2 * self.low + self.high * self.high_dtype.itemsize + 4 * self.words + self.top
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix."""
+        shape, kind = self.tops(rows, columns) or ((0,), torch.int32)
+        span = 2 * self.low + self.high * self.high_dtype.itemsize + 4 * self.words
+        return rows * self.spans(columns) * span + prod(shape) * kind.itemsize
 
     def spans(self, columns: int) -> int:
         """Spans of a row, the last of which may have less than its columns."""
@@ -101,7 +110,8 @@ FORMS: Mapping[str, PackedForm] = {
 
 class Pieces(NamedTuple):
     """Rows of a packed matrix: int16 [rows, spans, low], [rows, spans, high] of ``PackedForm.high_dtype``, int32 [rows,
-    spans, words], and tops [rows, spans] as int32 or float16; None where a form has none."""
+    spans, words], and tops [rows, spans] as int32 or float16, of factors float32 [rows, 1], of tables int32 [32]; None
+    where a form has none."""
 
     low: torch.Tensor
     high: torch.Tensor | None

@@ -1,4 +1,5 @@
-"""Weights that stay packed: blocks of files (GGUF, MXFP4) with two to eight bits a number.
+"""Weights that stay packed: blocks of files (GGUF, MXFP4) with two to eight bits a number, integers in groups, and
+numbers of tables of 16 (NVFP4, NF4, FP4).
 
 The kernels unpack in registers. With a few tokens they sum a group's products in float32 and scale the sums; with more,
 or groups of 16, they scale numbers and round them to the compute dtype before they multiply.
@@ -13,9 +14,10 @@ from itertools import groupby
 import torch
 
 from evener.contracts.quant import PackedWeight, Packing, QuantFormat, WeightPart
-from evener_kernels_triton.blocks import PackedForm, Pieces, block_form, block_pieces
+from evener_kernels_triton.blocks import TABLE_ROWS, PackedForm, Pieces, block_form, block_pieces
 from evener_kernels_triton.grouped import GROUPED, group_form, group_pieces, sorted_columns
 from evener_kernels_triton.kernel import DTYPES
+from evener_kernels_triton.tables import is_table, table_form, table_pieces
 
 #: Numbers that are rearranged at a time.
 _AT_A_TIME = 1 << 25
@@ -32,7 +34,7 @@ class Segment:
         low: int16 [spans, rows, words].
         high: [spans, rows, …], of the form's dtype; ``low`` itself if the form has no further bits.
         scales: int32 [spans, rows, words].
-        tops: int32 or float16 [spans, rows]; ``scales`` if the form has none.
+        tops: of the shape and dtype that ``PackedForm.tops`` says; ``scales`` if the form has none.
         order: int32 [columns], the column of x for each column; None: as they are.
     """
 
@@ -50,14 +52,19 @@ class Segment:
     def matrix_strides(self) -> tuple[int, int, int, int]:
         """Elements from a stack's matrix to the next, of the four tensors; 0 for those that stand for none."""
         high = self.high.stride(0) if self.form.high else 0
-        return self.low.stride(0), high, self.scales.stride(0), self.tops.stride(0) if self.form.top else 0
+        return self.low.stride(0), high, self.scales.stride(0), self.tops.stride(0) if self.has_tops else 0
+
+    @property
+    def has_tops(self) -> bool:
+        """Whether ``tops`` is a tensor of its own."""
+        return self.form.tops(self.rows, self.columns) is not None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What it holds, each once."""
         yield from (self.low, self.scales)
         if self.form.high:
             yield self.high
-        if self.form.top:
+        if self.has_tops:
             yield self.tops
         if self.order is not None:
             yield self.order
@@ -76,13 +83,13 @@ class Segment:
         left = iter(tensor for tensor in taken if tensor is not None)
         low, scales = next(left), next(left)
         high = next(left) if self.form.high else low
-        tops = next(left) if self.form.top else scales
+        tops = next(left) if self.has_tops else scales
         return replace(self, low=low, high=high, scales=scales, tops=tops, order=next(left, None))
 
     def __getitem__(self, index: int) -> Segment:
         low, scales = self.low[index], self.scales[index]
         high = self.high[index] if self.form.high else low
-        tops = self.tops[index] if self.form.top else scales
+        tops = self.tops[index] if self.has_tops else scales
         order = None if self.order is None else self.order[index]
         return replace(self, low=low, high=high, scales=scales, tops=tops, order=order)
 
@@ -114,11 +121,9 @@ class PackedPacking(Packing):
 
     def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
         total = 0
-        for part in parts:
-            form = _known_form(part)
-            total += part.rows * form.spans(part.columns) * form.nbytes
-            total += 4 * part.columns * (part.format.order == "act")
-        return total
+        for rows, form in segments_of(parts):
+            total += form.nbytes(rows, parts[0].columns)
+        return total + sum(4 * part.columns for part in parts if part.format.order == "act")
 
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
         return self._stacked([parts], None, device)
@@ -166,7 +171,9 @@ PACKED = PackedPacking()
 
 def _form(part: WeightPart) -> PackedForm | str:
     """The form of a part, or why there is none."""
-    return group_form(part) if part.format.storage == GROUPED else block_form(part)
+    if part.format.storage == GROUPED:
+        return group_form(part)
+    return table_form(part) if is_table(part.format) else block_form(part)
 
 
 def _known_form(part: WeightPart) -> PackedForm:
@@ -183,9 +190,15 @@ def segments_of(parts: Sequence[WeightPart]) -> Iterator[tuple[int, PackedForm]]
 
 def _runs(parts: Sequence[WeightPart]) -> Iterator[tuple[int, int, list[WeightPart]]]:
     """(first row, rows, parts) of each run of parts with one format."""
+
+    def key(of: tuple[int, WeightPart]) -> tuple[QuantFormat, int]:
+        # Each part has an order of its own, and a table of its own, which begins at a multiple of rows.
+        index, part = of
+        torn = _known_form(part).kind == "table" and part.rows % TABLE_ROWS > 0
+        return part.format, (index + 1) * (part.format.order == "act" or torn)
+
     first = 0
-    # Of parts with act-order, each has its own.
-    for _, run in groupby(enumerate(parts), lambda of: (of[1].format, of[0] * (of[1].format.order == "act"))):
+    for _, run in groupby(enumerate(parts), key):
         own = [part for _, part in run]
         rows = sum(part.rows for part in own)
         yield first, rows, own
@@ -202,9 +215,8 @@ def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> Pack
         high, tops = low, scales
         if form.high:
             high = torch.empty(count, spans, rows, form.high, dtype=form.high_dtype, device=device)
-        if form.top:
-            kind = torch.int32 if form.top == 4 else torch.float16
-            tops = torch.empty(count, spans, rows, dtype=kind, device=device)
+        if found := form.tops(rows, columns):
+            tops = torch.empty(count, *found[0], dtype=found[1], device=device)
         order = None
         if own[0].format.order == "act":
             order = torch.empty(count, columns, dtype=torch.int32, device=device)
@@ -220,7 +232,8 @@ def _write(to: PackedMatrix, parts: Sequence[WeightPart]) -> None:
         for part in own:
             if segment.order is not None:
                 segment.order.copy_(sorted_columns(part))
-            pieces = group_pieces if part.format.storage == GROUPED else block_pieces
+            pieces = table_pieces if is_table(part.format) else block_pieces
+            pieces = group_pieces if part.format.storage == GROUPED else pieces
             for first in range(0, part.rows, step):
                 stop = min(part.rows, first + step)
                 _copy(segment, at + first, pieces(part, segment.form, first, stop, segment.low.device))
@@ -233,5 +246,7 @@ def _copy(to: Segment, first: int, pieces: Pieces) -> None:
     to.scales[:, rows].copy_(pieces.scales.transpose(0, 1))
     if pieces.high is not None:
         to.high[:, rows].copy_(pieces.high.transpose(0, 1))
-    if pieces.tops is not None:
+    if to.form.kind == "table" and pieces.tops is not None:
+        to.tops[first // TABLE_ROWS : -(-rows.stop // TABLE_ROWS)].copy_(pieces.tops)
+    elif pieces.tops is not None:
         to.tops[:, rows].copy_(pieces.tops.transpose(0, 1))

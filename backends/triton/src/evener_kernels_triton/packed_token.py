@@ -11,10 +11,16 @@ from evener_kernels_triton.blocks import PackedForm
 from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.jit.packed_token import packed_token_kernel
 from evener_kernels_triton.packed import PackedMatrix, Segment, segments_of
+from evener_kernels_triton.tables import MOST
 from evener_kernels_triton.tuning import Tuning, memoized
 
 #: How scales are stored that the kernel reads, with the groups.
-_READ = {"half": (32, 64, 128, 256), "zero": (64, 128, 256), "super": (32,)}
+_READ = {
+    "half": (32, 64, 128, 256), "zero": (64, 128, 256), "super": (32,), "power": (32,), "e4m3": (16,),
+    "float": (64, 128, 256),
+}  # fmt: skip
+#: Of numbers that are looked up, what the kernel subtracts from the whole numbers that it has, and what one of these is.
+_LOOKED_UP = {"e2m1": (12, 0.5), "table": (MOST, 1 / MOST)}
 
 
 def reads_token(tuning: Tuning, form: PackedForm, rows: int, columns: int, element: int, halves: int = 1) -> bool:
@@ -27,7 +33,7 @@ def reads_token(tuning: Tuning, form: PackedForm, rows: int, columns: int, eleme
 
 def reads_form(form: PackedForm) -> bool:
     """Whether the kernels know how the numbers and scales are stored."""
-    return form.kind == "q4" and form.group in _READ.get(form.style, ())
+    return form.kind in ("q4", *_LOOKED_UP) and form.group in _READ.get(form.style, ())
 
 
 def enters_token(tuning: Tuning, parts: Sequence[WeightPart], element: int, halves: int) -> bool:
@@ -75,11 +81,12 @@ def token_segment(
     )  # fmt: skip
 
 
-def token_constants(tuning: Tuning, form: PackedForm) -> dict[str, str | int | bool]:
+def token_constants(tuning: Tuning, form: PackedForm) -> dict[str, str | int | float | bool]:
     """Arguments of the kernels."""
+    zero, unit = _LOOKED_UP.get(form.kind, (form.zero, 1.0))
     return {
-        "STYLE": form.style, "GROUP": form.group, "ZERO": form.zero, "BF16": form.bf16, "UNITS": form.units,
-        "WORDS": form.words, "PTX": tuning.ptx,
+        "KIND": form.kind, "STYLE": form.style, "GROUP": form.group, "ZERO": zero, "BF16": form.bf16,
+        "UNITS": form.units, "WORDS": form.words, "UNIT": unit, "PTX": tuning.ptx,
     }  # fmt: skip
 
 
@@ -96,7 +103,7 @@ def _launch(
     tiles, most = -(-rows // p.n), p.m * tuning.units
     launch = PreparedLaunch(
         packed_token_kernel, rows=rows, columns=columns, spans=form.spans(columns), eps=eps, offset=offset, ADD=add,
-        NORM=norm, BIAS=bias, ACT=activation, BN=p.n, BK=p.k, OVERLAP=tuning.overlap,
+        NORM=norm, BIAS=bias, ACT=activation, BN=p.n, BK=p.k, AHEAD=p.stages - 1, OVERLAP=tuning.overlap,
         num_warps=p.warps, **token_constants(tuning, form), **tuning.launch,
     )  # fmt: skip
     return launch, (min(tiles, most), 1, 1)

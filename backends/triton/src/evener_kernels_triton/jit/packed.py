@@ -4,7 +4,8 @@ A matrix is cut into spans of 128 * UNITS columns. Its arrays are [spans, rows, 
 are one piece of memory. The numbers of 128 columns are four tiles of 32. A word of 16 bits of ``low`` has one number of
 each tile, four bits each; or of eight tiles, two bits each; or of two tiles, eight bits each. ``high`` has further bits
 of eight tiles, one (in bytes) or two (in words). ``scales`` are words of 32 bits, whose meaning STYLE says, and
-``tops`` one number, or two, that all scales of a row's span are multiplied with.
+``tops`` one number, or two, that all scales of a row's span are multiplied with; with the style "e4m3" one number that
+all sums of a row are multiplied with; with the kind "table" [rows / 32, 32], ``tables.table_words`` for 32 rows each.
 """
 
 import triton
@@ -55,24 +56,47 @@ def _unpack_bytes(kind):
     return tl.constexpr("\n".join(["{", ".reg .b32 a, b, one;", one, *lines, f"mov.b32 $4, {ones};", "}"]))
 
 
-def _unpack_floats():
+def _unpack_floats(small=False):
     """Code for four-bit floats: sign, exponent and mantissa at their places in a bfloat16 give the number times
-    2^-126."""
+    2^-126. ``small``: it stays so."""
     lines = []
     for i in range(4):
         lines += [
             _shifted("a", "$5", 4 * i - 12), _shifted("b", "$5", 4 * i - 6), "and.b32 b, b, 0x01C001C0;",
-            "lop3.b32 a, a, 0x80008000, b, 0xEA;", f"fma.rn.bf16x2 ${i}, a, power, zero;",
+            f"lop3.b32 {f'${i}' if small else 'a'}, a, 0x80008000, b, 0xEA;",
         ]  # fmt: skip
+        lines += [] if small else [f"fma.rn.bf16x2 ${i}, a, power, zero;"]
     made = ["mov.b32 power, 0x7E807E80;", "mov.b32 zero, 0x80008000;", *lines, "mov.b32 $4, 0x3F803F80;"]
     return tl.constexpr("\n".join(["{", ".reg .b32 a, b, power, zero;", *made, "}"]))
+
+
+def _look_up():
+    """Code for numbers of a table of bfloat16, whose upper bytes are $6, $8, $10 and $12 and lower bytes $14 to $20;
+    each is there twice, for both of the neighbouring columns. A byte of the result is one of eight, or of eight others
+    where the mask k has ones."""
+    lines = [
+        "mov.b32 ends, 0x0000FF00;", "prmt.b32 n, $5, $5, 0x3120;", "and.b32 s, n, 0x77777777;",
+        "shr.b32 m, n, 3;", "and.b32 m, m, 0x11111111;",
+    ]  # fmt: skip
+    for half in range(2):
+        lines += ["shr.b32 s, s, 16;", "shr.b32 m, m, 16;"] if half else []
+        lines.append("prmt.b32 k, ends, ends, m;")
+        for name, at in (("h", 6), ("l", 14)):
+            lines += [
+                f"prmt.b32 a, ${at}, ${at + 2}, s;", f"prmt.b32 b, ${at + 4}, ${at + 6}, s;",
+                f"lop3.b32 {name}, a, b, k, 0xD8;",
+            ]  # fmt: skip
+        lines += [f"prmt.b32 ${2 * half}, l, h, 0x6240;", f"prmt.b32 ${2 * half + 1}, l, h, 0x7351;"]
+    lines.append("mov.b32 $4, 0x3F803F80;")
+    return tl.constexpr("\n".join(["{", ".reg .b32 ends, n, s, m, k, a, b, h, l;", *lines, "}"]))
 
 
 _TWO_BF16, _THREE_BF16, _FOUR_BF16 = _unpack("bf16", 2), _unpack("bf16", 2, 1), _unpack("bf16", 4)
 _FIVE_BF16, _SIX_BF16, _EIGHT_BF16 = _unpack("bf16", 4, 1), _unpack("bf16", 4, 2), _unpack_bytes("bf16")
 _TWO_F16, _THREE_F16, _FOUR_F16 = _unpack("f16", 2), _unpack("f16", 2, 1), _unpack("f16", 4)
 _FIVE_F16, _SIX_F16, _EIGHT_F16 = _unpack("f16", 4, 1), _unpack("f16", 4, 2), _unpack_bytes("f16")
-_E2M1_BF16 = _unpack_floats()
+_E2M1_BF16, _SMALL_BF16, _TABLE_BF16 = _unpack_floats(), _unpack_floats(True), _look_up()
+_TABLE_TYPES = tl.constexpr("=&r,=&r,=&r,=&r,=&r" + ",r" * 17)
 #: (number + $2) * $3 + $4, for two at a time; $2 is whole, so the first sum is exact.
 _SCALE_BF16 = tl.constexpr("""
 {
@@ -80,6 +104,14 @@ _SCALE_BF16 = tl.constexpr("""
 mov.b32 one, 0x3F803F80;
 fma.rn.bf16x2 t, $1, one, $2;
 fma.rn.bf16x2 $0, t, $3, $4;
+}
+""")
+#: The same of a number alone.
+_TIMES_BF16 = tl.constexpr("""
+{
+.reg .b32 zero;
+mov.b32 zero, 0x80008000;
+fma.rn.bf16x2 $0, $1, $2, zero;
 }
 """)
 _SCALE_F16 = tl.constexpr(_SCALE_BF16.value.replace("bf16x2", "f16x2").replace("0x3F803F80", "0x3C003C00"))
@@ -102,13 +134,24 @@ def _f16_tiles(low, more, CODE: tl.constexpr):
 
 
 @triton.jit
-def _number(a, more, i: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, to: tl.constexpr):
+def _table_tiles(low, h0, h1, h2, h3, l0, l1, l2, l3):
+    """Four tiles of numbers of a table, and ones."""
+    return tl.inline_asm_elementwise(
+        _TABLE_BF16, _TABLE_TYPES, [low, h0, h1, h2, h3, l0, l1, l2, l3],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _number(a, more, table, i: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, to: tl.constexpr):
     """The number of tile ``i``, without PTX; ``a`` and ``more`` are int32."""
     if KIND == "e2m1":
         # A float16 has the same fields, with three more bits of exponent and nine more of mantissa.
         v = a >> (4 * i)
         half = ((v & 8) << 12 | (v & 7) << 9).to(tl.uint16).to(tl.float16, bitcast=True)
         y = (half.to(tl.float32) * 16384.0).to(to)
+    elif KIND == "table":
+        y = tl.load(table + ((a >> (4 * i)) & 15)).to(tl.float32, bitcast=True).to(to)
     else:
         if KIND == "q8":
             v = ((a if i < 2 else more) << (24 - 8 * (i % 2))) >> 24
@@ -127,9 +170,10 @@ def _number(a, more, i: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, to
 
 
 @triton.jit
-def _numbers(low, more, KIND: tl.constexpr, PTX: tl.constexpr, ZERO: tl.constexpr, to: tl.constexpr):
+def _numbers(low, more, table, h0, h1, h2, h3, l0, l1, l2, l3, KIND: tl.constexpr, PTX: tl.constexpr, ZERO: tl.constexpr, to: tl.constexpr):
     """Four tiles of numbers of the dtype ``to``, and ones. With PTX, ``ADDED`` is added to each; else ZERO is
-    subtracted. Bytes and four-bit floats are what they are."""
+    subtracted. Bytes, four-bit floats and numbers of a table are what they are. The words [rows, 1] are those of
+    ``_table_words``."""
     if PTX and to == tl.bfloat16 and KIND == "q4":
         q0, q1, q2, q3, ones = _bf16_tiles(low, more, _FOUR_BF16)
     elif PTX and to == tl.bfloat16 and KIND == "q5":
@@ -144,6 +188,10 @@ def _numbers(low, more, KIND: tl.constexpr, PTX: tl.constexpr, ZERO: tl.constexp
         q0, q1, q2, q3, ones = _bf16_tiles(low, more, _EIGHT_BF16)
     elif PTX and to == tl.bfloat16 and KIND == "e2m1":
         q0, q1, q2, q3, ones = _bf16_tiles(low, more, _E2M1_BF16)
+    elif KIND == "small e2m1":  # with PTX, times 2^-126
+        q0, q1, q2, q3, ones = _bf16_tiles(low, more, _SMALL_BF16)
+    elif PTX and to == tl.bfloat16 and KIND == "table":
+        q0, q1, q2, q3, ones = _table_tiles(low, h0, h1, h2, h3, l0, l1, l2, l3)
     elif PTX and to == tl.float16 and KIND == "q4":
         q0, q1, q2, q3, ones = _f16_tiles(low, more, _FOUR_F16)
     elif PTX and to == tl.float16 and KIND == "q5":
@@ -159,10 +207,10 @@ def _numbers(low, more, KIND: tl.constexpr, PTX: tl.constexpr, ZERO: tl.constexp
     else:
         a = low.to(tl.int32)
         b = more.to(tl.int32)
-        q0 = _number(a, b, 0, KIND, ZERO, to)
-        q1 = _number(a, b, 1, KIND, ZERO, to)
-        q2 = _number(a, b, 2, KIND, ZERO, to)
-        q3 = _number(a, b, 3, KIND, ZERO, to)
+        q0 = _number(a, b, table, 0, KIND, ZERO, to)
+        q1 = _number(a, b, table, 1, KIND, ZERO, to)
+        q2 = _number(a, b, table, 2, KIND, ZERO, to)
+        q3 = _number(a, b, table, 3, KIND, ZERO, to)
         ones = tl.full(low.shape, 1.0, to)
     return q0, q1, q2, q3, ones
 
@@ -175,6 +223,32 @@ def _as_float(bits, BF16: tl.constexpr):
     else:
         y = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     return y
+
+
+@triton.jit
+def _float8(word, i: tl.constexpr):
+    """The i-th byte of words, an E4M3 number without a sign, in float32 times 2^-120. NaN is none."""
+    if i < 3:
+        bits = word << (20 - 8 * i)
+    else:
+        bits = word >> 4
+    return (bits & 0x7F00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _table_words(tops, n, rows, KIND: tl.constexpr, PTX: tl.constexpr):
+    """[rows, 1]: where the words of each row's table begin, and those that have it as bfloat16, if there are tables.
+    With PTX the latter are read, else the former."""
+    at = (tops + n * 0)[:, None]
+    h0 = (n * 0)[:, None]
+    h1, h2, h3, l0, l1, l2, l3 = h0, h0, h0, h0, h0, h0, h0
+    if KIND == "table":
+        # A table stands for 32 rows and has 32 words.
+        at = (tops + (tl.minimum(n, rows - 1) & -32))[:, None]
+        if PTX:
+            h0, h1, h2, h3 = tl.load(at + 24), tl.load(at + 25), tl.load(at + 26), tl.load(at + 27)
+            l0, l1, l2, l3 = tl.load(at + 28), tl.load(at + 29), tl.load(at + 30), tl.load(at + 31)
+    return at, h0, h1, h2, h3, l0, l1, l2, l3
 
 
 @triton.jit
@@ -192,6 +266,12 @@ def _pair(scales, mask, top, least, u, STYLE: tl.constexpr, GROUP: tl.constexpr,
         v = tl.load(scales + u // 2, mask=mask, other=0)
         s0 = tl.maximum(((v >> (16 * (u % 2))) & 255) << 23, 0x400000).to(tl.float32, bitcast=True)
         s1 = tl.maximum(((v >> (16 * (u % 2) + 8)) & 255) << 23, 0x400000).to(tl.float32, bitcast=True)
+    elif STYLE == "float":
+        at = 2 * u if GROUP == 32 else 64 * u // GROUP
+        s0 = tl.load(scales + at, mask=mask, other=0).to(tl.float32, bitcast=True)
+        s1 = s0
+        if GROUP == 32:
+            s1 = tl.load(scales + at + 1, mask=mask, other=0).to(tl.float32, bitcast=True)
     elif STYLE == "half" and GROUP == 32:
         v = tl.load(scales + u, mask=mask, other=0)
         s0 = _as_float(v & 0xFFFF, BF16)
@@ -256,6 +336,18 @@ def _scaled(number, minus, scale, more, PTX: tl.constexpr):
 
 
 @triton.jit
+def _times(number, scale, PTX: tl.constexpr):
+    """number * scale, in the dtype of ``number``; ``scale`` is float32 and is spread to it."""
+    to: tl.constexpr = number.dtype
+    if PTX and to == tl.bfloat16:
+        scale, _ = tl.broadcast(scale.to(to), number)
+        y = tl.inline_asm_elementwise(_TIMES_BF16, "=r,r,r", [number, scale], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        y = (number.to(tl.float32) * scale).to(to)
+    return y
+
+
+@triton.jit
 def _fetch(low, row, LOW: tl.constexpr):
     """Have the L2 cache read rows of ``low``, which are at most 256 bytes long, ahead of their use."""
     at = low + row * LOW
@@ -314,13 +406,25 @@ def _next_words(low_at, high_at, inside, w, h, u: tl.constexpr, KIND: tl.constex
 
 
 @triton.jit
-def _spread(scales, mask, top, least, j, u: tl.constexpr, STYLE: tl.constexpr):
-    """(scales, what is added) [BN, 32] of the first tile of 64 columns, ``u``, then of the second, for groups of 16."""
+def _spread(scales, mask, top, least, j, u: tl.constexpr, STYLE: tl.constexpr, one: tl.constexpr):
+    """(scales, what is added) [BN, 32] of the first tile of 64 columns, ``u``, then of the second, for groups of 16.
+    ``one``: what a scale of one is in E4M3."""
     early = (j < 16)[None, :]
-    s0, m0 = _quad(scales, mask, top, least, u, 0, STYLE)
-    s1, m1 = _quad(scales, mask, top, least, u, 1, STYLE)
-    s2, m2 = _quad(scales, mask, top, least, u, 2, STYLE)
-    s3, m3 = _quad(scales, mask, top, least, u, 3, STYLE)
+    if STYLE == "e4m3":
+        # A word has the scales of the first halves of four tiles, the next word those of the second halves.
+        v = tl.load(scales + 2 * (u // 2), mask=mask, other=0)
+        w = tl.load(scales + 2 * (u // 2) + 1, mask=mask, other=0)
+        s0 = _float8(v, 2 * (u % 2)) * 1.329227995784916e36 * one
+        s1 = _float8(w, 2 * (u % 2)) * 1.329227995784916e36 * one
+        s2 = _float8(v, 2 * (u % 2) + 1) * 1.329227995784916e36 * one
+        s3 = _float8(w, 2 * (u % 2) + 1) * 1.329227995784916e36 * one
+        m0 = tl.zeros(top.shape, tl.float32)
+        m1, m2, m3 = m0, m0, m0
+    else:
+        s0, m0 = _quad(scales, mask, top, least, u, 0, STYLE)
+        s1, m1 = _quad(scales, mask, top, least, u, 1, STYLE)
+        s2, m2 = _quad(scales, mask, top, least, u, 2, STYLE)
+        s3, m3 = _quad(scales, mask, top, least, u, 3, STYLE)
     return (
         tl.where(early, s0[:, None], s1[:, None]), tl.where(early, m0[:, None], m1[:, None]),
         tl.where(early, s2[:, None], s3[:, None]), tl.where(early, m2[:, None], m3[:, None]),
@@ -341,10 +445,16 @@ def packed_sum(
     of x, a product with ones. Else numbers are scaled before, and rounded to x's dtype. EVEN: whole spans of columns.
     """
     to: tl.constexpr = x_at.dtype.element_ty
+    # With the exponents of scales, one product less for each number.
+    small: tl.constexpr = KIND == "e2m1" and STYLE == "e4m3" and PTX
+    FIELDS: tl.constexpr = "small e2m1" if small else KIND
+    one: tl.constexpr = 1.2676506002282294e30 if small else 1.0  # 2^100, and 2^26 in the end
+    plain: tl.constexpr = KIND == "e2m1" or KIND == "table"  # nothing is added to these
     shifted: tl.constexpr = STYLE == "super" or STYLE == "pair" or STYLE == "zero" or ADDED + ZERO != 0
     j = tl.arange(0, 32)
     row = tl.cast(first, tl.int64) * rows + n
     low_at, high_at, scales_at, tops_at = _places(low, high, scales, tops, row, j, LOW, HIGH, WORDS)
+    table, h0, h1, h2, h3, l0, l1, l2, l3 = _table_words(tops, n, rows, KIND, PTX)
     x_at = x_at + first * (128 * UNITS) + j[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
     none = tl.zeros([BN], tl.float32)
@@ -367,14 +477,20 @@ def packed_sum(
                 b = tl.load(x_at + (u * 64 + 32), mask=there & (left > u * 64 + 32), other=0.0)
             if u % 2 == 0:
                 w, h = _next_words(low_at, high_at, inside, w, h, u // 2, KIND)
-                lo, hi, third, fourth, ones = _numbers(w, h, KIND, PTX, ZERO, to)
+                lo, hi, third, fourth, ones = _numbers(
+                    w, h, table, h0, h1, h2, h3, l0, l1, l2, l3, FIELDS, PTX, ZERO, to
+                )
             else:
                 lo = third
                 hi = fourth
             if GROUP == 16:
-                s0, m0, s1, m1 = _spread(scales_at, inside, top, least, j, u, STYLE)
-                lo = _scaled(lo, minus, s0, m0, PTX)
-                hi = _scaled(hi, minus, s1, m1, PTX)
+                s0, m0, s1, m1 = _spread(scales_at, inside, top, least, j, u, STYLE, one)
+                if plain:
+                    lo = _times(lo, s0, PTX)
+                    hi = _times(hi, s1, PTX)
+                else:
+                    lo = _scaled(lo, minus, s0, m0, PTX)
+                    hi = _scaled(hi, minus, s1, m1, PTX)
                 acc = tl.dot(lo, a, acc, input_precision=PRECISION)
                 acc = tl.dot(hi, b, acc, input_precision=PRECISION)
             elif SUMS:
@@ -403,8 +519,12 @@ def packed_sum(
                             t = tl.zeros([BN, BM], tl.float32)
             else:
                 s0, m0, z0, s1, m1, z1 = _pair(scales_at, inside, top, least, u, STYLE, GROUP, BF16)
-                lo = _scaled(lo, minus - z0[:, None], s0[:, None], m0[:, None], PTX)
-                hi = _scaled(hi, minus - z1[:, None], s1[:, None], m1[:, None], PTX)
+                if plain:
+                    lo = _times(lo, s0[:, None], PTX)
+                    hi = _times(hi, s1[:, None], PTX)
+                else:
+                    lo = _scaled(lo, minus - z0[:, None], s0[:, None], m0[:, None], PTX)
+                    hi = _scaled(hi, minus - z1[:, None], s1[:, None], m1[:, None], PTX)
                 acc = tl.dot(lo, a, acc, input_precision=PRECISION)
                 acc = tl.dot(hi, b, acc, input_precision=PRECISION)
         low_at += tl.cast(rows, tl.int64) * LOW
@@ -412,6 +532,8 @@ def packed_sum(
         scales_at += tl.cast(rows, tl.int64) * WORDS
         tops_at += rows
         x_at += 128 * UNITS
+    if STYLE == "e4m3":
+        acc *= (tl.load(tops + n, mask=inside, other=0.0) * (67108864.0 if small else 1.0))[:, None]
     return acc
 
 
@@ -464,13 +586,18 @@ def unpack_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    to: tl.constexpr = y.dtype.element_ty
+    # A number of a table is rounded once, after it is scaled.
+    to: tl.constexpr = tl.float32 if KIND == "table" else y.dtype.element_ty
     span = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = n < rows
     j = tl.arange(0, 32)
     row = span.to(tl.int64) * rows + n
     low_at, high_at, scales_at, tops_at = _places(low, high, scales, tops, row, j, LOW, HIGH, WORDS)
+    table, h0, h1, h2, h3, l0, l1, l2, l3 = _table_words(tops, n, rows, KIND, False)
+    factor = tl.full([BN, 1], 1.0, tl.float32)
+    if STYLE == "e4m3":
+        factor = tl.load(tops + n, mask=inside, other=0.0)[:, None]
     top, least = _tops(tops_at, inside, BN, STYLE, BF16)
     minus = tl.zeros([BN], tl.float32)[:, None] - (ADDED + ZERO)
     w = tl.zeros([BN, 32], tl.int16)
@@ -478,14 +605,16 @@ def unpack_kernel(
     for u in tl.static_range(2 * UNITS):
         if u % 2 == 0:
             w, h = _next_words(low_at, high_at, inside, w, h, u // 2, KIND)
-            lo, hi, third, fourth, _ = _numbers(w, h, KIND, PTX, ZERO, to)
+            lo, hi, third, fourth, _ = _numbers(
+                w, h, table, h0, h1, h2, h3, l0, l1, l2, l3, KIND, PTX, ZERO, to
+            )
         else:
             lo = third
             hi = fourth
         if GROUP == 16:
-            s0, m0, s1, m1 = _spread(scales_at, inside, top, least, j, u, STYLE)
-            lo = _scaled(lo, minus, s0, m0, False)
-            hi = _scaled(hi, minus, s1, m1, False)
+            s0, m0, s1, m1 = _spread(scales_at, inside, top, least, j, u, STYLE, 1.0)
+            lo = _scaled(lo, minus, s0 * factor, m0, False)
+            hi = _scaled(hi, minus, s1 * factor, m1, False)
         else:
             s0, m0, z0, s1, m1, z1 = _pair(scales_at, inside, top, least, u, STYLE, GROUP, BF16)
             lo = _scaled(lo, minus - z0[:, None], s0[:, None], m0[:, None], False)

@@ -1,17 +1,20 @@
-"""Products of one token with weights of four bits: integers, in words of 64 bits.
+"""Products of one token with weights of four bits: integers and numbers of a table, in words of 64 bits.
 
 A thread takes a piece at a time: 16 bytes, which are eight neighbouring columns of each of the four tiles of 128
 columns (``jit.packed`` says how numbers lie in words). x becomes whole numbers of 16 bits times a power of two for each
 piece: a bfloat16 with the exponent of the largest of the piece or one of the six below keeps its value, and what is
 lost of smaller ones is less than the last bit of the largest. Products of bytes (``dp4a``) take one instruction for
 four numbers; float32 takes four conversions and four products. Sums are exact until they are scaled.
+
+A number of a table is looked up as a whole number of 7 bits: one for E2M1, twice its numbers plus 12; two for other
+tables, a number of 14 bits (``tables.table_words``), whose products are added with the factor 128.
 """
 
 import triton
 import triton.language as tl
 
 from evener_kernels_triton.jit.launch import fast_launch
-from evener_kernels_triton.jit.packed import _as_float
+from evener_kernels_triton.jit.packed import _as_float, _float8, _number
 from evener_kernels_triton.jit.rows import activate
 
 #: Columns of a piece, and words of 64 bits of 128 columns.
@@ -52,9 +55,52 @@ def _dots(results):
     return "\n".join(["{", f".reg .b32 p, q, n, t, h<{results}>, l<{results}>;", *lines, "}"])
 
 
+def _table_dots(planes):
+    """Code for a piece's sums of products with numbers that are looked up, one for each tile: operands as above, then
+    what the lower sums begin with, then a table's planes. A plane has two words for the first eight numbers and two for
+    the others. ``prmt`` gives zero for a selector with its upper bit, as no byte has that, so one of two is zero."""
+    lines = [f"mov.b32 l{i}, ${22 + i};" for i in range(4)]
+    lines += [f"mov.b32 h{i}, 0;" for i in range(4 * planes)] + [f"mov.b32 l{i}, 0;" for i in range(4, 4 * planes)]
+    for half in range(2):
+        lines.append(f"mov.b64 {{p, q}}, ${4 + half};")
+        for pair in range(2):
+            # Of two tiles, four columns: numbers of four bits, by column.
+            lines += [
+                f"prmt.b32 s, p, q, {'0x7531' if pair else '0x6420'};", "xor.b32 d, s, 0x88888888;", "shr.u32 n, s, 16;",
+                "shr.u32 m, d, 16;",
+            ]  # fmt: skip
+            for plane in range(planes):
+                first = 26 + 4 * plane
+                for name, low, high in (("a", "s", "d"), ("b", "n", "m")):
+                    lines += [
+                        f"prmt.b32 {name}, ${first}, ${first + 1}, {low};",
+                        f"prmt.b32 t, ${first + 2}, ${first + 3}, {high};", f"or.b32 {name}, {name}, t;",
+                    ]  # fmt: skip
+                # The last plane's sums are those that begin with a number.
+                to, at = 2 * pair + 4 * (planes - 1 - plane), 6 + 8 * half + 4 * pair
+                lines += [
+                    "prmt.b32 t, a, b, 0x6420;", f"dp4a.u32.s32 h{to}, t, ${at}, h{to};",
+                    f"dp4a.u32.u32 l{to}, t, ${at + 1}, l{to};", "prmt.b32 t, a, b, 0x7531;",
+                    f"dp4a.u32.s32 h{to + 1}, t, ${at + 2}, h{to + 1};",
+                    f"dp4a.u32.u32 l{to + 1}, t, ${at + 3}, l{to + 1};",
+                ]  # fmt: skip
+    for i in range(4):
+        lines.append(f"mad.lo.s32 ${i}, h{i}, 256, l{i};")
+        if planes > 1:
+            lines += [f"mad.lo.s32 t, h{i + 4}, 256, l{i + 4};", f"mad.lo.s32 ${i}, t, 128, ${i};"]
+    held = f".reg .b32 p, q, s, d, n, m, t, a, b, h<{4 * planes}>, l<{4 * planes}>;"
+    return "\n".join(["{", held, *lines, "}"])
+
+
 _SUM, _SUMS = tl.constexpr(_dots(1)), tl.constexpr(_dots(4))
+_E2M1_SUMS, _TABLE_SUMS = tl.constexpr(_table_dots(1)), tl.constexpr(_table_dots(2))
 _WORDS_IN = ",l,l" + ",r" * 16
 _SUM_TYPES, _SUMS_TYPES = tl.constexpr("=&r" + _WORDS_IN), tl.constexpr("=&r,=&r,=&r,=&r" + _WORDS_IN)
+_E2M1_TYPES = tl.constexpr("=&r,=&r,=&r,=&r" + _WORDS_IN + ",r" * 8)
+_TABLE_TYPES = tl.constexpr("=&r,=&r,=&r,=&r" + _WORDS_IN + ",r" * 12)
+#: The plane of E2M1's table: 12 + 0, 1, 2, 3, 4, 6, 8, 12, and 12 less the same.
+_E0, _E1 = tl.constexpr(0x0F0E0D0C), tl.constexpr(0x18141210)
+_E2, _E3 = tl.constexpr(0x090A0B0C), tl.constexpr(0x00040608)
 
 
 @triton.jit
@@ -133,10 +179,16 @@ def _packed_tile(
     mask = inside[:, None] & (unit // UNITS < spans)
     own = scales + row * WORDS
     unit = unit % UNITS
-    if STYLE == "super" or (STYLE == "half" and GROUP == 32) or (STYLE == "zero" and GROUP == 64):
+    if STYLE == "e4m3":
+        # Eight columns of each tile lie in its first half, or in its second.
+        s0 = tl.load(own + 2 * unit + (tl.arange(0, BK // PIECE) // 2 % 2)[None, :], mask=mask, other=0)
+        s1 = s0
+    elif (
+        STYLE == "super" or (STYLE == "half" and GROUP == 32) or (STYLE != "half" and STYLE != "power" and GROUP == 64)
+    ):
         s0 = tl.load(own + 2 * unit, mask=mask, other=0)
         s1 = tl.load(own + 2 * unit + 1, mask=mask, other=0)
-    elif GROUP == 64 or (STYLE == "zero" and GROUP == 128):
+    elif GROUP == 64 or STYLE == "power" or (STYLE != "half" and GROUP == 128):
         s0 = tl.load(own + unit, mask=mask, other=0)
         s1 = s0
     else:
@@ -151,11 +203,26 @@ def _packed_tile(
 
 
 @triton.jit
-def _dot(a, up, low, tile: tl.constexpr):
+def _fetch_rows(low, n, last, rows, spans, BK: tl.constexpr, UNITS: tl.constexpr):
+    """Have the L2 cache read rows ``n`` of ``low`` ahead of their use, at most the one before ``last``."""
+    span = tl.minimum(tl.arange(0, BK // (128 * UNITS)), spans - 1)[None, :]
+    at = low + (span * rows + tl.minimum(n, last - 1)[:, None]) * (WORDS_OF_UNIT * UNITS)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _dot(a, table, up, low, tile: tl.constexpr, KIND: tl.constexpr):
     """The sum of products of the four numbers of a tile in each word of 64 bits, without PTX."""
     y = tl.zeros(a.shape, tl.int32)
     for i in tl.static_range(4):
         number = ((a >> (16 * i + 4 * tile)) & 15).to(tl.int32)
+        if KIND == "e2m1":
+            number = (_number(number, number, table, 0, KIND, 0, tl.float32) * 2.0).to(tl.int32) + 12
+        elif KIND == "table":
+            real = _number(number, number, table, 0, KIND, 0, tl.float32)
+            number = (((real * 8191.0 + _WHOLE).to(tl.int32, bitcast=True) << 16) >> 16) + 8191
         y += number * ((((up >> (8 * i)) << 24) >> 24) * 256 + ((low >> (8 * i)) & 255))
     return y
 
@@ -171,20 +238,75 @@ def _tile_sums(
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        y0 = _dot(a, w0, w1, 0) + _dot(b, w8, w9, 0)
-        y1 = _dot(a, w2, w3, 1) + _dot(b, w10, w11, 1)
-        y2 = _dot(a, w4, w5, 2) + _dot(b, w12, w13, 2)
-        y3 = _dot(a, w6, w7, 3) + _dot(b, w14, w15, 3)
+        y0 = _dot(a, a, w0, w1, 0, "q4") + _dot(b, a, w8, w9, 0, "q4")
+        y1 = _dot(a, a, w2, w3, 1, "q4") + _dot(b, a, w10, w11, 1, "q4")
+        y2 = _dot(a, a, w4, w5, 2, "q4") + _dot(b, a, w12, w13, 2, "q4")
+        y3 = _dot(a, a, w6, w7, 3, "q4") + _dot(b, a, w14, w15, 3, "q4")
     return y0, y1, y2, y3
 
 
 @triton.jit
-def _row_sums(
-    a, b, s0, s1, top, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, back,
-    STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr,
+def _table_sums(
+    a, b, table, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, n0, n1, n2, n3, none,
+    KIND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the columns of ``_packed_tile`` times ``_whole_numbers``, as float32 [BN]. All of x are [1, pieces]."""
-    if GROUP >= 128:
+    """The same of numbers that are looked up, beginning with ``n0`` to ``n3``. ``none`` [1, pieces] are zeros that the
+    compiler does not know: it would keep what is the same for all threads where each use needs a move."""
+    if PTX and KIND == "e2m1":
+        y0, y1, y2, y3 = tl.inline_asm_elementwise(
+            _E2M1_SUMS, _E2M1_TYPES,
+            [a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, n0, n1, n2, n3, none + _E0,
+             none + _E1, none + _E2, none + _E3],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif PTX:
+        at = table + 16
+        y0, y1, y2, y3 = tl.inline_asm_elementwise(
+            _TABLE_SUMS, _TABLE_TYPES,
+            [a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, n0, n1, n2, n3,
+             none + tl.load(at), none + tl.load(at + 1), none + tl.load(at + 2), none + tl.load(at + 3),
+             none + tl.load(at + 4), none + tl.load(at + 5), none + tl.load(at + 6), none + tl.load(at + 7)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        y0 = _dot(a, table, w0, w1, 0, KIND) + _dot(b, table, w8, w9, 0, KIND) + n0
+        y1 = _dot(a, table, w2, w3, 1, KIND) + _dot(b, table, w10, w11, 1, KIND) + n1
+        y2 = _dot(a, table, w4, w5, 2, KIND) + _dot(b, table, w12, w13, 2, KIND) + n2
+        y3 = _dot(a, table, w6, w7, 3, KIND) + _dot(b, table, w14, w15, 3, KIND) + n3
+    return y0, y1, y2, y3
+
+
+@triton.jit
+def _power(word, i: tl.constexpr):
+    """2 to the power of the i-th byte of words minus 127."""
+    return tl.maximum(((word >> (8 * i)) & 255) << 23, 0x400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _row_sums(
+    a, b, s0, s1, top, table, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, back,
+    KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Sums over the columns of ``_packed_tile`` times ``_whole_numbers``, as float32 [BN]. All of x are [1, pieces].
+    ``table``: where the words of these rows' table begin, if they have one."""
+    if KIND != "q4":
+        y0, y1, y2, y3 = _table_sums(
+            a, b, table, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, -ZERO * t0, -ZERO * t1,
+            -ZERO * t2, -ZERO * t3, back.to(tl.int32, bitcast=True) >> 31, KIND, PTX,
+        )  # fmt: skip
+        f0 = y0.to(tl.float32)
+        f1 = y1.to(tl.float32)
+        f2 = y2.to(tl.float32)
+        f3 = y3.to(tl.float32)
+        if STYLE == "e4m3":
+            r = f0 * _float8(s0, 0) + f1 * _float8(s0, 1) + f2 * _float8(s0, 2) + f3 * _float8(s0, 3)
+            r *= 1.329227995784916e36
+        elif STYLE == "power":
+            r = f0 * _power(s0, 0) + f1 * _power(s0, 1) + f2 * _power(s0, 2) + f3 * _power(s0, 3)
+        else:
+            r = (f0 + f1) * s0.to(tl.float32, bitcast=True) + (f2 + f3) * s1.to(tl.float32, bitcast=True)
+    elif GROUP >= 128:
         if PTX:
             y = tl.inline_asm_elementwise(
                 _SUM, _SUM_TYPES, [a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15],
@@ -232,10 +354,12 @@ def _spread(w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15
 def packed_token_kernel(
     x, residual, total, gain, low, scales, tops, bias, y, rows, columns, spans, eps, offset,
     ADD: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr, UNITS: tl.constexpr,
-    WORDS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr,
+    UNITS: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``persistent_gemv_kernel`` of packed weights; its names. ``low`` is int64; with ACT the matrix has 2 * rows."""
+    """``persistent_gemv_kernel`` of packed weights; its names. ``low`` is int64; with ACT the matrix has 2 * rows. UNIT:
+    what a number of one is, before its scale."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: tl.constexpr = 1 if ACT == "" else 2
@@ -247,6 +371,12 @@ def packed_token_kernel(
         c, d, p, q, o = _packed_tile(
             low, scales, tops, n + rows, n < rows, rows * HALVES, spans, BK, STYLE, GROUP, UNITS, WORDS
         )
+    if PTX and OVERLAP:
+        # Memory would be idle from here until x is there.
+        for i in tl.static_range(AHEAD):
+            _fetch_rows(low, n + (i + 1) * step, rows, rows * HALVES, spans, BK, UNITS)
+            if ACT != "":
+                _fetch_rows(low, n + rows + (i + 1) * step, rows * HALVES, rows * HALVES, spans, BK, UNITS)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     v0 = _load_x(x, columns, 0, BK)
@@ -277,7 +407,7 @@ def packed_token_kernel(
         v0, v1, v2, v3, PTX
     )
     w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k = _spread(
-        w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k * back
+        w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k * (back * UNIT)
     )
     for first in range(tl.program_id(0) * BN, rows, step):
         coming = first + step + tl.arange(0, BN)
@@ -292,16 +422,20 @@ def packed_token_kernel(
         n = first + tl.arange(0, BN)
         inside = n < rows
         r = _row_sums(
-            a, b, s, z, m, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k,
-            STYLE, GROUP, ZERO, BF16, PTX,
+            a, b, s, z, m, tops + first // 32 * 32, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14,
+            w15, t0, t1, t2, t3, k, KIND, STYLE, GROUP, ZERO, BF16, PTX,
         )  # fmt: skip
+        if STYLE == "e4m3":
+            r *= tl.load(tops + n, mask=inside, other=0.0)
         if BIAS:
             r += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
         if ACT != "":
             up = _row_sums(
-                c, d, p, q, o, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, k,
-                STYLE, GROUP, ZERO, BF16, PTX,
+                c, d, p, q, o, tops + (rows + first) // 32 * 32, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12,
+                w13, w14, w15, t0, t1, t2, t3, k, KIND, STYLE, GROUP, ZERO, BF16, PTX,
             )  # fmt: skip
+            if STYLE == "e4m3":
+                up *= tl.load(tops + rows + n, mask=inside, other=0.0)
             if BIAS:
                 up += tl.load(bias + rows + n, mask=inside, other=0.0).to(tl.float32)
             r = activate(r, ACT) * up
