@@ -211,12 +211,13 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("op", "kind", "whole"),
-    [("grouped_linear", "rounded", False),
+    [("grouped_linear", "rounded", False), ("linear", "tables", False),
      *(pytest.param(*each, marks=pytest.mark.slow) for each in (
          ("linear", "rounded", False), ("linear", "rounded", True),
-         ("grouped_linear", "rounded", True), ("grouped_linear", "act", True)))],
+         ("grouped_linear", "rounded", True), ("grouped_linear", "act", True),
+         ("linear", "tables", True), ("grouped_linear", "tables", True)))],
 )  # fmt: skip
-def test_the_kit_passes_products_of_four_bits_with_rounded_activations_and_of_experts_in_act_order(
+def test_the_kit_passes_products_of_four_bits_with_rounded_activations_of_tables_and_of_experts_in_act_order(
     op: str, kind: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With deep and wide matrices of a few blocks; ``whole``: as large as the kit has them."""
@@ -227,6 +228,8 @@ def test_the_kit_passes_products_of_four_bits_with_rounded_activations_and_of_ex
     names = [name for name, form in GROUPED.items() if form.activation is not None]
     if kind == "act":
         names = [name for name in GROUPED if name.endswith(", act")]
+    elif kind == "tables":
+        names = list(TABLES)
     monkeypatch.setattr(formats, "STORAGES", names)
     monkeypatch.setattr(blocks, "STORAGES", names)
     monkeypatch.setattr(blocks, "MIXES", ((names[0],) * 2,))

@@ -61,7 +61,9 @@ def test_a_norm_before_and_an_activation_after_are_in_the_launch(storage: str) -
         parts = [part(storage, rows, columns, seed) for seed in range(2)]
         assert enters_token(LARGE, parts, 2, 2) and not enters_token(LARGE, parts, 4, 2), "float32 has more bits"
         values, matrix = torch.cat([reference_dequantize(p) for p in parts]), packed(parts)
-        x, gain, bias = (torch.randn(*size, generator=draw).bfloat16() for size in ((1, columns), (columns,), (2 * rows,)))
+        x, gain, bias = (
+            torch.randn(*size, generator=draw).bfloat16() for size in ((1, columns), (columns,), (2 * rows,))
+        )
         residual = torch.randn(1, columns, generator=draw)
         for tuning in (SMALL, LARGE):
             total = torch.full((1, columns), torch.nan)

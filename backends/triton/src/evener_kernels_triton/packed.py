@@ -233,7 +233,8 @@ def _write(to: PackedMatrix, parts: Sequence[WeightPart]) -> None:
             if segment.order is not None:
                 segment.order.copy_(sorted_columns(part))
             pieces = table_pieces if is_table(part.format) else block_pieces
-            pieces = group_pieces if part.format.storage == GROUPED else pieces
+            if part.format.storage == GROUPED:
+                pieces = group_pieces
             for first in range(0, part.rows, step):
                 stop = min(part.rows, first + step)
                 _copy(segment, at + first, pieces(part, segment.form, first, stop, segment.low.device))

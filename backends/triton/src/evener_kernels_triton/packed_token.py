@@ -12,14 +12,14 @@ from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.jit.packed_token import packed_token_kernel
 from evener_kernels_triton.packed import PackedMatrix, Segment, segments_of
 from evener_kernels_triton.tables import MOST
-from evener_kernels_triton.tuning import Tuning, memoized
+from evener_kernels_triton.tuning import Product, Tuning, memoized
 
 #: How scales are stored that the kernel reads, with the groups.
 _READ = {
     "half": (32, 64, 128, 256), "zero": (64, 128, 256), "super": (32,), "power": (32,), "e4m3": (16,),
     "float": (64, 128, 256),
 }  # fmt: skip
-#: Of numbers that are looked up, what the kernel subtracts from the whole numbers that it has, and what one of these is.
+#: Of numbers that are looked up, what the kernel subtracts from the whole numbers that it has, and what 1 stands for.
 _LOOKED_UP = {"e2m1": (12, 0.5), "table": (MOST, 1 / MOST)}
 
 
@@ -28,7 +28,12 @@ def reads_token(tuning: Tuning, form: PackedForm, rows: int, columns: int, eleme
 
     Numbers of float32 have more bits than the 16 that x gets.
     """
-    return reads_form(form) and element <= 2 and tuning.packed_token(rows, columns, halves, form.group) is not None
+    return reads_form(form) and element <= 2 and token_sizes(tuning, form, rows, columns, halves) is not None
+
+
+def token_sizes(tuning: Tuning, form: PackedForm, rows: int, columns: int, halves: int) -> Product | None:
+    """Launch sizes; None: other kernels are faster, or a row is too long."""
+    return tuning.packed_token(rows, columns, halves, form.group, form.kind in _LOOKED_UP)
 
 
 def reads_form(form: PackedForm) -> bool:
@@ -98,12 +103,12 @@ def _launch(
     """(launch for a segment of ``wide`` rows, its grid)."""
     halves = 2 if activation else 1
     rows = wide // halves
-    p = tuning.packed_token(rows, columns, halves, form.group)
+    p = token_sizes(tuning, form, rows, columns, halves)
     assert p is not None, "the caller asked"
     tiles, most = -(-rows // p.n), p.m * tuning.units
     launch = PreparedLaunch(
         packed_token_kernel, rows=rows, columns=columns, spans=form.spans(columns), eps=eps, offset=offset, ADD=add,
-        NORM=norm, BIAS=bias, ACT=activation, BN=p.n, BK=p.k, AHEAD=p.stages - 1, OVERLAP=tuning.overlap,
+        NORM=norm, BIAS=bias, ACT=activation, BN=p.n, BK=p.k, OVERLAP=tuning.overlap,
         num_warps=p.warps, **token_constants(tuning, form), **tuning.launch,
     )  # fmt: skip
     return launch, (min(tiles, most), 1, 1)

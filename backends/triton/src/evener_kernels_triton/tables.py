@@ -1,6 +1,7 @@
 """Four-bit numbers of a table of 16 (NVFP4's E2M1, and the tables of NF4 and FP4), rearranged for the kernels.
 
-Nothing is rounded but the copies of a table that ``table_words`` describes.
+Numbers and scales of NVFP4 stay what they are. Of another table the largest number becomes 1, and scales grow by what
+it was; the bfloat16 and the whole numbers that ``table_words`` describes are rounded.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def table_words(table: torch.Tensor) -> torch.Tensor:
     """float32 [16], whose largest size is 1, to int32 [32] as the kernels look numbers up in it.
 
     16 words are the numbers in float32. Eight have them as whole numbers of 14 bits, ``round(8191 * number) + 8191``,
-    in two planes of 7 bits, the upper one first, four bytes a word. Eight have them as bfloat16, the upper bytes of all 16 numbers, then the lower bytes.
+    in two planes of 7 bits, the upper one first, four bytes a word. Eight have them as bfloat16, the upper bytes of all
+    16 numbers, then the lower bytes.
     """
     whole = (table * MOST).round().int() + MOST
     planes = torch.stack((whole >> 7, whole & 127))

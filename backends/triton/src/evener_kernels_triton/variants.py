@@ -13,7 +13,7 @@ import torch
 from evener.contracts.ops import OpCall, Variant
 from evener.contracts.quant import WeightPart
 from evener_kernels_triton.packed import segments_of
-from evener_kernels_triton.packed_token import reads_token
+from evener_kernels_triton.packed_token import reads_token, token_sizes
 from evener_kernels_triton.stored import WORD
 from evener_kernels_triton.tuning import MAX_SUMMED_TOKENS, Grouped, Product, Tuning
 
@@ -94,7 +94,7 @@ def packed_products(
     tokens, columns = call.bucket.high, parts[0].columns
     rows, form = max(segments_of(parts), key=lambda of: of[0])
     if tokens == 1 and reads_token(tuning, form, rows // halves, columns, _size(call), halves):
-        one = tuning.packed_token(rows // halves, columns, halves, form.group)
+        one = token_sizes(tuning, form, rows // halves, columns, halves)
         return [] if one is None else persistent_gemv_variants(one)
     if not tuning.uses_own_product(tokens, rows, stored=True):
         return []

@@ -170,7 +170,10 @@ def _number(a, more, table, i: tl.constexpr, KIND: tl.constexpr, ZERO: tl.conste
 
 
 @triton.jit
-def _numbers(low, more, table, h0, h1, h2, h3, l0, l1, l2, l3, KIND: tl.constexpr, PTX: tl.constexpr, ZERO: tl.constexpr, to: tl.constexpr):
+def _numbers(
+    low, more, table, h0, h1, h2, h3, l0, l1, l2, l3, KIND: tl.constexpr, PTX: tl.constexpr, ZERO: tl.constexpr,
+    to: tl.constexpr,
+):  # fmt: skip
     """Four tiles of numbers of the dtype ``to``, and ones. With PTX, ``ADDED`` is added to each; else ZERO is
     subtracted. Bytes, four-bit floats and numbers of a table are what they are. The words [rows, 1] are those of
     ``_table_words``."""
@@ -228,10 +231,7 @@ def _as_float(bits, BF16: tl.constexpr):
 @triton.jit
 def _float8(word, i: tl.constexpr):
     """The i-th byte of words, an E4M3 number without a sign, in float32 times 2^-120. NaN is none."""
-    if i < 3:
-        bits = word << (20 - 8 * i)
-    else:
-        bits = word >> 4
+    bits = word << (20 - 8 * i) if i < 3 else word >> 4
     return (bits & 0x7F00000).to(tl.float32, bitcast=True)
 
 
@@ -605,9 +605,7 @@ def unpack_kernel(
     for u in tl.static_range(2 * UNITS):
         if u % 2 == 0:
             w, h = _next_words(low_at, high_at, inside, w, h, u // 2, KIND)
-            lo, hi, third, fourth, _ = _numbers(
-                w, h, table, h0, h1, h2, h3, l0, l1, l2, l3, KIND, PTX, ZERO, to
-            )
+            lo, hi, third, fourth, _ = _numbers(w, h, table, h0, h1, h2, h3, l0, l1, l2, l3, KIND, PTX, ZERO, to)
         else:
             lo = third
             hi = fourth

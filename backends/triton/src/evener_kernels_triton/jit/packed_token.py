@@ -66,8 +66,8 @@ def _table_dots(planes):
         for pair in range(2):
             # Of two tiles, four columns: numbers of four bits, by column.
             lines += [
-                f"prmt.b32 s, p, q, {'0x7531' if pair else '0x6420'};", "xor.b32 d, s, 0x88888888;", "shr.u32 n, s, 16;",
-                "shr.u32 m, d, 16;",
+                f"prmt.b32 s, p, q, {'0x7531' if pair else '0x6420'};", "xor.b32 d, s, 0x88888888;",
+                "shr.u32 n, s, 16;", "shr.u32 m, d, 16;",
             ]  # fmt: skip
             for plane in range(planes):
                 first = 26 + 4 * plane
@@ -203,16 +203,6 @@ def _packed_tile(
 
 
 @triton.jit
-def _fetch_rows(low, n, last, rows, spans, BK: tl.constexpr, UNITS: tl.constexpr):
-    """Have the L2 cache read rows ``n`` of ``low`` ahead of their use, at most the one before ``last``."""
-    span = tl.minimum(tl.arange(0, BK // (128 * UNITS)), spans - 1)[None, :]
-    at = low + (span * rows + tl.minimum(n, last - 1)[:, None]) * (WORDS_OF_UNIT * UNITS)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _dot(a, table, up, low, tile: tl.constexpr, KIND: tl.constexpr):
     """The sum of products of the four numbers of a tile in each word of 64 bits, without PTX."""
     y = tl.zeros(a.shape, tl.int32)
@@ -284,8 +274,8 @@ def _power(word, i: tl.constexpr):
 
 @triton.jit
 def _row_sums(
-    a, b, s0, s1, top, table, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3, back,
-    KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr,
+    a, b, s0, s1, top, table, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, t0, t1, t2, t3,
+    back, KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Sums over the columns of ``_packed_tile`` times ``_whole_numbers``, as float32 [BN]. All of x are [1, pieces].
@@ -355,11 +345,10 @@ def packed_token_kernel(
     x, residual, total, gain, low, scales, tops, bias, y, rows, columns, spans, eps, offset,
     ADD: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     KIND: tl.constexpr, STYLE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BF16: tl.constexpr,
-    UNITS: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    UNITS: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``persistent_gemv_kernel`` of packed weights; its names. ``low`` is int64; with ACT the matrix has 2 * rows. UNIT:
-    what a number of one is, before its scale."""
+    """``persistent_gemv_kernel`` of packed weights; its names. ``low`` is int64; with ACT the matrix has 2 * rows.
+    UNIT: what the whole number 1 stands for."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: tl.constexpr = 1 if ACT == "" else 2
@@ -371,12 +360,6 @@ def packed_token_kernel(
         c, d, p, q, o = _packed_tile(
             low, scales, tops, n + rows, n < rows, rows * HALVES, spans, BK, STYLE, GROUP, UNITS, WORDS
         )
-    if PTX and OVERLAP:
-        # Memory would be idle from here until x is there.
-        for i in tl.static_range(AHEAD):
-            _fetch_rows(low, n + (i + 1) * step, rows, rows * HALVES, spans, BK, UNITS)
-            if ACT != "":
-                _fetch_rows(low, n + rows + (i + 1) * step, rows * HALVES, rows * HALVES, spans, BK, UNITS)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     v0 = _load_x(x, columns, 0, BK)
