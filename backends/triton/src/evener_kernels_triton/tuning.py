@@ -399,27 +399,20 @@ class Tuning:
         return self._apply_changes(Product(m, n, wide, warps, stages, splits))
 
     @memoized
-    def packed_token(
-        self, rows: int, columns: int, halves: int, group: int, table: bool = False
-    ) -> Product | None:  # fmt: skip
+    def packed_token(self, rows: int, columns: int, halves: int, group: int, table: bool = False) -> Product | None:
         """One token and packed weights of four bits, ``group`` columns of which share a scale: as ``persistent_gemv``;
-        None if a row does not fit into one tile. ``table``: numbers are looked up.
-
-        Measured on an H200, of 40 sizes for each product of Qwen3-8B's layers. A thread has one piece of 32 columns, or
-        two; with few programs for each unit, those of the next launch begin beside them.
+        None if a row does not fit into one tile. ``table``: numbers are looked up, which takes more registers. Measured
+        on an H200, of 40 sizes for each product of Qwen3-8B's layers. A thread has one piece of 32 columns, or two.
         """
         k = max(128, power_of_two(columns))
         if k > MAX_TOKEN_COLUMNS:
             return None
-        warps, n = max(1, min(8, k // 1024)), 8 // halves
-        if table:
-            # More registers and instructions: four programs of 128 threads are a unit's at most.
+        warps, n = max(1, min(16 if table else 8, k // 1024)), 8 // halves
+        each = 2 if halves == 1 else 4 if group >= 128 else 6
+        if k > 4096:
+            n, each = 4 // halves if table or group >= 128 else 2 // halves, 1 if table else each
+        elif table:
             n, each = (n, 3) if rows * halves >= 40 * self.units else (n // 2, 4)
-            if k > 4096:
-                n, warps, each = 4 // halves, max(4, k // 1024), 1
-        else:
-            n = n if k <= 4096 else 4 // halves if group >= 128 else 2 // halves
-            each = 2 if halves == 1 else 4 if group >= 128 else 6
         return self._apply_changes(Product(each, max(1, n), k, warps, 1))
 
     @memoized

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from evener_kernels_triton.jit.launch import fast_launch
-from evener_kernels_triton.jit.packed import _as_float, _float8, _number
+from evener_kernels_triton.jit.packed import _as_float, _float8
+from evener_kernels_triton.jit.packed_numbers import number_of
 from evener_kernels_triton.jit.rows import activate
 
 #: Columns of a piece, and words of 64 bits of 128 columns.
@@ -209,9 +210,9 @@ def _dot(a, table, up, low, tile: tl.constexpr, KIND: tl.constexpr):
     for i in tl.static_range(4):
         number = ((a >> (16 * i + 4 * tile)) & 15).to(tl.int32)
         if KIND == "e2m1":
-            number = (_number(number, number, table, 0, KIND, 0, tl.float32) * 2.0).to(tl.int32) + 12
+            number = (number_of(number, number, table, 0, KIND, 0, tl.float32) * 2.0).to(tl.int32) + 12
         elif KIND == "table":
-            real = _number(number, number, table, 0, KIND, 0, tl.float32)
+            real = number_of(number, number, table, 0, KIND, 0, tl.float32)
             number = (((real * 8191.0 + _WHOLE).to(tl.int32, bitcast=True) << 16) >> 16) + 8191
         y += number * ((((up >> (8 * i)) << 24) >> 24) * 256 + ((low >> (8 * i)) & 255))
     return y
