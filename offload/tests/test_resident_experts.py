@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -139,19 +139,17 @@ def test_a_layer_that_has_all_it_needs_is_not_guessed_for(configured: Configured
 def test_a_small_step_whose_experts_have_slots_is_one_run(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want, waves = on_the_cpu(), ResidentLayer.filled
+    want, waves = on_the_cpu(), ResidentLayer.waves
     controller, _ = build_controller(configured(**{"infer.resident_experts": 12}))
     steps = list[tuple[bool, int]]()
 
-    def filled(layer: ResidentLayer, needed: Any, elsewhere: Any, together: bool) -> Iterator[Wave]:
-        found = 0
-        for wave in waves(layer, needed, elsewhere, together):
-            found += 1
-            assert together <= (set(needed) == set(wave.slots))
-            yield wave
-        steps.append((together, found))
+    def planned(layer: ResidentLayer, needed: Any, elsewhere: Any, together: bool) -> Sequence[Wave]:
+        found = waves(layer, needed, elsewhere, together)
+        assert all(together <= (set(needed) == set(wave.slots)) for wave in found)
+        steps.append((together, len(found)))
+        return found
 
-    monkeypatch.setattr(ResidentLayer, "filled", filled)
+    monkeypatch.setattr(ResidentLayer, "waves", planned)
     assert_same(play(controller, **traffic()), want)
     assert sum(together for together, _ in steps) > 50 and all(count == 1 for together, count in steps if together)
     assert any(count > 1 for _, count in steps), "prompts"

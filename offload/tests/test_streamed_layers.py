@@ -23,6 +23,9 @@ from evener_offload.placed_layers import stacks
 from evener_offload.streamed_layers import SLOTS, StreamedLayers
 
 
+pytestmark = pytest.mark.usefixtures("few_slots")
+
+
 def placement_of(controller: Any) -> HostExperts:
     found = worker_of(controller).assembly.placement
     assert isinstance(found, HostExperts)
