@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -185,9 +185,9 @@ def test_a_block_gives_the_same_bits_whatever_is_on_the_device(configured: Confi
 
 
 def test_neighbours_that_go_to_neighbouring_slots_are_copied_together() -> None:
-    places = [(3, 0), (4, 1), (5, 2), (7, 3), (8, 5), (9, 6)]
-    assert list(_runs(places, 9)) == [(3, 0, 3), (7, 3, 1), (8, 5, 1), (9, 6, 1)], "9 is of the next layer"
-    assert list(_runs([], 9)) == []
+    wave = Wave({1: 9, 3: 0, 4: 1, 5: 2, 7: 3, 8: 5, 9: 6}, (3, 4, 5, 7, 8, 9))
+    assert [each.tolist() for each in _runs(wave)] == [[3, 7, 8], [0, 3, 5], [3, 1, 2]]
+    assert [each.tolist() for each in _runs(Wave.of_copies({2: 4}))] == [[2], [4], [1]]
 
 
 def blocks_of(build: Builder) -> list[tuple[CallSite, Any]]:

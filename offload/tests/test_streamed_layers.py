@@ -22,7 +22,6 @@ from evener_offload.host_experts import HostExperts
 from evener_offload.placed_layers import stacks
 from evener_offload.streamed_layers import SLOTS, StreamedLayers
 
-
 pytestmark = pytest.mark.usefixtures("few_slots")
 
 

@@ -27,8 +27,8 @@ class ExpertCosts:
 
     def on_host(self, rows: Any) -> Any:
         """The host's products with ``rows`` rows, at least one: a number, or an array of them."""
-        return self.first + self.more * (np.minimum(rows, self.bend) - 1) + self.further * np.maximum(
-            0, rows - self.bend
+        return (
+            self.first + self.more * (np.minimum(rows, self.bend) - 1) + self.further * np.maximum(0, rows - self.bend)
         )
 
     def times(self, factor: float) -> ExpertCosts:

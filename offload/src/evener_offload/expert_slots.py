@@ -16,7 +16,6 @@ from evener.contracts.quant import PackedWeight, Packing
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
 
-
 #: Addresses, or numbers of bytes: uint64 [n].
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 #: Numbers of experts or slots: int64 [n].

@@ -129,4 +129,3 @@ class SlotProducts:
 def _chosen(biases: list[torch.Tensor | None], experts: torch.Tensor) -> list[torch.Tensor | None]:
     """The biases of these experts."""
     return [None if bias is None else bias.index_select(0, experts) for bias in biases]
-

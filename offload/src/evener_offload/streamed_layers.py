@@ -39,8 +39,8 @@ from evener_offload.second_layout import Stacks, expert_bytes, keep, second_byte
 from evener_offload.slot_products import SlotProducts
 
 log = logging.getLogger("evener.worker")
-#: Slots of a group of equal layers, at least: two halves, of which each takes so many bytes to fill that the copies last
-#: longer than it takes to submit the products, and go on while the next layer's rows are not known yet.
+#: Slots of a group of equal layers, at least. There are two halves, and the copies to one should last longer than it
+#: takes to submit the products with the other, and until the next layer's rows are known: so each has so many bytes.
 SLOTS = 32
 HALF_BYTES = 96 << 20
 #: A step of more tokens than any.

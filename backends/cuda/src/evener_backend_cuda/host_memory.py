@@ -1,4 +1,4 @@
-"""Page-locked memory of the host that the device's kernels read where it is, and words in it that a stream waits for."""
+"""Page-locked memory that the device's kernels read where it is, and words in it that a stream waits for."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ def await_word(word: torch.Tensor, stream: int, driver: Any = None) -> None:
         RuntimeError: the driver refused it.
     """
     wait = (driver or open_driver()).cuStreamWaitValue32_v2
-    code = wait(
-        ctypes.c_void_p(stream), ctypes.c_uint64(word.data_ptr()), ctypes.c_uint32(1), ctypes.c_uint(_AT_LEAST)
-    )
+    code = wait(ctypes.c_void_p(stream), ctypes.c_uint64(word.data_ptr()), ctypes.c_uint32(1), ctypes.c_uint(_AT_LEAST))
     if code:
         raise RuntimeError(f"cuStreamWaitValue32 failed with {code}")
