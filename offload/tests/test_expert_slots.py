@@ -112,7 +112,7 @@ def test_addresses_are_those_of_the_bytes_that_a_copy_moves(packing: Packing, st
     stack, slots = slots_of(packing, storage, PinnedDevice())
     places = slots.addresses(*(np.array(each) for each in ((2, 5), (1, 0), (2, 1))))
     assert places is not None
-    for to, source, size in zip(*(each.tolist() for each in places), strict=True):
+    for to, source, size in zip(*(each.ravel().tolist() for each in places), strict=True):
         ctypes.memmove(to, source, size)
     check(stack, slots, ((2, 1), (3, 2), (5, 0)))
 

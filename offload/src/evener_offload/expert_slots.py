@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ from evener.contracts.quant import PackedWeight, Packing
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
 
-#: Addresses, or numbers of bytes: uint64 [n].
-Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+#: Addresses, or numbers of bytes: uint64.
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 #: Numbers of experts or slots: int64 [n].
-Indices = np.ndarray[Any, np.dtype[np.int64]]
+Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ExpertSlots:
@@ -63,20 +63,20 @@ class ExpertSlots:
 
     def addresses(self, experts: Indices, slots: Indices, counts: Indices) -> tuple[Numbers, Numbers, Numbers] | None:
         """Where the bytes of experts of one layer go, if ``counts`` of them from each of ``experts`` on go to as many
-        slots from each of ``slots`` on: addresses to copy to and from, and bytes. None: ``copy`` must be used, because
-        tensors do not have the bytes of an expert in one piece, in the same order on both sides."""
+        slots from each of ``slots`` on: addresses to copy to and from, and bytes, each [n, tensors]. None: ``copy``
+        must be used: tensors do not have the bytes of an expert in one piece, in the same order on both sides."""
         number = int(experts[0]) // self._experts
         if number not in self._places:
             self._places[number] = self._place(number)
         if (known := self._places[number]) is None:
             return None
-        within, first, many = (each.astype(np.uint64) for each in (experts - number * self._experts, slots, counts))
+        runs = experts - number * self._experts, slots, counts
+        within, first, many = (each.astype(np.uint64)[:, None] for each in runs)
         to, source, size = known
-        return (to + first * size).ravel(), (source + within * size).ravel(), (many * size).ravel()
+        return to + first * size, source + within * size, many * size
 
     def _place(self, number: int) -> tuple[Numbers, Numbers, Numbers] | None:
-        """Of each tensor of a stack: the addresses of the first slot and of the first expert, and bytes of one. Each
-        [tensors, 1]."""
+        """Of each tensor of a stack: the addresses of the first slot and of the first expert, and bytes of one."""
         stack = self.stacks[number].value
         assert stack is not None, "weights are loaded"
         if isinstance(stack.data, tuple):
@@ -88,7 +88,7 @@ class ExpertSlots:
             if not dense or source.stride() != target.stride():
                 return None
             found.append((target.data_ptr(), source.data_ptr(), size))
-        to, sources, sizes = np.array(found, dtype=np.uint64).T[:, :, None]
+        to, sources, sizes = np.array(found, dtype=np.uint64).T
         return to, sources, sizes
 
     def _parts(self, stack: int, index: int, count: int) -> list[torch.Tensor]:

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -92,9 +91,10 @@ class PromptShare:
 
     def close(self) -> None:
         """End the threads. Calling it again does nothing."""
-        if self._begun is not None:
-            with suppress(Exception):  # of a step that has failed
-                self._settle()
+        try:
+            self._settle()
+        except Exception:  # of a step that was given up, so nobody waits for it
+            log.exception("the host's part of a prompt failed")
         self._thread.shutdown()
 
     def measure(

@@ -158,7 +158,8 @@ class ResidentLayer:
             for expert, slot, count in np.transpose(runs).tolist():
                 stack.copy(expert, slot, count)
         if places and self._many is not None:
-            self._many.copy_many(*(np.concatenate(each) for each in zip(*places, strict=True)))
+            # Expert after expert, so that large tensors are copied while small ones are submitted.
+            self._many.copy_many(*(np.concatenate(each, axis=1).ravel() for each in zip(*places, strict=True)))
 
     def _await_copies(self, wave: Wave) -> None:
         for event in _distinct(map(self._copied.__getitem__, wave.slots.values())):

@@ -182,8 +182,8 @@ class NativeRoutedExperts(NativeKernel):
 
     def build(self, call: OpCall) -> OpFunction:
         static = cast(ExpertsStatic, call.static)
-        functions = (self.native.function(name, static["dtype"]) for name in ("routed", "routed_aside"))
-        return _Routed(self.device, *functions, static, call.layouts)
+        here, aside = (self.native.function(name, static["dtype"]) for name in ("routed", "routed_aside"))
+        return _Routed(self.device, here, aside, static, call.layouts)
 
 
 class _Routed:
