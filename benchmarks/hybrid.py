@@ -49,6 +49,8 @@ from evener.key_spec import KeySpec, parse
 
 #: More than any cache.
 APART = 4 << 30
+#: Prompts of each case before it is timed: the engine times its first steps of a size in two ways.
+WARM = 6
 WAYS: Mapping[str, str] = {"host": "infer.cpu_layer_num", "resident": "infer.resident_experts", "all": ""}
 
 
@@ -218,7 +220,8 @@ class Run:
     def case(self, batch: int, prompt: int) -> None:
         """Time prompts alone, and with decode steps; the same prompts, so that the difference is the steps."""
         steps = self._args.steps
-        generate(self._llm, batch, prompt, 2, 0)
+        for _ in range(WARM):
+            generate(self._llm, batch, prompt, 2, 0)
         short = min((self._spent(batch, prompt, 1) for _ in range(2)), key=lambda spent: spent.seconds)
         long = min((self._spent(batch, prompt, 1 + steps) for _ in range(2)), key=lambda spent: spent.seconds)
         decode = long - short

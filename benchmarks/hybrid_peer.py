@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("device", "version", "software", "date"):
         made.add_argument(f"--{name}", required=True)
     made.add_argument("--note", action="append", default=[], help="what else to know of the rows")
+    made.add_argument("--when", default="in the same call", help="when llama.cpp ran, beside ours")
     made.add_argument("--command", default="", help="how ours was run")
     made.add_argument("--out", type=Path)
     return made
@@ -87,7 +88,7 @@ def rows(
             "model": f"{MODELS[ours['model']]}, {FORMS[ours['form']]}{shown}",
             "case": f"{ours['bs']} × {ours['inp']:,}: experts of {ours['host_layers']} layers on the host",
             "metric": metric, "unit": "ms", "better": "lower", "ours": ours[field],
-            "peer": f"llama.cpp ({args.version}), experts of the same layers on the CPU, in the same call",
+            "peer": f"llama.cpp ({args.version}), experts of the same layers on the CPU, {args.when}",
             "theirs": best[field], "command": args.command,
             "note": "; ".join(["random weights, of one file", *args.note]), "theirs_options": best["options"],
             "theirs_by_options": {row["options"]: row[field] for row in theirs},

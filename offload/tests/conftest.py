@@ -37,6 +37,12 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
+def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny experts would all get slots."""
+    monkeypatch.setattr("evener_offload.streamed_layers.HALF_BYTES", 1)
+
+
+@pytest.fixture
 def configured(tmp_path: Path) -> Configured:
     """``configured("Qwen3Moe", **keys)``: the family on the simulated chip."""
     numbers = itertools.count()

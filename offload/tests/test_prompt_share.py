@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import time
 from typing import Any
 
 import pytest
@@ -16,17 +16,55 @@ from evener_offload.captured_experts import HostWork
 from evener_offload.expert_costs import ExpertCosts, least_streamed
 from evener_offload.prompt_share import PromptShare
 
+pytestmark = pytest.mark.usefixtures("few_slots")
 KEYS = {"infer.cpu_layer_num": 2, "offload.stream_prompts": "auto"}
 #: The chip computes on the host, so what was measured says nothing; with these both have something to do.
 COSTS = ExpertCosts(1.0, 0.6, 0.3)
 
 
-def share_of(placement: Any) -> PromptShare:
+class Later:
+    """Page-locked memory that a device reads when it gets there."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._host = host
+
+    def __getitem__(self, part: slice) -> Later:
+        return Later(self._host[part])
+
+    def view(self, what: Any) -> Any:
+        seen = self._host.view(what)
+        return Later(seen) if isinstance(what, torch.dtype) else seen.to("simulated")
+
+
+class Reads:
+    """What a device offers that reads the host's memory."""
+
+    def mapped(self, host: torch.Tensor) -> Any:
+        return Later(host)
+
+    def await_word(self, word: torch.Tensor) -> None:
+        deadline = time.monotonic() + 60
+        while not word.item():
+            assert time.monotonic() < deadline, "nobody has said that the rows are there"
+
+
+@pytest.fixture(params=["a library's thread", "a library's thread, and a device that waits for it", "Python's thread"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the host's part runs beside the submitting thread."""
+    way: str = request.param
+    if way == "Python's thread":
+        monkeypatch.delattr("evener_backend_cpu.experts._Routed.begin")
+    return way
+
+
+def share_of(placement: Any, way: str = "") -> PromptShare:
     share: PromptShare | None = placement.streamed._share
     assert share is not None and share._costs is not None, "measured in the warm-up"
     _, costs = share._costs
     assert costs.copy > 0 and costs.first > 0 and costs.more >= 0
     share._costs, placement.streamed._least = (share._costs[0], COSTS), 8
+    if "device" in way:
+        share._reads, share._room = Reads(), None
     return share
 
 
@@ -47,9 +85,9 @@ def test_the_host_and_the_device_together_give_the_tokens_of_one_device(configur
     assert "the host computes those with few rows meanwhile" in "\n".join(ready.info.manifest["notes"])
 
 
-def test_a_block_is_that_of_one_device_up_to_rounding(configured: Configured) -> None:
+def test_a_block_is_that_of_one_device_up_to_rounding(configured: Configured, way: str) -> None:
     """With biases, which random weights do not have."""
-    draw = torch.Generator().manual_seed(5)
+    draw, read = torch.Generator().manual_seed(5), 0
     controllers = [build_controller(configured("GptOss", **keys))[0]
                    for keys in ({}, {**KEYS, "infer.use_cuda_graph": False})]  # fmt: skip
     every, few = (worker_of(controller).assembly for controller in controllers)
@@ -64,7 +102,7 @@ def test_a_block_is_that_of_one_device_up_to_rounding(configured: Configured) ->
         bias.copy_(torch.randn(bias.shape, generator=draw))
         getattr(same, name).copy_(bias)
     placement: Any = few.placement
-    share = share_of(placement)
+    share = share_of(placement, way)
     placement._eager = True
     for tokens in (12, 24):
         x, residual = (torch.randn(tokens, want.static["hidden"], generator=draw) for _ in range(2))
@@ -75,18 +113,24 @@ def test_a_block_is_that_of_one_device_up_to_rounding(configured: Configured) ->
                     for site, group in ((want, weights), (got, same))]  # fmt: skip
         torch.testing.assert_close(*(every.device.readback(each).wait() for each in rows))
         assert share.computed > computed
+        before, read = read, placement.counters()["host_expert_read_bytes"]
+        assert read > before, "the host's part has ended"
 
 
-def test_an_error_of_the_host_ends_the_step(configured: Configured) -> None:
+def test_an_error_of_the_host_ends_the_step(configured: Configured, way: str) -> None:
     controller, _ = build_controller(configured(**KEYS, **{"infer.use_cuda_graph": False}))
-    share: Any = share_of(worker_of(controller).assembly.placement)
+    share: Any = share_of(worker_of(controller).assembly.placement, way)
+    mapped = share._mapped
 
-    def limit_threads(count: int) -> None:
-        raise RuntimeError("the host is out of order")
+    def wrong(path: str, chosen: Any, w: Any) -> Any:
+        made = mapped(path, chosen, w)
+        made.slots[chosen[0]] = 1 << 20
+        return made
 
-    share._host = SimpleNamespace(limit_threads=limit_threads)
-    with pytest.raises(Exception, match="the host is out of order"):
+    share._mapped = wrong
+    with pytest.raises(Exception, match="slot"):
         play(controller, traffic()["messages"][:2])
+    share.close()
 
 
 def test_the_host_gets_the_experts_with_the_fewest_rows_and_fewer_where_it_is_slower() -> None:

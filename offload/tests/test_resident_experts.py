@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -139,19 +139,17 @@ def test_a_layer_that_has_all_it_needs_is_not_guessed_for(configured: Configured
 def test_a_small_step_whose_experts_have_slots_is_one_run(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want, waves = on_the_cpu(), ResidentLayer.filled
+    want, waves = on_the_cpu(), ResidentLayer.waves
     controller, _ = build_controller(configured(**{"infer.resident_experts": 12}))
     steps = list[tuple[bool, int]]()
 
-    def filled(layer: ResidentLayer, needed: Any, elsewhere: Any, together: bool) -> Iterator[Wave]:
-        found = 0
-        for wave in waves(layer, needed, elsewhere, together):
-            found += 1
-            assert together <= (set(needed) == set(wave.slots))
-            yield wave
-        steps.append((together, found))
+    def planned(layer: ResidentLayer, needed: Any, elsewhere: Any, together: bool) -> Sequence[Wave]:
+        found = waves(layer, needed, elsewhere, together)
+        assert all(together <= (set(needed) == set(wave.slots)) for wave in found)
+        steps.append((together, len(found)))
+        return found
 
-    monkeypatch.setattr(ResidentLayer, "filled", filled)
+    monkeypatch.setattr(ResidentLayer, "waves", planned)
     assert_same(play(controller, **traffic()), want)
     assert sum(together for together, _ in steps) > 50 and all(count == 1 for together, count in steps if together)
     assert any(count > 1 for _, count in steps), "prompts"
@@ -187,9 +185,9 @@ def test_a_block_gives_the_same_bits_whatever_is_on_the_device(configured: Confi
 
 
 def test_neighbours_that_go_to_neighbouring_slots_are_copied_together() -> None:
-    places = [(3, 0), (4, 1), (5, 2), (7, 3), (8, 5), (9, 6)]
-    assert list(_runs(places, 9)) == [(3, 0, 3), (7, 3, 1), (8, 5, 1), (9, 6, 1)], "9 is of the next layer"
-    assert list(_runs([], 9)) == []
+    wave = Wave({1: 9, 3: 0, 4: 1, 5: 2, 7: 3, 8: 5, 9: 6}, (3, 4, 5, 7, 8, 9))
+    assert [each.tolist() for each in _runs(wave)] == [[3, 7, 8], [0, 3, 5], [3, 1, 2]]
+    assert [each.tolist() for each in _runs(Wave.of_copies({2: 4}))] == [[2], [4], [1]]
 
 
 def blocks_of(build: Builder) -> list[tuple[CallSite, Any]]:

@@ -22,6 +22,8 @@ from evener_offload.host_experts import HostExperts
 from evener_offload.placed_layers import stacks
 from evener_offload.streamed_layers import SLOTS, StreamedLayers
 
+pytestmark = pytest.mark.usefixtures("few_slots")
+
 
 def placement_of(controller: Any) -> HostExperts:
     found = worker_of(controller).assembly.placement

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -251,6 +253,11 @@ def test_routed_experts_match_their_expansion_and_are_invariant_to_batch_and_thr
             for rows in (tokens - 1, tokens):
                 assert run(x, ids, weights, own, out=out, rows=rows) is out
                 assert torch.equal(out[:rows], got[:rows]) and bool(out[rows:].isnan().all())
+            word, out = torch.zeros(1, dtype=torch.int32), torch.full_like(x, torch.nan)
+            for threads, told in ((1, None), (3, word)):
+                end = run.begin(x, ids, weights, own, out.fill_(torch.nan), threads, told)
+                assert end() > 0 and torch.equal(out, got)
+            assert word.item() == 1
     finally:
         device.limit_threads(before)
     with pytest.raises(ValueError, match="experts' ids"):
@@ -260,6 +267,33 @@ def test_routed_experts_match_their_expansion_and_are_invariant_to_batch_and_thr
             run(x, ids, weights, own, out=into, rows=531)
     with pytest.raises(ValueError, match="the result"):
         run(x, ids, weights, own, out=out[1:])
+    end = run.begin(x, ids + experts, weights, own, out, 1, word.zero_())
+    with pytest.raises(ValueError, match="a call that nobody waited for"):
+        run.begin(x, ids, weights, own, out, 1)
+    with pytest.raises(ValueError, match="experts' ids"):
+        end()
+    assert word.item() == 1, "also after an error"
+    with pytest.raises(ValueError, match="the thread has no call"):
+        end()
+    with pytest.raises(ValueError, match="the result"):
+        run.begin(x, ids, weights, own, out[1:], 1)
+
+
+def test_a_thread_ends_with_its_device_also_in_the_middle_of_a_call() -> None:
+    device = CpuDevice(0, {})
+    block = Block(device, KINDS["softmax"], "float32")
+    static = {**select(block.static, ExpertsStatic), "placement": None}
+    layouts = {name: getattr(block.own, name).layout for name in ("gate_up", "down")}
+    run: Any = NativeRoutedExperts(device).build(
+        OpCall("routed_experts", static, Bucket(1, 64), device.capabilities, layouts)
+    )
+    x, ids = torch.ones(64, HIDDEN), torch.arange(64 * 4, dtype=torch.int32).view(64, 4) % 16
+    word, out = torch.zeros(1, dtype=torch.int32), torch.empty_like(x)
+    run.begin(x, ids, torch.ones(64, 4), block.own, out, 1, word)
+    ended = weakref.ref(device.aside)
+    device._aside = None
+    gc.collect()
+    assert ended() is None and word.item() == 1
 
 
 def _stack(device: CpuDevice, storage: str, dtype: str) -> tuple[Any, torch.Tensor]:

@@ -6,9 +6,10 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
-from evener_backend_cuda.many_copies import ManyCopies
+from evener_backend_cuda.many_copies import MOST, ManyCopies
 
 
 class Driver:
@@ -20,7 +21,8 @@ class Driver:
     def cuMemcpyBatchAsync_v2(self, to: Any, sources: Any, sizes: Any, count: Any, *how: Any) -> int:
         self.calls.append("together")
         if not self.code:
-            for target, source, size in zip(to, sources, sizes, strict=True):
+            lists = ((ctypes.c_uint64 * count.value).from_address(each.value) for each in (to, sources, sizes))
+            for target, source, size in zip(*lists, strict=True):
                 ctypes.memmove(target, source, size)
         return self.code
 
@@ -42,12 +44,12 @@ class OldDriver:
         return self.code
 
 
-def copied(many: ManyCopies, stream: int = 7) -> Sequence[bytes]:
-    """What is in the targets after two copies."""
-    sources = [ctypes.create_string_buffer(text, len(text)) for text in (b"experts", b"of a layer")]
+def copied(many: ManyCopies, stream: int = 7, texts: Sequence[bytes] = (b"experts", b"of a layer")) -> Sequence[bytes]:
+    """What is in the targets after as many copies."""
+    sources = [ctypes.create_string_buffer(text, len(text)) for text in texts]
     targets = [ctypes.create_string_buffer(len(source)) for source in sources]
-    many([ctypes.addressof(each) for each in targets], [ctypes.addressof(each) for each in sources],
-         [len(each) for each in sources], stream)  # fmt: skip
+    to, begin = (np.array([ctypes.addressof(each) for each in all_], np.uint64) for all_ in (targets, sources))
+    many(to, begin, np.array([len(each) for each in sources], np.uint64), stream)
     return [each.raw for each in targets]
 
 
@@ -56,6 +58,12 @@ def test_all_copies_are_one_call() -> None:
     many = ManyCopies(lambda: driver)
     assert copied(many) == copied(many) == [b"experts", b"of a layer"]
     assert driver.calls == ["together"] * 2
+
+
+def test_very_many_copies_are_several_calls() -> None:
+    driver, texts = Driver(), [str(number).encode() for number in range(2 * MOST + 1)]
+    assert copied(ManyCopies(lambda: driver), texts=texts) == texts
+    assert driver.calls == ["together"] * 3
 
 
 def test_the_default_stream_takes_no_batches() -> None:

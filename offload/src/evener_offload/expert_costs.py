@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,11 @@ class ExpertCosts:
     bend: int = 1 << 30
     further: float = 0.0
 
-    def on_host(self, rows: int) -> float:
-        """The host's products with ``rows`` rows, at least one."""
-        return self.first + self.more * (min(rows, self.bend) - 1) + self.further * max(0, rows - self.bend)
+    def on_host(self, rows: Any) -> Any:
+        """The host's products with ``rows`` rows, at least one: a number, or an array of them."""
+        return (
+            self.first + self.more * (np.minimum(rows, self.bend) - 1) + self.further * np.maximum(0, rows - self.bend)
+        )
 
     def times(self, factor: float) -> ExpertCosts:
         """Those of an expert with so many times the bytes."""
@@ -32,20 +37,21 @@ class ExpertCosts:
                        further=self.further * factor)  # fmt: skip
 
 
-def host_share(rows: Mapping[int, int], costs: ExpertCosts) -> list[int]:
+def host_share(rows: Mapping[int, int], costs: ExpertCosts, under_way: float = 0.0) -> list[int]:
     """The experts that the host computes so that it and the copies of the others, which run at the same time, are done
     soonest. Those with the fewest rows go to the host first (as in HybriMoE, Zhong et al. 2025).
 
     Args:
         rows: of each missing expert.
+        under_way: seconds that copies take which have been submitted before.
     """
-    chosen, busy = list[int](), 0.0
-    for expert in sorted(rows, key=lambda each: (rows[each], each)):
-        busy += costs.on_host(rows[expert])
-        if busy >= (len(rows) - len(chosen)) * costs.copy:
-            break
-        chosen.append(expert)
-    return chosen
+    missing, counts = (np.fromiter(each, np.int64, len(rows)) for each in (rows.keys(), rows.values()))
+    order = np.lexsort((missing, counts))
+    busy = np.cumsum(costs.on_host(counts[order]))
+    copies = under_way + np.arange(len(rows), 0, -1) * costs.copy
+    late = np.flatnonzero(busy >= copies)  # so many, and the next one would be done after the copies
+    found: list[int] = missing[order][: late[0] if len(late) else None].tolist()
+    return found
 
 
 def least_streamed(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 
 from evener.contracts.declared import StackedWeight
@@ -14,6 +15,11 @@ from evener.contracts.device import Device
 from evener.contracts.quant import PackedWeight, Packing
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
+
+#: Addresses, or numbers of bytes: uint64.
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+#: Numbers of experts or slots: int64 [n].
+Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ExpertSlots:
@@ -41,7 +47,7 @@ class ExpertSlots:
         #: Tensors of matrices, and (-1) of whole stacks, see ``_parts``.
         self._known: dict[tuple[int, int], list[torch.Tensor]] = {}
         #: By stack, see ``_place``.
-        self._places: dict[int, Sequence[tuple[int, int, int]] | None] = {}
+        self._places: dict[int, tuple[Numbers, Numbers, Numbers] | None] = {}
         self._table = own.table(("slots of experts", stack.name), count * self.nbytes, self._make)
 
     @property
@@ -55,18 +61,21 @@ class ExpertSlots:
         for source, target in zip(self._parts(number, within, count), self._parts(-1, slot, count), strict=True):
             target.copy_(source, non_blocking=True)
 
-    def addresses(self, expert: int, slot: int, count: int) -> Sequence[tuple[int, int, int]] | None:
-        """Where the bytes of ``count`` experts of one layer go, as (to, from, bytes); None: ``copy`` must be used,
-        because tensors do not have the bytes of an expert in one piece, in the same order on both sides."""
-        number, within = divmod(expert, self._experts)
+    def addresses(self, experts: Indices, slots: Indices, counts: Indices) -> tuple[Numbers, Numbers, Numbers] | None:
+        """Where the bytes of experts of one layer go, if ``counts`` of them from each of ``experts`` on go to as many
+        slots from each of ``slots`` on: addresses to copy to and from, and bytes, each [n, tensors]. None: ``copy``
+        must be used: tensors do not have the bytes of an expert in one piece, in the same order on both sides."""
+        number = int(experts[0]) // self._experts
         if number not in self._places:
             self._places[number] = self._place(number)
-        known = self._places[number]
-        if known is None:
+        if (known := self._places[number]) is None:
             return None
-        return [(to + slot * size, source + within * size, size * count) for to, source, size in known]
+        runs = experts - number * self._experts, slots, counts
+        within, first, many = (each.astype(np.uint64)[:, None] for each in runs)
+        to, source, size = known
+        return to + first * size, source + within * size, many * size
 
-    def _place(self, number: int) -> Sequence[tuple[int, int, int]] | None:
+    def _place(self, number: int) -> tuple[Numbers, Numbers, Numbers] | None:
         """Of each tensor of a stack: the addresses of the first slot and of the first expert, and bytes of one."""
         stack = self.stacks[number].value
         assert stack is not None, "weights are loaded"
@@ -79,7 +88,8 @@ class ExpertSlots:
             if not dense or source.stride() != target.stride():
                 return None
             found.append((target.data_ptr(), source.data_ptr(), size))
-        return found
+        to, sources, sizes = np.array(found, dtype=np.uint64).T
+        return to, sources, sizes
 
     def _parts(self, stack: int, index: int, count: int) -> list[torch.Tensor]:
         """The tensors of so many matrices of a stack, or (-1) of the slots."""

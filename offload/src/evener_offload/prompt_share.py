@@ -2,8 +2,9 @@
 
 Both read host memory, and both take about as long for an expert with few rows: together they are done sooner than
 either alone. The host gets the experts with the fewest rows (as in HybriMoE, Zhong et al. 2025), and computes in a
-thread of its own, because the one that submits work to the device is busy for as long. The device adds its sums to the
-host's.
+thread of its own, because the one that submits work to the device is busy for as long. That thread is one of the host's
+kernels if they have one: a thread of Python's waits for the interpreter's lock, which the submitting thread holds. The
+device adds its sums to the host's, once a word in page-locked memory says that they are there, if it can wait for one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -26,8 +27,34 @@ from evener_offload.expert_costs import ExpertCosts, host_share
 log = logging.getLogger("evener.worker")
 #: Rows of each expert with which the host is timed, beside one; how often.
 _TIMED_ROWS, _TIMES = (16, 96), 2
+#: Bytes of page-locked memory for a word, so that nothing else is in its cache line.
+_LINE = 64
 #: Steps of a size that are timed with the host's part, and without it.
 _TRIALS = 3
+
+
+class Begins(Protocol):
+    """``routed_experts`` of a host whose kernels have a thread of their own."""
+
+    def begin(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights, out: torch.Tensor,
+        threads: int, word: torch.Tensor | None = None,
+    ) -> Callable[[], int]:  # fmt: skip
+        """Begin to compute into ``out``, with so many threads, of which none is the caller. Returns what waits for the
+        end: the nanoseconds that it took; it raises what the call would. Nothing may change until then. In the end,
+        whether it succeeded or not, 1 is stored in ``word``, int32 [1]. One call of a device at a time."""
+
+
+@runtime_checkable
+class ReadsHost(Protocol):
+    """A device that reads page-locked memory where it is. Copies to it would wait for those of experts."""
+
+    def mapped(self, host: torch.Tensor) -> torch.Tensor:
+        """Page-locked ``host`` as a tensor of the device."""
+
+    def await_word(self, word: torch.Tensor) -> None:
+        """What is submitted to the current stream from here on waits until ``word``, int32 [1] in page-locked memory,
+        is more than 0."""
 
 
 class PromptShare:
@@ -50,6 +77,12 @@ class PromptShare:
         #: Costs of an expert of so many bytes; None: not measured yet.
         self._costs: tuple[int, ExpertCosts] | None = None
         self._room: torch.Tensor | None = None
+        #: If the device reads page-locked memory: the same as a tensor of the device, and the word.
+        self._reads = device if isinstance(device, ReadsHost) else None
+        self._there: torch.Tensor | None = None
+        self._word: torch.Tensor | None = None
+        #: What waits for the part that has begun, and keeps what it reads.
+        self._begun: Callable[[], None] | None = None
         #: By size of a step: seconds of steps with the host's part, and without it.
         self._seconds: dict[int, tuple[list[float], list[float]]] = {}
         self._size, self._began, self.active = 0, 0.0, True
@@ -57,7 +90,11 @@ class PromptShare:
         self._own: dict[str, tuple[MoEWeights, MoEWeights]] = {}
 
     def close(self) -> None:
-        """End the thread. Calling it again does nothing."""
+        """End the threads. Calling it again does nothing."""
+        try:
+            self._settle()
+        except Exception:  # of a step that was given up, so nobody waits for it
+            log.exception("the host's part of a prompt failed")
         self._thread.shutdown()
 
     def measure(
@@ -116,30 +153,50 @@ class PromptShare:
             self.active = min(with_host) <= min(without)
 
     def end(self) -> None:
-        """The step's last streamed layer has been submitted."""
+        """The step's last streamed layer has been submitted. Waits for the host's part.
+
+        Raises:
+            Exception: the host failed.
+        """
+        self._settle()
         times = self._seconds[self._size][0 if self.active else 1]
         if len(times) < _TRIALS:
             times.append(time.perf_counter() - self._began)
 
-    def choose(self, nbytes: int, rows: Mapping[int, int]) -> Sequence[int]:
+    def choose(self, nbytes: int, rows: Mapping[int, int], under_way: float = 0.0) -> Sequence[int]:
         """The experts that the host computes, those with the fewest rows first.
 
         Args:
             nbytes: of an expert.
             rows: of each expert that must be copied or computed here.
+            under_way: seconds that copies take which were submitted before.
         """
+        return host_share(rows, self._costs_of(nbytes), under_way)
+
+    def copying(self, nbytes: int) -> float:
+        """Seconds that the copy of an expert of so many bytes takes."""
+        return self._costs_of(nbytes).copy
+
+    def _costs_of(self, nbytes: int) -> ExpertCosts:
         assert self._costs is not None, "measured before the first step"
         like, costs = self._costs
-        return host_share(rows, costs.times(nbytes / like))
+        return costs.times(nbytes / like)
 
     def start(
         self, path: str, chosen: Sequence[int], nbytes: int, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor,
         weights: torch.Tensor, w: MoEWeights,
     ) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
         """Start computing the chosen experts' part of each token's sum; returns what waits for it, and adds it to rows
-        [T, hidden] of the device. ``x``, ``ids`` and ``weights`` are on the host."""
+        [T, hidden] of the device. ``x``, ``ids`` and ``weights`` are on the host.
+
+        Raises:
+            Exception: the host failed in the part before.
+        """
+        self._settle()
         self.computed += len(chosen)
         own, out = self._mapped(path, chosen, w), self._locked(x)
+        if getattr(compute, "begin", None) is not None:
+            return self._begin(nbytes * len(chosen), cast(Begins, compute), x, ids, weights, own, out)
 
         def job() -> torch.Tensor:
             began = time.perf_counter_ns()
@@ -161,12 +218,49 @@ class PromptShare:
 
         return add
 
+    def _begin(
+        self, nbytes: int, compute: Begins, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, own: MoEWeights,
+        out: torch.Tensor,
+    ) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
+        """The same by the host's own thread. ``nbytes``: of all chosen experts."""
+        word, there = self._word, self._there
+        if word is not None:
+            word.zero_()  # nobody waits for it any more: this layer's rows came after that
+        inputs, threads = (x, ids, weights), self._threads - (self._threads >= SPARING)
+        end = compute.begin(*inputs, own, out, threads, word)
+
+        def settle() -> None:
+            _ = inputs  # until now nothing else may take their memory
+            self._begun = None
+            self._work.nanoseconds += end()
+            self._work.read_bytes += nbytes
+
+        self._begun = settle
+
+        def add(rows: torch.Tensor) -> torch.Tensor:
+            if self._reads is None or word is None or there is None:
+                self._settle()
+                return rows.add_(torch.empty_like(rows).copy_(out, non_blocking=True))
+            # The submitting thread goes on with the next layer.
+            self._reads.await_word(word)
+            return rows.add_(there[: out.nbytes].view(out.dtype).view(out.shape))
+
+        return add
+
+    def _settle(self) -> None:
+        """Wait for the part that has begun, if any; raise what it raised."""
+        if self._begun is not None:
+            self._begun()
+
     def _locked(self, like: torch.Tensor) -> torch.Tensor:
         """Page-locked memory for the result, if the device has any: torch would copy it there with threads that spin
         for a while, on the cores that the next layer needs."""
         if self._room is None or self._room.nbytes < like.nbytes:
-            room = next(iter(self._device.pinned_buffers(1, like.nbytes)), None)
-            self._room = torch.empty(like.nbytes, dtype=torch.uint8) if room is None else room
+            room, word = (next(iter(self._device.pinned_buffers(1, n)), None) for n in (like.nbytes, _LINE))
+            self._room, self._word, self._there = torch.empty(like.nbytes, dtype=torch.uint8), None, None
+            if room is not None and word is not None:
+                self._room, self._word = room, word[:4].view(torch.int32)
+                self._there = None if self._reads is None else self._reads.mapped(room)
         return self._room[: like.nbytes].view(like.dtype).view(like.shape)
 
     def _alone(self, compute: OpFunction, *inputs: Any) -> torch.Tensor:

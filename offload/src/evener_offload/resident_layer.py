@@ -16,7 +16,7 @@ import torch
 from evener.contracts.device import Device
 from evener.contracts.quant import Packing
 from evener.layers.builder import Builder
-from evener_offload.expert_slots import ExpertSlots
+from evener_offload.expert_slots import ExpertSlots, Indices, Numbers
 from evener_offload.residents import Residents, Wave
 from evener_offload.second_layout import Stacks
 
@@ -25,9 +25,9 @@ from evener_offload.second_layout import Stacks
 class CopiesMany(Protocol):
     """A device that submits many copies in one call."""
 
-    def copy_many(self, to: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """Submit copies of so many bytes from addresses of host memory to addresses of the device, on the current
-        stream. The caller keeps the memory."""
+    def copy_many(self, to: Numbers, sources: Numbers, sizes: Numbers) -> None:
+        """Submit copies of so many bytes from addresses of host memory to addresses of the device, each uint64 [n], on
+        the current stream. The caller keeps the memory."""
 
 
 class ResidentLayer:
@@ -64,15 +64,21 @@ class ResidentLayer:
         self._used: list[Any] = [None] * count
         self._copied: list[Any] = [None] * count
 
-    def filled(self, needed: Iterable[int], elsewhere: Collection[int] = (), together: bool = False) -> Iterator[Wave]:
-        """Wave after wave of the ``needed`` experts, each in its slots for work that is submitted to the current stream
-        before the next wave is asked for. Experts that are on the device come first. Copies of the others are submitted
-        as early as their slots allow it. Those that are computed ``elsewhere`` are left out. ``together``: all in one
-        wave, if there are slots for all."""
+    def waves(
+        self, needed: Iterable[int], elsewhere: Collection[int] = (), together: bool = False
+    ) -> Sequence[Wave]:  # fmt: skip
+        """How the ``needed`` experts are computed; all of that must then be ``filled``. Experts that are on the device
+        come first. Those that are computed ``elsewhere`` are left out. ``together``: all in one wave, if there are
+        slots for all."""
         late = self._late()
         waves = self.residents.waves(needed, late, elsewhere, together)
         calm = not late and not elsewhere and not any(wave.copied for wave in waves)
         self.quiet = self.quiet + 1 if calm else 0
+        return waves
+
+    def filled(self, waves: Sequence[Wave]) -> Iterator[Wave]:
+        """Wave after wave, each in its slots for work that is submitted to the current stream before the next wave is
+        asked for. Copies are submitted as early as their slots allow it."""
         missing = [number for number, wave in enumerate(waves) if wave.copied]
         for number, wave in enumerate(waves):
             while missing and not _slots(waves[number : missing[0]]) & _slots([waves[missing[0]]]):
@@ -115,20 +121,17 @@ class ResidentLayer:
         apart = 2 if 2 * self.residents.half <= self.experts else 1
         self._submit(Wave.of_copies({apart * slot: slot for slot in range(self.residents.half)}))
 
-    def ahead(self, guessed: Sequence[int]) -> None:
-        """Start copying experts that the layer will probably need; the likeliest first."""
-        self._copy(self.residents.ahead(guessed))
+    def ahead(self, guessed: Sequence[int], kept: Collection[int] = ()) -> None:
+        """Start copying experts that the layer will probably need; the likeliest first. Slots of the experts ``kept``
+        are still to be computed with."""
+        self._copy(self.residents.ahead(guessed, kept))
 
     def _late(self) -> set[int]:
         """The slots' experts whose copies are under way, as the device says now."""
-        for slot, event in self._under_way():
-            if event.query():
-                self._copied[slot] = None
-        late = {slot for slot, _ in self._under_way()}
+        if ended := {event for event in _distinct(self._copied) if event.query()}:
+            self._copied = [None if event in ended else event for event in self._copied]
+        late = {slot for slot, event in enumerate(self._copied) if event is not None}
         return {expert for expert, slot in self.residents.slots.items() if slot in late} if late else set()
-
-    def _under_way(self) -> list[tuple[int, Any]]:
-        return [(slot, event) for slot, event in enumerate(self._copied) if event is not None]
 
     def _copy(self, wave: Wave) -> None:
         slots = [wave.slots[expert] for expert in wave.copied]
@@ -138,7 +141,7 @@ class ResidentLayer:
             self._submit(wave)
             return
         with self._stream:
-            for event in _distinct(self._used[slot] for slot in slots):
+            for event in _distinct(map(self._used.__getitem__, slots)):
                 event.wait()
             self._submit(wave)
             copied = self._mark()
@@ -146,20 +149,20 @@ class ResidentLayer:
             self._copied[slot] = copied
 
     def _submit(self, wave: Wave) -> None:
-        places = list[tuple[int, int, int]]()
-        for expert, slot, count in _runs([(expert, wave.slots[expert]) for expert in wave.copied], self.experts):
-            for stack in (self.gate_up, self.down):
-                found = stack.addresses(expert, slot, count) if self._many is not None else None
-                if found is None:
-                    stack.copy(expert, slot, count)
-                else:
-                    places += found
+        runs, places = _runs(wave), list[tuple[Numbers, Numbers, Numbers]]()
+        for stack in (self.gate_up, self.down):
+            found = stack.addresses(*runs) if self._many is not None else None
+            if found is not None:
+                places.append(found)
+                continue
+            for expert, slot, count in np.transpose(runs).tolist():
+                stack.copy(expert, slot, count)
         if places and self._many is not None:
-            to, sources, sizes = zip(*places, strict=True)
-            self._many.copy_many(to, sources, sizes)
+            # Expert after expert, so that large tensors are copied while small ones are submitted.
+            self._many.copy_many(*(np.concatenate(each, axis=1).ravel() for each in zip(*places, strict=True)))
 
     def _await_copies(self, wave: Wave) -> None:
-        for event in _distinct(self._copied[slot] for slot in wave.slots.values()):
+        for event in _distinct(map(self._copied.__getitem__, wave.slots.values())):
             event.wait()
         for slot in wave.slots.values():
             self._copied[slot] = None  # later work of this stream waits too
@@ -177,20 +180,20 @@ class ResidentLayer:
         return event
 
 
-def _runs(places: Sequence[tuple[int, int]], experts: int) -> Iterator[tuple[int, int, int]]:
-    """Experts and their slots as (first expert, first slot, count): both are one more from each to the next, and a run
-    is of one layer, of which there are so many ``experts``."""
-    begin = 0
-    for at in range(1, len(places) + 1):
-        expert, slot = places[at - 1]
-        if at == len(places) or places[at] != (expert + 1, slot + 1) or places[at][0] % experts == 0:
-            yield *places[begin], at - begin
-            begin = at
+def _runs(wave: Wave) -> tuple[Indices, Indices, Indices]:
+    """What is copied, all of it of one layer, as first experts, first slots and counts of runs: in a run both are one
+    more from each to the next."""
+    experts = np.fromiter(wave.copied, np.int64, len(wave.copied))
+    slots = np.fromiter(map(wave.slots.__getitem__, wave.copied), np.int64, len(experts))
+    begins = np.ones(len(experts), bool)
+    begins[1:] = (experts[1:] - experts[:-1] != 1) | (slots[1:] - slots[:-1] != 1)
+    (firsts,) = begins.nonzero()
+    return experts[firsts], slots[firsts], np.append(firsts[1:], len(experts)) - firsts
 
 
 def _slots(waves: Sequence[Wave]) -> set[int]:
     return {slot for wave in waves for slot in wave.slots.values()}
 
 
-def _distinct(events: Iterable[Any]) -> Iterable[Any]:
-    return {id(event): event for event in events if event is not None}.values()
+def _distinct(events: Iterable[Any]) -> set[Any]:
+    return {*events} - {None}

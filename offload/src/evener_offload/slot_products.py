@@ -8,7 +8,7 @@ one call of ``routed_experts`` with a map from experts to slots. Which steps are
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from evener.contracts.weights import MoEWeights
 from evener.ops.composites import linear_static
 from evener.resolution.resolver import Resolver
 from evener_offload.resident_layer import ResidentLayer
+from evener_offload.residents import Wave
 
 #: Tokens of the largest step that is computed at once if its experts have slots. In larger ones products with experts
 #: that are there take long enough to be worth a launch of their own while others are copied.
@@ -60,6 +61,7 @@ class SlotProducts:
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights,
         numbers: np.ndarray[Any, np.dtype[np.int32]], elsewhere: Collection[int] = (),
+        before: Callable[[Collection[int]], None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The experts' sum, [T, hidden].
 
@@ -68,30 +70,49 @@ class SlotProducts:
             w: the layer's weights; its stacks are not read.
             numbers: ``ids``, on the host.
             elsewhere: experts that are computed elsewhere, and left out.
+            before: called once before the last products are submitted, with the experts in slots that they read.
         """
-        layer, needed = self._layer, (numbers + self._first if self._first else numbers).ravel().tolist()
+        layer, biases = self._layer, [w.gate_up_bias, w.down_bias]
         total: torch.Tensor | None = None
-        together = self._whole is not None and len(set(needed)) - len(elsewhere) <= layer.residents.count
-        for wave in layer.filled(needed, elsewhere, together):
+        needed = (np.flatnonzero(np.bincount(numbers.ravel(), minlength=layer.experts)) + self._first).tolist()
+        together = self._whole is not None and len(needed) - len(elsewhere) <= layer.residents.count
+        waves = layer.waves(needed, elsewhere, together)
+        if not waves:  # all are computed elsewhere
+            if before is not None:
+                before(())
+            return x.new_zeros(x.shape)
+        if not together:
+            # In one upload, before the experts' copies are submitted: later ones would wait for all of these.
+            slots_of, experts_of = self._maps(waves)
+            places = self._device.upload(slots_of).index_select(1, ids.reshape(-1))
+            others = None if biases == [None, None] else self._device.upload(experts_of)
+        for number, wave in enumerate(layer.filled(waves)):
             if together and self._whole is not None:
                 total = self._whole(x, ids, weights, self._placed(w))
                 continue
-            # -1: the expert is not in the wave.
-            slot_of = np.full(layer.experts, -1, dtype=np.int32)
-            slot_of[[expert - self._first for expert in wave.slots]] = list(wave.slots.values())
-            slots, biases = self._device.upload(slot_of[numbers]), [w.gate_up_bias, w.down_bias]
-            if biases != [None, None]:
-                expert_of = np.zeros(layer.residents.count, dtype=np.int32)
-                expert_of[list(wave.slots.values())] = [expert - self._first for expert in wave.slots]
-                biases = _chosen(biases, self._device.upload(expert_of))
+            if before is not None and number == len(waves) - 1:
+                before(wave.slots)
+            slots = places[number].view(ids.shape)
+            if others is not None:
+                biases = _chosen([w.gate_up_bias, w.down_bias], others[number])
             h = self._act(self._gate_up(x, layer.gate_up.value, slots, biases[0]).flatten(0, 1))
             one: torch.Tensor = self._down(h, layer.down.value, slots.reshape(-1, 1), biases[1])
             total = one if total is None else total.add_(one)  # a pair's row is 0 in all waves but one
-        if total is None:  # all are computed elsewhere
-            return x.new_zeros(x.shape)
+        assert total is not None, "there is a wave"
         if together:
             return total
         return self._mix(total.view(*numbers.shape, -1), weights)  # type: ignore[no-any-return]
+
+    def _maps(self, waves: Sequence[Wave]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Of each wave: int32 [waves, experts], the slot of each expert, -1 if it is not in the wave; and
+        [waves, slots], the expert in each slot, any number if there is none of the wave."""
+        slots_of = np.full((len(waves), self._layer.experts), -1, dtype=np.int32)
+        experts_of = np.zeros((len(waves), self._layer.residents.count), dtype=np.int32)
+        for number, wave in enumerate(waves):
+            experts = np.fromiter(wave.slots, np.int32, len(wave.slots)) - self._first
+            slots = np.fromiter(wave.slots.values(), np.int32, len(wave.slots))
+            slots_of[number, experts], experts_of[number, slots] = slots, experts
+        return slots_of, experts_of
 
     def _placed(self, w: MoEWeights) -> MoEWeights:
         """The weights of ``routed_experts``, whose stacks and biases are those in the slots."""
@@ -108,4 +129,3 @@ class SlotProducts:
 def _chosen(biases: list[torch.Tensor | None], experts: torch.Tensor) -> list[torch.Tensor | None]:
     """The biases of these experts."""
     return [None if bias is None else bias.index_select(0, experts) for bias in biases]
-

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,8 +39,10 @@ from evener_offload.second_layout import Stacks, expert_bytes, keep, second_byte
 from evener_offload.slot_products import SlotProducts
 
 log = logging.getLogger("evener.worker")
-#: Slots of a group of equal layers: two halves, of which each takes long enough to copy to be worth a few launches.
+#: Slots of a group of equal layers, at least. There are two halves, and the copies to one should last longer than it
+#: takes to submit the products with the other, and until the next layer's rows are known: so each has so many bytes.
 SLOTS = 32
+HALF_BYTES = 96 << 20
 #: A step of more tokens than any.
 _NEVER = 1 << 30
 #: The device's layout may take so many times the bytes of the host's, if measured costs decide.
@@ -70,6 +72,11 @@ def asked(value: str) -> int | None:
     if not (value.isascii() and value.isdecimal()) or not 0 < int(value) < _NEVER:
         raise ConfigError(f"offload.stream_prompts={value!r}: set auto, off, or the tokens of the smallest such step")
     return int(value)
+
+
+def slots_for(nbytes: int, experts: int) -> int:
+    """Slots of layers with so many ``experts`` of ``nbytes`` each."""
+    return min(experts, max(SLOTS, 2 * -(-HALF_BYTES // nbytes)))
 
 
 class Copies:
@@ -134,6 +141,8 @@ class StreamedLayers:
         #: Paths of the layers that a step reaches first and last.
         self._ends = (sites[0].path, sites[-1].path) if sites else ("", "")
         self._next: dict[str, NextRouter] = {}
+        #: When the copies that were submitted will have ended, as measured costs say.
+        self._copied_at = 0.0
         self.groups: list[ResidentLayer] = []
         if not sites:
             return
@@ -147,9 +156,8 @@ class StreamedLayers:
             groups.setdefault(same, []).append((site, others))
         for group in groups.values():
             experts = group[0][0].static["experts"]
-            slots = ResidentLayer(
-                [others for _, others in group], experts, own, packings, min(SLOTS, experts), device, stream
-            )
+            count = slots_for(expert_bytes(group[0][1], packings), experts)
+            slots = ResidentLayer([others for _, others in group], experts, own, packings, count, device, stream)
             self.groups.append(slots)
             self._places |= {site.path: _Place(slots, number) for number, (site, _) in enumerate(group)}
         if stream is not None:
@@ -181,7 +189,7 @@ class StreamedLayers:
     def room(sites: Sequence[CallSite], packings: Mapping[str, Packing]) -> int:
         """Bytes of slots on the device that layers may need, which have their layouts of the device's ``packings``."""
         each = {expert_bytes(stacks(site), packings): site.static["experts"] for site in sites}
-        return sum(nbytes * min(SLOTS, experts) for nbytes, experts in each.items())
+        return sum(nbytes * slots_for(nbytes, experts) for nbytes, experts in each.items())
 
     @property
     def copied(self) -> int:
@@ -221,19 +229,22 @@ class StreamedLayers:
 
             def finish() -> torch.Tensor:
                 here, others, beside = chosen.wait(), list[int](), None
-                numbers = here.numpy()
+                numbers, copied = here.numpy(), slots.residents.copied
                 if share is not None and copies:
-                    counts, held = np.bincount(numbers.ravel(), minlength=slots.experts), slots.residents.slots
-                    rows = {int(e): int(counts[e]) for e in np.flatnonzero(counts) if first + int(e) not in held}
-                    if part := share.choose(slots.nbytes, rows):
+                    counts = np.bincount(numbers.ravel(), minlength=slots.experts).tolist()
+                    held, under_way = slots.residents.slots, max(0.0, self._copied_at - time.perf_counter())
+                    rows = {e: count for e, count in enumerate(counts) if count and first + e not in held}
+                    if part := share.choose(slots.nbytes, rows, under_way):
                         rows_here, factors = (copy.wait() for copy in copies)
                         beside = share.start(path, part, slots.nbytes, compute, rows_here, here, factors, w)
                         others = [first + expert for expert in part]
-                y = products(x, ids, weights, w, numbers, others)
-                if following is not None and guessed is not None:
-                    theirs, start_of = following.slots, following.number * following.slots.experts
-                    likely = likeliest(guessed.wait().numpy(), theirs.experts)[: theirs.residents.half]
-                    theirs.ahead([start_of + expert for expert in sorted(likely)])
+
+                def ahead(kept: Collection[int]) -> None:
+                    self._note_copies(slots, slots.residents.copied - copied)
+                    if following is not None and guessed is not None:
+                        self._ahead(following, guessed.wait().numpy(), kept if following.slots is slots else ())
+
+                y = products(x, ids, weights, w, numbers, others, ahead)
                 y = y if beside is None else beside(y)
                 if share is not None and ends:
                     share.end()
@@ -242,6 +253,20 @@ class StreamedLayers:
             return finish
 
         return start
+
+    def _ahead(self, place: _Place, guessed: Any, kept: Collection[int]) -> None:
+        """Copy what a layer will probably need, before the last products of this one are submitted, which takes the
+        host as long as some copies. ``kept``: these products' experts."""
+        slots, first = place.slots, place.number * place.slots.experts
+        likely, copied = likeliest(guessed, slots.experts)[: slots.residents.half], slots.residents.copied
+        slots.ahead([first + expert for expert in sorted(likely)], kept)
+        self._note_copies(slots, slots.residents.copied - copied)
+
+    def _note_copies(self, slots: ResidentLayer, count: int) -> None:
+        """Copies of so many experts have been submitted."""
+        if self._share is not None and self._share.active:
+            seconds = count * self._share.copying(slots.nbytes)
+            self._copied_at = max(self._copied_at, time.perf_counter()) + seconds
 
     def _following(self, path: str) -> _Place | None:
         if path not in self._next:

@@ -14,7 +14,7 @@ from evener.errors import BackendError
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cpu import huge_pages, isa, memory
 from evener_backend_cpu.block_packing import BlockPacking
-from evener_backend_cpu.native_library import Native, load
+from evener_backend_cpu.native_library import Aside, Native, load
 from evener_backend_cpu.stored_packing import StoredPacking
 
 
@@ -53,6 +53,7 @@ class CpuDevice(Device):
         self.stored = StoredPacking(self, arena)
         self._options, self._processor = options, processor
         self._native: Native | Unavailable | None = None
+        self._aside: Aside | None = None
 
     @property
     def native(self) -> Native | Unavailable:
@@ -68,6 +69,14 @@ class CpuDevice(Device):
                     f"cpu.native=require, but {self._native.reason}; set cpu.native=auto to run without C++ kernels"
                 )
         return self._native
+
+    @property
+    def aside(self) -> Aside:
+        """A thread for calls that do not hold up the one that asks for them; made on first use."""
+        if self._aside is None:
+            assert isinstance(self.native, Native), "a kernel of it asks"
+            self._aside = self.native.aside()
+        return self._aside
 
     def select(self) -> None:
         # OpenMP's thread count belongs to the calling thread, so the thread that runs the steps has to set it.

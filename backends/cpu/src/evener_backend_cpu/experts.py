@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any, cast
 
@@ -182,7 +182,8 @@ class NativeRoutedExperts(NativeKernel):
 
     def build(self, call: OpCall) -> OpFunction:
         static = cast(ExpertsStatic, call.static)
-        return _Routed(self.device, self.native.function("routed", static["dtype"]), static, call.layouts)
+        here, aside = (self.native.function(name, static["dtype"]) for name in ("routed", "routed_aside"))
+        return _Routed(self.device, here, aside, static, call.layouts)
 
 
 class _Routed:
@@ -191,8 +192,11 @@ class _Routed:
     #: See ``OpFunction``.
     takes_out = True
 
-    def __init__(self, device: Any, function: Any, static: ExpertsStatic, layouts: Mapping[str, str]) -> None:
+    def __init__(
+        self, device: Any, function: Any, aside: Any, static: ExpertsStatic, layouts: Mapping[str, str]
+    ) -> None:  # fmt: skip
         self._device, self._function, self._site = device, function, _Stacks(static, layouts)
+        self._aside = aside
         self._hidden, self._top, self._dtype = static["hidden"], static["top"], getattr(torch, static["dtype"])
         #: Tensors of the last call with ``out``, and their addresses: they are the same objects at every step.
         self._last: tuple[Any, ...] = (None, None, None, None)
@@ -214,6 +218,19 @@ class _Routed:
             raise ValueError(f"{count} rows of {len(x)} were asked for")
         self._function(self._site.bind(experts), count, *addresses, self._device.threads)
         return out
+
+    def begin(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights, out: torch.Tensor,
+        threads: int, word: torch.Tensor | None = None,
+    ) -> Callable[[], int]:  # fmt: skip
+        """Begin to compute into ``out``, with so many threads, of which none is the caller. Returns what waits for the
+        end: the nanoseconds that it took. Inputs, ``out`` and weights may not change until then. In the end, whether it
+        succeeded or not, 1 is stored in ``word``, int32 [1]. One call of a device at a time."""
+        aside = self._device.aside
+        place = None if word is None else require("the word", word, torch.int32, (1,))
+        addresses = self._checked(x, ids, weights, out)
+        self._aside(aside.handle, self._site.bind(experts), x.shape[0], *addresses, threads, place)
+        return cast("Callable[[], int]", aside.end)
 
     def _checked(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor

@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import shutil
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "grouped": (ctypes.c_int, (_P, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I)),
     "experts": (ctypes.c_int, (_P, _I, _P, _P, _I)),
     "routed": (ctypes.c_int, (_P, _I, _P, _P, _P, _P, _I)),
+    "routed_aside": (ctypes.c_int, (_P, _P, _I, _P, _P, _P, _P, _I, _P)),
     "experts_scratch": (_I, (_P, _I, _I)),
     "attend": (ctypes.c_int, (_P, _P, _P, _P, _P, _I)),
     "write": (ctypes.c_int, (_P, _P, _P, _I, _P, _I, _I)),
@@ -197,10 +199,22 @@ class Native:
         self._problem.restype = ctypes.c_char_p
         self.plan = self._library.evener_plan
         self.plan.restype, self.plan.argtypes, self.plan.errcheck = ctypes.c_int, (_P, _P, _I), self._check
+        self._library.evener_aside_make.restype = _P
         self.tile_bytes, self.pack = self._library.evener_tile_bytes, self._library.evener_pack
         self.tile_bytes.restype, self.tile_bytes.argtypes = _I, (_I, _I)
         self.pack.restype, self.pack.argtypes = ctypes.c_int, (_I, _P, _I, _I, _I, _P, _I)
         self.pack.errcheck = self._check
+
+    def aside(self) -> Aside:
+        """A thread for one call of ``routed_aside`` at a time. It ends with the object.
+
+        Raises:
+            MemoryError: the system gives no thread.
+        """
+        handle = self._library.evener_aside_make()
+        if not handle:
+            raise MemoryError("the system gives no further thread; raise its limit of processes (ulimit -u)")
+        return Aside(self._library, handle, self._check)
 
     def _check(self, result: Any, function: Any, arguments: Any) -> Any:
         """Raise what a kernel's ``Result`` (check.h) says."""
@@ -223,6 +237,32 @@ class Native:
             if function.restype is ctypes.c_int:  # the others return bytes
                 function.errcheck = self._check
         return function
+
+
+class Aside:
+    """A thread of the library, which computes while Python goes on.
+
+    Attributes:
+        handle: its address.
+    """
+
+    def __init__(self, library: ctypes.CDLL, handle: int, check: Any) -> None:
+        self.handle, self._end, close = handle, library.evener_aside_end, library.evener_aside_close
+        self._end.restype, self._end.argtypes, self._end.errcheck = ctypes.c_int, (_P, _P), check
+        close.restype, close.argtypes = None, (_P,)
+        weakref.finalize(self, _close, close, handle, os.getpid()).atexit = False
+
+    def end(self) -> int:
+        """Wait for the call that has begun; the nanoseconds that it took. Raises what the call would."""
+        taken = _I()
+        self._end(self.handle, ctypes.addressof(taken))
+        return taken.value
+
+
+def _close(close: Any, handle: int, process: int) -> None:
+    """End the thread, which a child of a fork does not have."""
+    if os.getpid() == process:
+        close(handle)
 
 
 DTYPES = frozenset(_SUFFIXES)

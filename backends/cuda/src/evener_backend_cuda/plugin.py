@@ -24,7 +24,8 @@ from evener_backend_cuda.flash_attention import FlashAttentionState
 from evener_backend_cuda.flash_mla import FlashMLAState
 from evener_backend_cuda.flashinfer_attention import FlashInferState
 from evener_backend_cuda.host_calls import CallingGraphs, HostCalls, exchange
-from evener_backend_cuda.many_copies import ManyCopies
+from evener_backend_cuda.host_memory import await_word, mapped
+from evener_backend_cuda.many_copies import ManyCopies, Numbers
 from evener_backend_cuda.one_token import OneTokenLayer
 from evener_backend_cuda.scaled import scaled_features
 from evener_backend_parts.gpu import GpuDevice, gpu_graphs
@@ -54,10 +55,20 @@ class CudaDevice(GpuDevice):
             self._order = torch.zeros(1, dtype=torch.int32, device=self.torch_device)
         exchange(self.host_calls, self._order, inputs, to, work, found, result)
 
-    def copy_many(self, to: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-        """Submit copies of so many bytes from addresses of page-locked memory to addresses of the device, on the
-        current stream. The caller keeps the memory."""
+    def copy_many(self, to: Numbers, sources: Numbers, sizes: Numbers) -> None:
+        """Submit copies of so many bytes from addresses of page-locked memory to addresses of the device, each uint64
+        [n], on the current stream. The caller keeps the memory."""
         self._many(to, sources, sizes, torch.cuda.current_stream(self.torch_device).cuda_stream)
+
+    def mapped(self, host: torch.Tensor) -> torch.Tensor:
+        """Page-locked memory as a tensor of the device, whose kernels read it where it is: not behind copies, which the
+        copy engine takes one after another."""
+        return mapped(host, self.torch_device)
+
+    def await_word(self, word: torch.Tensor) -> None:
+        """Work that is submitted to the current stream from here on waits until ``word``, int32 [1] in page-locked
+        memory, is more than 0."""
+        await_word(word, torch.cuda.current_stream(self.torch_device).cuda_stream)
 
     def conditions(self) -> Mapping[str, str]:
         """Versions of the driver, the kernel compiler and the matrix library."""

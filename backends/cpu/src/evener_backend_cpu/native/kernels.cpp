@@ -1,6 +1,6 @@
 // The functions that Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Each function first checks what it was
 // given and returns a Result; those whose name ends in ``scratch`` or ``bytes`` return a number of bytes.
-#include "check.h"
+#include "aside.h"
 #include "quant_rows.h"
 #include "sampling.h"
 
@@ -48,6 +48,10 @@ static int run_routed(const Experts* e, int64_t tokens, const T* x, const int32_
   ExpertRun<T> run{*e, tokens, y, nullptr, {}, {}, {}, {}};
   routed(run, base, s, x, slots, weights);
   return 0;
+}
+
+template <class T> static int run_aside(const Routed& r) {
+  return run_routed<T>(r.e, r.tokens, (const T*)r.x, r.ids, r.weights, (T*)r.y, r.threads);
 }
 
 template <class T, class O>
@@ -238,6 +242,11 @@ extern "C" {
   int evener_routed_##S(const Experts* e, int64_t tokens, const T* x, const int32_t* ids, const float* weights, T* y, int64_t threads) { \
     return run_routed<T>(e, tokens, x, ids, weights, y, threads);                                                                       \
   }                                                                                                                                    \
+  int evener_routed_aside_##S(Aside* aside, const Experts* e, int64_t tokens, const T* x, const int32_t* ids, const float* weights, T* y,  \
+                              int64_t threads, int32_t* word) {                                                                        \
+    PASS(check_pointer("the thread", aside));                                                                                          \
+    return aside->begin(run_aside<T>, {e, tokens, x, ids, weights, y, threads}, word);                                                  \
+  }                                                                                                                                    \
   int64_t evener_experts_scratch_##S(const Experts* e, int64_t tokens, int64_t threads) {                                              \
     return ExpertSizes::of<T>(*e, tokens, threads).total;                                                                              \
   }                                                                                                                                    \
@@ -273,6 +282,14 @@ extern "C" {
   int evener_mask_##S(T* x, int64_t rows, int64_t n, const uint32_t* words, int64_t threads) { return mask<T>(x, rows, n, words, threads); }
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
+
+Aside* evener_aside_make() { return Aside::make(); }
+int evener_aside_end(Aside* aside, int64_t* nanoseconds) {
+  PASS(check_pointer("the thread", aside));
+  PASS(check_pointer("the time", nanoseconds));
+  return aside->end(nanoseconds);
+}
+void evener_aside_close(Aside* aside) { aside->close(); }
 
 int64_t evener_tile_bytes(int64_t kind, int64_t columns) {
   int64_t n = 0;
