@@ -161,6 +161,7 @@ def test_a_core_that_speaks_only_later_versions_refuses_it_with_both_numbers(
     assert "pip install -U evener-backend-frozen" in str(problem.error)
 
 
+@pytest.mark.slow
 def test_wheels_of_the_examples_built_for_version_1_are_refused_with_both_numbers(tmp_path: Path) -> None:
     installed, model = tmp_path / "installed", tmp_path / "model"
     install({p.relative_to(OLD).as_posix(): p.read_text() for p in _files(OLD)}, tmp_path / "source", installed)

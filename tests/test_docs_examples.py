@@ -70,7 +70,11 @@ def test_blocks_that_are_run_are_shell_or_python() -> None:
     assert not odd and flagged("run") and flagged("serve") and flagged("client")
 
 
-@pytest.mark.parametrize("block", flagged("run"), ids=str)
+#: The README's are quick; a page's are run when it, or what it uses, has changed.
+RUN = [b if str(b).startswith("README") else pytest.param(b, marks=pytest.mark.slow) for b in flagged("run")]
+
+
+@pytest.mark.parametrize("block", RUN, ids=str)
 def test_a_runnable_block_runs(block: Block, smollm2_dir: Path, packages: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         command(block, smollm2_dir), cwd=tmp_path, env=environ(block, packages),

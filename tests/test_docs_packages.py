@@ -257,6 +257,7 @@ with LLM("haiku", load="dummy", backend="abacus", **keys) as llm:
     assert done.stdout.strip() == "['1', '2', '3..4', '5..8']", done.stderr
 
 
+@pytest.mark.slow
 def test_the_model_passes_the_test_that_its_page_shows(place: Place) -> None:
     write({name: text for name, text in package_files(MODEL).items() if "/tests/" in name}, place.scratch)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:schemathesis", "-p", "no:hypothesispytest"]

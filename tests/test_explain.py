@@ -55,6 +55,7 @@ _V3_PLAIN = 2 * 129_280 * 7168 + 58 * 256 * 7168
 _V3_BYTES = 4 * _V3_LATENTS + 2 * _V3_PLAIN + (671.03e9 - _V3_LATENTS - _V3_PLAIN) * (1 + 4 / 128**2)
 
 
+@pytest.mark.slow
 def test_a_model_of_671_billion_parameters_is_explained_and_does_not_fit_here(tmp_path: Path) -> None:
     published = Path(__file__).parent.parent / "models" / "tests" / "data" / "deepseek_v3_config.json"
     (tmp_path / "config.json").write_bytes(published.read_bytes())

@@ -267,7 +267,7 @@ DESCRIBED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mode", "label"), [DESCRIBED[0], DESCRIBED[3], DESCRIBED[4], DESCRIBED[5]])
+@pytest.mark.parametrize(("mode", "label"), [DESCRIBED[0], DESCRIBED[4]])
 def test_requests_made_from_the_description_are_answered(unharmed: InProcess, mode: str, label: str) -> None:
     described(unharmed, mode, label, 12)
 

@@ -190,6 +190,7 @@ def test_a_mutant_that_hangs_is_ended_and_counts_as_caught(tmp_path: Path) -> No
     assert (found.outcome, found.by) == (CAUGHT, "the kit was ended by SIGXCPU, in linear")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_broken_off_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, faults = tmp_path / "out.jsonl", list(mutants.known_defects())
     done = [{"target": "planted", "operator": name, "outcome": CAUGHT} for name in faults]

@@ -116,7 +116,7 @@ def logits(folder: Path, ids: list[int]) -> torch.Tensor:
     ("family", "settings"),
     [
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("Qwen2", GPTQ), ("Qwen2", AWQ), ("Qwen3", AWQ))),
-        ("Gemma3", AWQ),
+        pytest.param("Gemma3", AWQ, marks=pytest.mark.slow),
         ("Qwen3Moe", GPTQ),
         ("Qwen3", Settings("gptq", 3, 32, symmetric=False, order="groups", tokens=1200, window=128)),
     ],

@@ -167,6 +167,7 @@ def small_pool(folder: Path, tokens: int) -> int:
 
 
 @pytest.mark.parametrize("count", [256, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_bf16_log_probabilities_and_perplexity_stay_close_to_float32(
     model_dir: Path, oracle: Oracle, count: int
 ) -> None:

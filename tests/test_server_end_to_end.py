@@ -205,6 +205,7 @@ def test_an_invalid_request_raises_its_own_exception_class_that_names_the_field(
     assert unknown.value.code == "unknown_parameter"
 
 
+@pytest.mark.slow
 def test_every_penalty_and_bias_does_what_it_says(client: OpenAI, smollm2_dir: Path) -> None:
     from tokenizers import Tokenizer
 
@@ -220,6 +221,7 @@ def test_every_penalty_and_bias_does_what_it_says(client: OpenAI, smollm2_dir: P
     assert chat(client, logit_bias={str(forced): 100}, max_tokens=3).choices[0].message.content == " Rome Rome Rome"
 
 
+@pytest.mark.slow
 def test_limits_from_below_stop_ids_and_deadlines(client: OpenAI, smollm2_dir: Path) -> None:
     from tokenizers import Tokenizer
 
@@ -278,6 +280,7 @@ def test_a_request_id_is_in_the_header_and_in_the_log(client: OpenAI, real: Serv
     real.wait_for(f"request_id={drawn} ")
 
 
+@pytest.mark.slow
 async def test_64_clients_that_come_and_go_leave_no_block_in_use(tiny: Served) -> None:
     draw = random.Random(2)
     async with AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
@@ -377,6 +380,7 @@ def test_a_worker_that_dies_at_rest_is_noticed(mortal: Served) -> None:
     assert mortal.stop() == 0
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_stream_end_and_the_next_server_takes_the_port(folder: Path, tmp_path: Path) -> None:
     port, hold = free_port(), Hold(tmp_path, 20)
     environ = [f"{name}={value}" for name, value in hold.environ.items()]

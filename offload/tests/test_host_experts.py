@@ -70,6 +70,7 @@ def test_two_ranks_each_compute_their_part_of_every_expert(configured: Configure
             assert memory["measured_host"] == memory["host"] < 0.52 * whole
 
 
+@pytest.mark.slow
 def test_two_stages_have_the_last_layers_of_the_whole_model_on_the_host(configured: Configured) -> None:
     want = on_the_cpu()
     with rank_threads(configured(**{"infer.pp_size": 2, "infer.cpu_layer_num": 2})) as (controller, ranks):

@@ -60,6 +60,7 @@ def test_two_ranks_keep_their_parts(configured: Configured) -> None:
     assert isinstance(mover, HostMemory) and mover.slab_bytes == whole
 
 
+@pytest.mark.slow
 def test_experts_on_the_host_go_together_with_it(configured: Configured) -> None:
     controller, _ = build_controller(configured(**HOST, **{"infer.resident_experts": 24}))
     shrink(controller, FEW_BLOCKS["Qwen3Moe"])

@@ -65,6 +65,7 @@ def test_an_answer_begun_on_one_backend_goes_on_on_another(family: str, backends
     assert counters["kv_transfer_hits"] == 2 and counters["kv_transfer_failures"] == 0
 
 
+@pytest.mark.slow
 def test_chats_go_back_and_forth_between_servers_that_keep_state_in_host_memory(pair: Any) -> None:
     """Each turn's prompt is computed on the first and answered on the second. Each has the blocks of one chat, so state
     leaves all the time, and comes back from where it is."""

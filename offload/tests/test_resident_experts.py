@@ -125,6 +125,7 @@ def test_guesses_of_the_next_layer_can_be_switched_off(configured: Configured) -
     assert all(each.guesses == 0 and each.copied == each.misses for each in held)
 
 
+@pytest.mark.slow
 def test_a_layer_that_has_all_it_needs_is_not_guessed_for(configured: Configured) -> None:
     controller, _ = build_controller(configured(**{"infer.resident_experts": 94}))
     layers, message = list(placement_of(controller).layer.values()), traffic()["messages"][0]
@@ -136,6 +137,7 @@ def test_a_layer_that_has_all_it_needs_is_not_guessed_for(configured: Configured
     assert [layer.residents.guesses for layer in layers] == guesses
 
 
+@pytest.mark.slow
 def test_a_small_step_whose_experts_have_slots_is_one_run(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

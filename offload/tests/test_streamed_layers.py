@@ -82,6 +82,7 @@ def test_measured_costs_decide_which_steps_are_streamed(configured: Configured) 
     assert streamed.tokens > before and not streamed.takes(23) and streamed.takes(24)
 
 
+@pytest.mark.slow
 def test_ranks_settle_one_number_and_halves_are_of_steps_that_are_not_streamed(configured: Configured) -> None:
     want = on_the_cpu()
     keys = {"infer.tp_size": 2, "infer.cpu_layer_num": 2, "offload.halves": "on", "offload.stream_prompts": "auto"}

@@ -77,6 +77,7 @@ def test_draws_under_each_penalty_and_bias_have_the_exact_distribution(settings:
     assert settings == {"bias": {4: -100.0}} or not fits(found, [p or 1e-9 for p in exact()])
 
 
+@pytest.mark.slow
 def test_draws_under_all_filters_penalties_and_biases_have_the_exact_distribution(searches: Any) -> None:
     filters, by_hand = adjusted(PENALTIES[-1])
     found = counts(adjusted_by(kernel, PENALTIES[-1]), DRAWS // 2, **filters)

@@ -211,9 +211,9 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("op", "kind", "whole"),
-    [("grouped_linear", "rounded", False), ("linear", "tables", False),
+    [("linear", "tables", False),
      *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-         ("linear", "rounded", False), ("linear", "rounded", True),
+         ("grouped_linear", "rounded", False), ("linear", "rounded", False), ("linear", "rounded", True),
          ("grouped_linear", "rounded", True), ("grouped_linear", "act", True),
          ("linear", "tables", True), ("grouped_linear", "tables", True)))],
 )  # fmt: skip

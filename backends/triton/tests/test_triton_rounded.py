@@ -175,10 +175,9 @@ def able_kernels(device: HostDevice, *ops: str) -> list[Kernel]:
 ROUNDING = tuple(name for name, form in blocks.SCALED.items() if form.activation is not None)
 
 
-@pytest.mark.parametrize(
-    "names", [ROUNDING[-1:], pytest.param(ROUNDING, marks=pytest.mark.slow)], ids=["integers", "every format"]
-)
-@pytest.mark.parametrize("op", [pytest.param("linear", marks=pytest.mark.slow), "grouped_linear"])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [ROUNDING[-1:], ROUNDING], ids=["integers", "every format"])
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
 def test_the_kit_passes_products_of_rounded_activations(
     op: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

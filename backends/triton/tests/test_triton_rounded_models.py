@@ -225,6 +225,7 @@ def test_a_prompt_has_the_log_probabilities_of_rounded_activations(
     assert [row[row.index("at ") :] for row in told] == wanted_rows
 
 
+@pytest.mark.slow
 def test_activations_are_kept_where_the_operator_asks(tmp_path: Path, interpreted_backend: None) -> None:
     model, _ = checkpoint(tmp_path, "Qwen3", "fp8 blocks")
     vocab = model.config.vocab_size

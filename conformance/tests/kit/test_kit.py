@@ -486,6 +486,7 @@ class Doubled(ReferenceState):
         return super().attend(*given) * 2
 
 
+@pytest.mark.slow
 def test_a_case_of_attention_is_counted_once_whether_it_passes_or_fails(subject: Subject) -> None:
     def seen(provider: ReferenceState) -> list[tuple[str, str]]:
         mine = replace(subject, states=(Provided(provider, "reference", "mine", "1"),))

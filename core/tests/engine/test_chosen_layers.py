@@ -33,6 +33,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, list[int]]] = {
         "2-3", [2, 3],
     ),
 }  # fmt: skip
+QUICK = ("Llama", "Qwen3Next")
 MESSAGES = [
     NewRequest(
         id=kind, prompt=[7 * i % 90 + 1 for i in range(40)], max_tokens=6,
@@ -60,7 +61,9 @@ def ranked() -> Iterator[Callable[[Config], Controller]]:
         yield lambda config: running.enter_context(rank_threads(config))[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_chosen_layers_compute_what_they_do_in_the_whole_model(
     family: str, make_lively: Any, play: Any, ranked: Any
 ) -> None:

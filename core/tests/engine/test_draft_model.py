@@ -60,7 +60,9 @@ def always(controller: Controller) -> Controller:
         pytest.param("Llama", TWO_LAYERS, 1, marks=pytest.mark.slow),
         pytest.param("Llama", TWO_LAYERS, 2, marks=pytest.mark.slow),
         ("Gemma2", {"sliding_window": 6}, 2),
-        ("DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2),
+        pytest.param(
+            "DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_tokens_are_the_same_with_a_draft_model_and_without(
@@ -267,6 +269,7 @@ def test_a_draft_model_whose_state_cannot_go_back_is_refused(make_config: Any) -
         build_controller(drafted(make_config("Llama", shape, **LIMITS), make_config("Qwen3Next", shape)))
 
 
+@pytest.mark.slow
 def test_a_draft_model_drafts_for_a_model_with_recurrent_layers(make_lively: Any, play: Any) -> None:
     config = make_lively("Qwen3Next", {"num_experts": 0, "vocab_size": 5}, **LIMITS)
     draft = make_lively("Llama", {**TWO_LAYERS, "vocab_size": 5}, **LIMITS)

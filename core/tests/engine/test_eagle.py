@@ -142,6 +142,7 @@ def test_right_drafts_save_steps_and_are_counted(make_lively: Any, play: Any, tm
     assert stats.accepted_tokens == stats.drafted_tokens == 32
 
 
+@pytest.mark.slow
 def test_a_head_may_propose_tokens_for_some_of_the_models_layers(make_lively: Any, play: Any, tmp_path: Path) -> None:
     config = make_lively("Llama", SHAPE, **LIMITS)
     config = dataclasses.replace(config, infer=dataclasses.replace(config.infer, layers=("0-5",)))
@@ -171,6 +172,7 @@ def test_forks_preemptions_and_cached_prefixes_change_no_token(
     assert stats.preemptions and stats.forks and stats.drafted_tokens
 
 
+@pytest.mark.slow
 def test_two_ranks_hold_the_whole_head_each(make_lively: Any, play: Any, tmp_path: Path) -> None:
     config = make_lively("Llama", {**SHAPE, "vocab_size": 12}, **{**LIMITS, "executor": "inline"})
     expected = play(build_controller(config)[0], requests()).tokens

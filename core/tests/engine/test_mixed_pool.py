@@ -54,6 +54,7 @@ def test_mixed_model_has_groups_of_every_state_kind_without_enlarging_blocks(mix
 
 
 @pytest.mark.parametrize("examples", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.slow
 def test_random_traffic_matches_the_naive_engine_and_leaks_no_block(
     examples: int, mixed: Any, naive: NaiveModel, play: Any, shrink_pool: Any
 ) -> None:
