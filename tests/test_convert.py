@@ -270,13 +270,19 @@ def test_killed_at_20_moments_it_goes_on_or_begins_again_and_the_result_is_the_s
     seconds = time.monotonic() - began
     expected = (tmp_path / "whole/model.safetensors").read_bytes()
     drawn, went_on, made = random.Random(4), 0, tmp_path / "made"
-    for _ in range(20):
+    begun = tmp_path / ".made.converting"
+    for moment in range(20):
         child = subprocess.Popen([*words, str(made), "quant=q8_0"])
-        time.sleep(drawn.uniform(0.2, 1) * seconds)
+        if moment % 4:
+            time.sleep(drawn.uniform(0.2, 1) * seconds)
+        else:  # however slow the machine is now: once something is written
+            while child.poll() is None and not any(begun.glob("*.written")):
+                time.sleep(0.01)
+            time.sleep(drawn.uniform(0, 0.1) * seconds)
         child.send_signal(signal.SIGKILL)
         killed = child.wait() != 0
         assert made.exists() != killed or (made / "config.json").is_file()
-        went_on += any((tmp_path / ".made.converting").glob("*.written"))
+        went_on += any(begun.glob("*.written"))
         if not killed:
             assert (made / "model.safetensors").read_bytes() == expected
             shutil.rmtree(made)
