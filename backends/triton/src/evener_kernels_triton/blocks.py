@@ -38,6 +38,10 @@ class PackedForm(NamedTuple):
     units: int = 2
     bf16: bool = False
 
+    def stages(self, most: int, ptx: bool) -> int:
+        """Stages of a launch. Without PTX, numbers of a table go through shared memory, which has no room for two."""
+        return 1 if self.kind == "table" and not ptx else most
+
     def constants(self, dtype: torch.dtype, ptx: bool) -> dict[str, str | int | bool]:
         """Arguments of the kernels. ``dtype``: that of x, or of the numbers made; ``ptx``: the device takes PTX of
         compute capability 8.0."""

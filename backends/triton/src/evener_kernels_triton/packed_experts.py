@@ -70,7 +70,7 @@ def packed_grouped(
             TOP=top, SHARE=share, ACT=activation, FACTORS=factors is not None, BIAS=bias is not None,
             TP=0 if listed else power_of_two(top), ONE=single, BM=p.m, BN=p.n, EVEN=columns % form.columns == 0,
             PRECISION=PRECISION, SUMS=p.m <= MAX_SUMMED_TOKENS, OVERLAP=tuning.overlap, num_warps=p.warps,
-            num_stages=p.stages, **form.constants(x.dtype, tuning.ptx), **tuning.launch,
+            num_stages=form.stages(p.stages, tuning.ptx), **form.constants(x.dtype, tuning.ptx), **tuning.launch,
         )  # fmt: skip
     return y
 

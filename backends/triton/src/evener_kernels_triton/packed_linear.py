@@ -89,7 +89,8 @@ def _prepared(
     return PreparedLaunch(
         packed_kernel, y_row=y_row, spans=spans, each=each, FACTORS=factors, BIAS=bias, SPLITS=splits, BM=p.m, BN=p.n,
         EVEN=columns % form.columns == 0, PRECISION=PRECISION, SUMS=p.m <= MAX_SUMMED_TOKENS, OVERLAP=tuning.overlap,
-        num_warps=p.warps, num_stages=p.stages, **form.constants(dtype, tuning.ptx), **tuning.launch,
+        num_warps=p.warps, num_stages=form.stages(p.stages, tuning.ptx), **form.constants(dtype, tuning.ptx),
+        **tuning.launch,
     )  # fmt: skip
 
 
