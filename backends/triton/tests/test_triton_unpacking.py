@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import evener_kernels_triton.jit.packed as packed
+import evener_kernels_triton.jit.packed_numbers as packed
 
 Words = np.ndarray
 FLOATS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
