@@ -141,8 +141,6 @@ def test_a_device_without_float8_stores_int8_and_says_so(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]))
     folder = tmp_path / "model"
     asked = {"backend": "simulated", "infer.max_seq_len": 256, "infer.block_size": "auto", **stored(folder, "fp8_e4m3")}
-    # The state's scales are uploaded before the first capture is made, which reads its inputs back once: to mend.
-    asked["simulated.host_reads"] = True
     got, manifest = answers(configured(folder, **asked))
     said = "the KV cache is stored as int8 instead of fp8_e4m3 (infer.kv_dtype=fp8_e4m3), which simulated"
     assert f"{said}.paged does not store" in manifest["notes"] and said in caplog.text

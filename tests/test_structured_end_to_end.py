@@ -88,6 +88,13 @@ def test_regular_expressions_choices_and_grammars_hold_beside_free_requests(clie
     assert sum(len(chunk.choices[0].text) > 0 for chunk in free) > 0
 
 
+def test_a_choice_of_forbidden_words_alone_is_a_400_that_says_so(served: Served) -> None:
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "guided_choice": ["0"], "bad_words": ["0"]}
+    answer = served.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert "cannot follow its grammar any further" in answer.json()["error"]["message"]
+
+
 KINDS = ("null", "boolean", "integer", "number", "string", "enum", "const", "array", "object", "anyOf", "$ref")
 
 

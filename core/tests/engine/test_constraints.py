@@ -105,6 +105,7 @@ def test_a_text_that_cannot_follow_its_grammar_ends_with_the_reason(
     played = play(controller, [request("r0", bad), request("r1")])
     assert played.reasons() == {"r0": "error", "r1": "length"}
     assert said in str(played.ends["r0"][0].error) and follows(played.tokens["r1"])
+    assert played.ends["r0"][0].status == 400, "no other server would have another answer"
     assert controller.scheduler.state.pool.used == 0 and len(played.tokens["r1"]) == 24
 
 

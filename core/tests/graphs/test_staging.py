@@ -56,7 +56,7 @@ class _LateTarget:
 @pytest.mark.parametrize("count", [2, 4, 32])
 def test_nothing_is_written_over_before_it_was_copied(count: int) -> None:
     device = LateDevice()
-    staging = Staging(device, torch.full((3,), 7, dtype=torch.int32), count)
+    staging = Staging(device, torch.full((3,), 7, dtype=torch.int32), count, 7)
     late: Any = _LateTarget(device)
     staging._target = late
     for step in range(5 * count):
@@ -71,9 +71,9 @@ def test_nothing_is_written_over_before_it_was_copied(count: int) -> None:
 
 
 @pytest.mark.parametrize("device", [HostDevice(0), LateDevice()], ids=["uploads", "page-locked"])
-def test_what_is_not_written_is_what_the_target_had_at_first(device: HostDevice) -> None:
-    target = torch.full((2, 3), -1, dtype=torch.int32)
-    staging = Staging(device, target, 4)
+def test_what_is_not_written_has_the_first_value(device: HostDevice) -> None:
+    target = torch.zeros((2, 3), dtype=torch.int32)
+    staging = Staging(device, target, 4, -1)
     for step in range(3):
         staging.next()[0] = step
         staging.send()

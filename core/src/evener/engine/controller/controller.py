@@ -144,7 +144,7 @@ class Controller:
                 self.executor.submit(grammars.prepare(plan))
                 grammars.submitted(self.executor)
             for name, why in grammars.failures(scheduler.running):
-                events += scheduler.end(name, "error", why)
+                events += scheduler.end(name, "error", why, status=400)
             events += scheduler.retire(grammars.read(self.executor)) if scheduler.in_flight else []
             return events + self._order(scheduler.adapters.forgotten())
         except EngineError as error:

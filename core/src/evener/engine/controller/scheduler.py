@@ -195,10 +195,11 @@ class Scheduler:
             return "the adapter of this request was unloaded before it arrived; load it again, or name another"
         return None
 
-    def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[FromController]:
-        """End a request now (abort, stop string, failure). Unknown ids are ignored: the request may just have ended."""
-        request = self._requests.get(request_id)
-        return [] if request is None else [self._finish(request, reason, error)]
+    def end(self, name: str, reason: FinishReason, error: str | None = None, status: int = 503) -> list[FromController]:
+        """End a request now (abort, stop string, failure). Unknown ids are ignored: the request may just have ended.
+        ``status``: as in ``Finished``; 503 says that a retry elsewhere may succeed."""
+        request = self._requests.get(name)
+        return [] if request is None else [self._finish(request, reason, error, status)]
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> list[FromController]:
         """End every open request."""
@@ -474,7 +475,7 @@ class Scheduler:
         elif ids and len(request.tokens) >= request.limit:
             yield self._finish(request, "length")
 
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Finished:
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None, status: int = 503) -> Finished:
         request.finish = reason
         self.connector.dropped(request)
         del self._requests[request.id]
@@ -488,8 +489,7 @@ class Scheduler:
             self._pending_release.append(request)
             if not self._is_in_flight(request):
                 self._release_finished(request.last_plan)
-        # The scheduler lets requests fail only when the engine dies or shuts down: a retry elsewhere may succeed.
-        return Finished(id=request.id, reason=reason, error=error, status=503)
+        return Finished(id=request.id, reason=reason, error=error, status=status)
 
     def _release_finished(self, retired: int) -> None:
         """Release the finished requests whose last plan is ``retired`` or older."""

@@ -279,11 +279,11 @@ def find_architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Ar
     """
     name = registered_name(checkpoint.architecture, loaded.architectures)
     if (target := loaded.architectures.get(name)) is None:
-        hints = did_you_mean(name, loaded.architectures), "".join(loaded.selection.report.unusable_hints)
+        similar, unusable = did_you_mean(name, loaded.architectures), "".join(loaded.selection.report.unusable_hints)
         raise ArchitectureError(
-            f"{checkpoint.path} asks for architecture {name!r}, which no installed package registers{hints[0]} Type "
+            f"{checkpoint.path} asks for architecture {name!r}, which no installed package registers{similar} Type "
             f"`evener models` for what is installed, and pip install evener-models or the package of the model's "
-            f"author{hints[1]}")  # fmt: skip
+            f"author{unusable}")  # fmt: skip
     cls: type[Architecture] = target.load()
     return cls
 

@@ -47,17 +47,18 @@ class Staging:
 
     Args:
         count: how many copies the memory has room for; even.
+        value: what each of them has at first. The target is not read: a step may be under way.
     """
 
-    def __init__(self, device: Device, target: torch.Tensor, count: int) -> None:
+    def __init__(self, device: Device, target: torch.Tensor, count: int, value: int) -> None:
         self._device, self._target, self._at = device, target, 0
         pinned = [b.view(torch.int32) for b in device.pinned_buffers(1, count * target.nbytes)]
-        self._hosts = [part.view(target.shape).copy_(target) for each in pinned for part in each.chunk(count)]
-        self._arrays = [host.numpy() for host in self._hosts] or [target.cpu().numpy().copy()]
+        self._hosts = [part.view(target.shape).fill_(value) for each in pinned for part in each.chunk(count)]
+        self._arrays = [host.numpy() for host in self._hosts] or [np.full(target.shape, value, dtype=np.int32)]
         self._copied = device.new_event() if self._hosts else None
 
     def next(self) -> np.ndarray[Any, Any]:
-        """What the host may write now. It has what was written some time before, at first what ``target`` had."""
+        """What the host may write now. It has what was written some time before, at first ``value``."""
         self._at = (self._at + 1) % len(self._arrays)
         if self._copied is not None and self._at % (len(self._arrays) // 2) == 0:
             self._copied.synchronize()  # recorded half a round ago, so what is written over from now on was copied
@@ -87,7 +88,7 @@ class DecodeInputs:
         width = aligned(rows, device.capabilities.alignment)
         self._buffer = torch.zeros(3, width, dtype=torch.int32, device=device.torch_device)
         self._buffer[1], self._buffer[2] = spare, 1
-        self._staging = Staging(device, self._buffer, 32)
+        self._staging = Staging(device, self._buffer, 32, 0)
         positions, slots, lengths = self._buffer[:, :rows]
         every = torch.arange(rows + 1, dtype=torch.int32, device=device.torch_device)
         self.parts = {

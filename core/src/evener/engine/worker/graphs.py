@@ -183,7 +183,7 @@ class StepGraphs:
         if kind.masked:
             words = -(-runner.model.vocab_size // 32)
             outputs["masks"] = torch.full((len(slots), words), -1, dtype=torch.int32, device=slots.device)
-            masks = Staging(self._device, outputs["masks"], 4)
+            masks = Staging(self._device, outputs["masks"], 4, -1)
 
         def forward() -> None:
             step = runner.step(replace(inputs.shape, adapted=kind.adapted), inputs.parts)

@@ -180,8 +180,8 @@ class Runner:
         logits = self.sampler.adjust(logits, self.tables, slots, positions, longest, penalized, biased)
 
         def draw(masks: StepMasks | None) -> PendingStep:
-            packed = np.empty((logits.shape[0], -(-logits.shape[1] // 32)), dtype=np.int32)
-            mask = None if masks is None else self.device.upload(pack_masks(plan, masks, packed))
+            shape = logits.shape[0], -(-logits.shape[1] // 32)
+            mask = None if masks is None else self.device.upload(pack_masks(plan, masks, np.empty(shape, np.int32)))
             ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=plan.filtered)
             # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
             logprob_ids = ids.index_select(0, parts["logprobs"]) if plan.logprobs else None
