@@ -157,8 +157,9 @@ page-libraries: install  ## fetch the page's JavaScript libraries at their pinne
 mutants: install  ## faults in our kernels, judged by the conformance kit; an hour or two (ARGS="--target cpu-native")
 	@$(PY) scripts/mutants.py $(ARGS)
 
-check: install  ## ruff, mypy, the architecture tests, and whether generated pages are fresh
+check: install  ## ruff and its format, mypy, the architecture tests, and whether generated pages are fresh
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check --quiet .
 	@$(PY) -m mypy
 	@$(PY) -m pytest tests/test_architecture.py
 	@$(PY) scripts/generate_docs.py --check

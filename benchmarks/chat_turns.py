@@ -80,9 +80,7 @@ class Chats:
         return firsts, cached
 
     @staticmethod
-    def _run(
-        client: EngineClient, messages: Sequence[NewRequest]
-    ) -> tuple[dict[str, list[int]], list[float], int]:
+    def _run(client: EngineClient, messages: Sequence[NewRequest]) -> tuple[dict[str, list[int]], list[float], int]:
         began, firsts, cached = time.perf_counter(), dict[str, float](), dict[str, int]()
         answers: dict[str, list[int]] = {message.id: [] for message in messages}
         for message in messages:

@@ -221,7 +221,7 @@ def compare(
         print(f"{both - len(different)} of {both} answers are equal to those in {args.compare_answers}")
         for difference in different[:3]:
             at = difference.same
-            print(f"  after {at} characters: {difference.was[at:at + 40]!r} became {difference.now[at:at + 40]!r}")
+            print(f"  after {at} characters: {difference.was[at : at + 40]!r} became {difference.now[at : at + 40]!r}")
     if args.report:
         from report import page
 

@@ -40,8 +40,17 @@ def shrink(controller: Controller, blocks: int) -> None:
     files = old.connector.files if isinstance(old.connector, HostBlocks) else None
     connector = HostBlocks(state, kept.count // kept.slab - 1, files) if kept else None
     controller.scheduler = Scheduler(
-        state, len(old._slots), old.step_tokens, old.policy, old.batches, old.media, old.limit, old.grammars,
-        old.drafts, old.adapters, connector,
+        state,
+        len(old._slots),
+        old.step_tokens,
+        old.policy,
+        old.batches,
+        old.media,
+        old.limit,
+        old.grammars,
+        old.drafts,
+        old.adapters,
+        connector,
     )
 
 

@@ -53,7 +53,6 @@ class Oracle:
         rows = self(ids)["logits"][:-1].log_softmax(-1)
         return math.exp(-float(rows.gather(1, torch.tensor(ids[1:])[:, None]).mean()))
 
-
     def greedy(self, ids: Sequence[int], count: int, **fields: Any) -> list[int]:
         """The ids of an answer of ``count`` tokens."""
         given = torch.tensor([list(ids)])

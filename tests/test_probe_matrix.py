@@ -95,7 +95,10 @@ MACHINES = {
         STOCK, "dev/davinci0 dev/davinci_manager", "cpu", ("ascend", "torch_npu is not installed")
     ),
     "torch_npu without CANN": Machine(
-        STOCK, "dev/davinci0 dev/davinci_manager", "libhccl.so: cannot open shared object file", modules=NPU,
+        STOCK,
+        "dev/davinci0 dev/davinci_manager",
+        "libhccl.so: cannot open shared object file",
+        modules=NPU,
         fails=("ascend", "torch_npu cannot be imported: libhccl.so: cannot open shared object file"),
     ),
     "dcu whose driver does not answer": Machine(

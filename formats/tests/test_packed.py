@@ -92,6 +92,7 @@ def test_four_bit_floats_have_the_values_of_their_description(compressed: bool) 
 
 def test_each_layer_has_the_settings_of_the_most_exact_target() -> None:
     """A name comes before an expression, and an expression before the class."""
+
     def group(bits: int, *targets: str) -> dict[str, Any]:
         return {"targets": list(targets), "weights": {**WEIGHTS, "num_bits": bits}}
 

@@ -48,9 +48,7 @@ WEATHER = {
 EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 LOOSE = {"type": "object", "properties": {"a": {"enum": [1, "x", None]}, "b": {"type": "null"}}}
 FUNCTIONS: Mapping[str, Mapping[str, Any]] = {"get_weather": WEATHER, "now": EMPTY, "a_b.c1": LOOSE}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in FUNCTIONS.items()
-]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in FUNCTIONS.items()]
 KINDS: list[tuple[type[ToolParser], str]] = [
     (Hermes, ""), (Llama3, ""), (Mistral, ""), (Mistral, "[ARGS]"), (Qwen3Coder, ""), (Glm4, ""), (DeepSeekV3, ""),
     (DeepSeekV31, ""), (KimiK2, ""), (Pythonic, ""), (HarmonyTools, ""),
@@ -106,9 +104,7 @@ class Texts:
         raise AssertionError(f"no end after {most} tokens: {self.text(ids[:200])!r}")
 
     def text(self, ids: Sequence[int]) -> str:
-        raw = b"".join(
-            bytes([each]) if each < 256 else self.tokens.id_to_token(each).encode() for each in ids
-        )
+        raw = b"".join(bytes([each]) if each < 256 else self.tokens.id_to_token(each).encode() for each in ids)
         return raw.decode("utf-8", "replace")
 
     def accepts(self, matcher: Matcher, text: str) -> str:

@@ -55,9 +55,10 @@ def add_layer(model: Any, folder: Any, apart: bool = False) -> tuple[dict[str, t
 FAMILIES = {
     f"{family}, {kind}": (family, changes)
     for family, keys in {
-        **dict.fromkeys((V3, "Glm4MoeForCausalLM"), (
-            {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1}, {"first_k_dense_replace": 9}
-        )),
+        **dict.fromkeys(
+            (V3, "Glm4MoeForCausalLM"),
+            ({"num_nextn_predict_layers": 1, "first_k_dense_replace": 1}, {"first_k_dense_replace": 9}),
+        ),
         NEXT: ({}, {"mlp_only_layers": [0, 3]}),
     }.items()
     for kind, changes in (("experts", keys[0]), ("dense", {**keys[0], **keys[1]}))

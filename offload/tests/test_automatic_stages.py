@@ -111,9 +111,7 @@ def test_devices_of_unknown_memory_are_taken_to_hold_the_weights(
     [({"backend": "chip"}, "infer.stages=auto takes the devices that are here: leave out backend=chip"),
      ({"infer.stages": "auto,cpu"}, "it stands alone, not in auto,cpu")],
 )  # fmt: skip
-def test_it_stands_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], words: str
-) -> None:
+def test_it_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], words: str) -> None:
     Machine(monkeypatch, cpu=[GIB], chip=[GIB])
     with pytest.raises(ConfigError, match=words):
         configured(tmp_path / "m", **keys)

@@ -88,8 +88,10 @@ def check(stack: StackedWeight, slots: ExpertSlots, places: Sequence[tuple[int, 
     for expert, slot in places:
         pairs = zip(tensors(stack.value.data[expert]), tensors(slots.value.data[slot]), strict=True)
         for source, target in pairs:
-            assert torch.equal(source.view(torch.uint8), target.view(torch.uint8)) if source.is_contiguous() else (
-                torch.equal(source, target)
+            assert (
+                torch.equal(source.view(torch.uint8), target.view(torch.uint8))
+                if source.is_contiguous()
+                else (torch.equal(source, target))
             )
             assert source.stride() == target.stride()
 

@@ -121,9 +121,7 @@ def test_a_file_has_keys_with_names_priorities_and_limits(tmp_path: Path, name: 
         ("k.jsonl", '\n{"name": "a", "key": "s3cret", "x": 1}', "line 2 cannot be used"),
     ],
 )
-def test_a_wrong_entry_is_an_error_that_does_not_show_the_key(
-    tmp_path: Path, name: str, text: str, says: str
-) -> None:
+def test_a_wrong_entry_is_an_error_that_does_not_show_the_key(tmp_path: Path, name: str, text: str, says: str) -> None:
     file = tmp_path / name
     file.write_text(text + "\n")
     with pytest.raises(ConfigError) as caught:
@@ -410,7 +408,9 @@ def test_other_sites_may_ask_only_if_the_operator_names_them(ask: Any) -> None:
     assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
 
 
-@pytest.mark.parametrize("origins", ["app.example", "https://app.example/", "https://app.example/path", "null", "https://*"])
+@pytest.mark.parametrize(
+    "origins", ["app.example", "https://app.example/", "https://app.example/path", "null", "https://*"]
+)
 def test_a_wrong_origin_is_told(origins: str) -> None:
     with pytest.raises(ConfigError, match=r"which is no origin; give SCHEME://HOST\[:PORT\]"):
         _ = ServerOptions(cors_origins=f"https://good.example,{origins}").origins

@@ -13,8 +13,7 @@ from evener_server.options import ServerOptions
 from evener_server.sampling_defaults import read_defaults
 
 TEXT = (
-    "temperature=0.25, top_p=0.5,top_k=7,min_p=0.125,repetition_penalty=1.5,frequency_penalty=0.5,"
-    "presence_penalty=-1"
+    "temperature=0.25, top_p=0.5,top_k=7,min_p=0.125,repetition_penalty=1.5,frequency_penalty=0.5,presence_penalty=-1"
 )
 
 

@@ -144,9 +144,7 @@ def test_a_grammar_that_takes_too_long_is_given_up(
 _LIMITED = {"SECONDS": "", "CPU_SECONDS": "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 2))"}
 
 
-def test_the_library_that_the_operator_names_judges_grammars(
-    make_api: Any, error: Any, warm_children: None
-) -> None:
+def test_the_library_that_the_operator_names_judges_grammars(make_api: Any, error: Any, warm_children: None) -> None:
     api = make_api()
     api.app.state.service.grammars = GrammarChecks("xgrammar")
     response = api.complete(guided_json={"type": "array", "uniqueItems": True})

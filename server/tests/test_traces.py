@@ -232,9 +232,7 @@ def test_an_error_is_in_the_span_and_an_unknown_url_does_not_name_it(make_api: A
     assert "the worker was killed" in dead.status.message
 
 
-def test_a_request_that_its_client_gave_up_has_what_was_done_for_it(
-    make_api: Any, collector: Collector
-) -> None:
+def test_a_request_that_its_client_gave_up_has_what_was_done_for_it(make_api: Any, collector: Collector) -> None:
     traced = Traced(make_api(FakeEngine(hold_after=2)), collector.url)
 
     async def give_up() -> None:

@@ -413,9 +413,7 @@ def test_dynamos_frontend_finds_prompts_in_our_engines_caches_without_etcd_and_n
                 log.close()
 
 
-def test_our_engine_keeps_what_dynamos_contract_promises(
-    deploy_places: Places, tmp_path: Path, note: Note
-) -> None:
+def test_our_engine_keeps_what_dynamos_contract_promises(deploy_places: Places, tmp_path: Path, note: Note) -> None:
     note("ai-dynamo", "LLMEngine: from_args, start, generate, abort of a running and a waiting request, cleanup")
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     model = tiny_model(tmp_path / "tiny")
@@ -459,5 +457,3 @@ def test_vllms_router_sends_prompts_where_our_events_say_that_they_are_cached(
             for text, place in placed.items():
                 prompt = f"{text} Question {number}:"
                 assert answered_by(pair, lambda text=prompt: complete(client, text)) == place  # type: ignore[misc]
-
-

@@ -169,9 +169,7 @@ def test_the_variables_of_the_dashboard_find_the_model_and_the_server(
     assert found == {"model_name": [model], "instance": [busy.url.removeprefix("http://")]}
 
 
-def test_the_dashboard_is_of_the_types_that_grafana_publishes(
-    record_property: Callable[[str, object], None]
-) -> None:
+def test_the_dashboard_is_of_the_types_that_grafana_publishes(record_property: Callable[[str, object], None]) -> None:
     """Grafana itself is not run: no registry that we use has it."""
     record_property("client", GRAFANA[0].replace("schema@", "schema "))
     record_property("what", "the types of a dashboard and of its panels' options: each field of ours is known there")

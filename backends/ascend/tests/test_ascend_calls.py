@@ -35,9 +35,7 @@ from evener_backend_ascend.prolog import LATENT_WEIGHTS, NpuLatentAttentionBlock
 from evener_backend_ascend.quantized import NpuInt8GroupedLinear, NpuInt8Linear
 from evener_backend_ascend.state import LatentState, PagedState
 
-A2, OLD, NEW = (
-    next(capabilities(chip) for chip in CHIPS if chip.name == name) for name in ("910b", "310p", "950")
-)
+A2, OLD, NEW = (next(capabilities(chip) for chip in CHIPS if chip.name == name) for name in ("910b", "310p", "950"))
 
 
 @pytest.fixture(params=npu_reference.RELEASES, ids=[f"torch_npu-{r}" for r in npu_reference.RELEASES])
@@ -487,7 +485,8 @@ def test_without_huaweis_transformer_library_310p_says_what_to_type_L1() -> None
         ({"table": torch.ones(2, 1, dtype=torch.int64)}, r"table is torch\.int64"),
         ({"kv_lens": torch.ones(2, dtype=torch.int64)}, r"lengths torch\.int64"),
         ({"kv_lens": torch.ones(3, dtype=torch.int32)}, "3 lengths for 2 queries"),
-        ({"longest": 200}, "200 tokens in 1 columns"), ({"kv_heads": 1}, "for 1 x 32"),
+        ({"longest": 200}, "200 tokens in 1 columns"),
+        ({"kv_heads": 1}, "for 1 x 32"),
         ({"query": torch.zeros(2, 4, 32)}, r"torch\.float32"),
         ({"keys": torch.zeros(3, 4, 16, 16, dtype=torch.float16)}, "pages"),
     ],

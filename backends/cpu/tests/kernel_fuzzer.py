@@ -171,8 +171,13 @@ class Cases:
 
         yield "greedy", self._built("greedy", vocab=vocab), lambda: (logits(),)
         yield "sample", self._built("sample", vocab=vocab, filters=True), parameters
-        yield "apply_mask", self._built("apply_mask", vocab=vocab), lambda: (
-            logits(), torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=self._noise, dtype=torch.int32)
+        yield (
+            "apply_mask",
+            self._built("apply_mask", vocab=vocab),
+            lambda: (
+                logits(),
+                torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=self._noise, dtype=torch.int32),
+            ),
         )
 
     def _step(self, block: int, blocks: int, room: int) -> StateStep:

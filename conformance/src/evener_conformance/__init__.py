@@ -33,7 +33,8 @@ descriptor = Descriptor(
     summary="The conformance kit (`evener conformance`) and package templates (`evener new`).",
     contracts={"descriptor": 1},
     commands={
-        "conformance": "evener_conformance.command:main", "new": "evener_conformance.new:main",
+        "conformance": "evener_conformance.command:main",
+        "new": "evener_conformance.new:main",
         "first-contact": "evener_conformance.first_contact.command:main",
         "evidence": "evener_conformance.first_contact.evidence_command:main",
     },

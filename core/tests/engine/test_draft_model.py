@@ -60,9 +60,7 @@ def always(controller: Controller) -> Controller:
         pytest.param("Llama", TWO_LAYERS, 1, marks=pytest.mark.slow),
         pytest.param("Llama", TWO_LAYERS, 2, marks=pytest.mark.slow),
         ("Gemma2", {"sliding_window": 6}, 2),
-        pytest.param(
-            "DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2, marks=pytest.mark.slow
-        ),
+        pytest.param("DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_the_same_with_a_draft_model_and_without(

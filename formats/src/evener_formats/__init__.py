@@ -42,7 +42,16 @@ descriptor = Descriptor(
     contracts={"descriptor": 1, "checkpoint": 1, "quant": 3, "state": 2, "generation": 1},
     module="evener_formats.plugin",
     formats=(
-        "gguf", "mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "halves", "modelopt", "w4afp8", "bitsandbytes",
+        "gguf",
+        "mxfp4",
+        "fp8",
+        "compressed-tensors",
+        "gptq",
+        "awq",
+        "halves",
+        "modelopt",
+        "w4afp8",
+        "bitsandbytes",
         "modelslim",
     ),
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},
@@ -68,7 +77,9 @@ descriptor = Descriptor(
     },
     options={
         "quant_rules": Option(
-            type=str, default="", help="Formats of single matrices with quant=: a JSON object, or a file with one, as "
+            type=str,
+            default="",
+            help="Formats of single matrices with quant=: a JSON object, or a file with one, as "
             '{"re:.*down_proj": "q6_k", "re:lm_head": "q8_0"}; none leaves a matrix as it is.',
         ),
     },

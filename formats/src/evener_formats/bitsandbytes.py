@@ -171,8 +171,12 @@ def _state(name: str, text: bytes) -> State:
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{name} is no state of a weight ({error!r}); fetch the files again") from error
     sizes = (state.rows, state.columns)
-    if state.kind not in _KINDS or state.block not in _BLOCKS or min(sizes) < 1 or max(sizes) > 1 << 31 or not (
-        0 <= state.nested <= 1 << 20 and math.isfinite(state.offset)
+    if (
+        state.kind not in _KINDS
+        or state.block not in _BLOCKS
+        or min(sizes) < 1
+        or max(sizes) > 1 << 31
+        or not (0 <= state.nested <= 1 << 20 and math.isfinite(state.offset))
     ):
         raise CheckpointError(f"{name} says {state}, which is not read; fetch the files again")
     return state

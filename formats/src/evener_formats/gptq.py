@@ -75,9 +75,7 @@ class GptqScheme(BesideScheme):
 
     name = "gptq"
 
-    def __init__(
-        self, layer: Layer = Layer(), less: int = 1, rules: tuple[tuple[Any, Layer | None], ...] = ()
-    ) -> None:
+    def __init__(self, layer: Layer = Layer(), less: int = 1, rules: tuple[tuple[Any, Layer | None], ...] = ()) -> None:
         self._less, self._rules, self._layer = less, rules, layer
         self.layer = cache(self._find)
 

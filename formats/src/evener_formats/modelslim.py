@@ -281,4 +281,3 @@ def _zeros(part: WeightPart, middle: int, count: int) -> torch.Tensor:
             f"are whole numbers from {low} to {low + count - 1}; quantize the original model again, symmetric"
         )
     return (offset + middle).to(torch.int8 if part.format.storage == "int8" else torch.uint8)
-

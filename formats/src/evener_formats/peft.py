@@ -64,9 +64,7 @@ def read_adapter(folder: Path, limits: AdapterLimits) -> list[AdapterTensor] | N
     return [_part(folder, module, pair, config, limits) for module, pair in sorted(halves.items())]
 
 
-def _part(
-    folder: Path, module: str, pair: Mapping[str, Any], config: _Config, limits: AdapterLimits
-) -> AdapterTensor:
+def _part(folder: Path, module: str, pair: Mapping[str, Any], config: _Config, limits: AdapterLimits) -> AdapterTensor:
     target, shown = limits.targets.get(f"{module}.weight"), _short(module)
     if target is None:
         names = ", ".join(sorted({name.split(".")[-2] for name in limits.targets if "." in name}))

@@ -257,4 +257,3 @@ def _ids(config: Config, text: str, most: int) -> list[int]:
     if not ids:
         raise CheckpointError("--data has no tokens; give a text like what the model will be used for")
     return ids
-

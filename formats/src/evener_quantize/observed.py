@@ -97,5 +97,3 @@ class _Grouped(_Linear):
 
 def _no_use(op: str, /, **static: object) -> OpFunction:
     raise AssertionError(f"the reference of a linear op uses no other op, not {op} {sorted(static)}")
-
-

@@ -147,9 +147,7 @@ class ChainDrafter(ABC):
 
         return draw
 
-    def _compute(
-        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: Mapping[str, torch.Tensor]
-    ) -> None:
+    def _compute(self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: Mapping[str, torch.Tensor]) -> None:
         """The state of a step's tokens, once the last of each request was sampled."""
         states = self._follow(hidden, self._with_following(step, parts))
         if plan.samples:

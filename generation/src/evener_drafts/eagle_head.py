@@ -198,8 +198,10 @@ def declare_eagle(
     assert isinstance(head, EagleHead), "it was declared"
     wants, has = (head.model_hidden, head.model_vocab), (model.hidden_size, model.vocab_size)
     if wants != has:
-        raise ConfigError(f"{said} was trained for a model with a hidden size of {wants[0]} and {wants[1]} token ids, "
-                          f"and this one has {has[0]} and {has[1]}; take a head for this one, or leave it out")
+        raise ConfigError(
+            f"{said} was trained for a model with a hidden size of {wants[0]} and {wants[1]} token ids, "
+            f"and this one has {has[0]} and {has[1]}; take a head for this one, or leave it out"
+        )
     if head.embedding is None and head.hidden_size != model.hidden_size:
         raise ConfigError(f"{said} has no embed_tokens.weight, and with a hidden size of {head.hidden_size} it cannot "
                           f"read the model's embedding, which has {model.hidden_size}; fetch it again")  # fmt: skip

@@ -40,16 +40,22 @@ descriptor = Descriptor(
     },
     options={
         "grammars": Option(
-            type=str, default=None, help="What finds which tokens a grammar allows: llguidance, or an installed one, "
+            type=str,
+            default=None,
+            help="What finds which tokens a grammar allows: llguidance, or an installed one, "
             "such as xgrammar. By default the one whose name sorts first.",
         ),
         "step_limit": Option(
-            type=str, default="measured", choices=("measured", "pace"),
+            type=str,
+            default="measured",
+            choices=("measured", "pace"),
             help="What limits the tokens of a server's steps: measured keeps them within infer.step_target, pace makes "
             "them as short as prompts allow.",
         ),
         "step_ratio": Option(
-            type=float, default=2.0, help="With generation.step_limit=pace: how many times as long as a decode step "
+            type=float,
+            default=2.0,
+            help="With generation.step_limit=pace: how many times as long as a decode step "
             "one with prompt tokens may take. A smaller value makes the time between tokens more even.",
         ),
     },

@@ -44,7 +44,7 @@ def cost_runs(chosen: Sequence[int], kinds: Mapping[str, Sequence[int]]) -> list
     present = {kind: [n for n in chosen if n in numbers] for kind, numbers in kinds.items()}
     present = {kind: numbers for kind, numbers in present.items() if numbers}
     if len(present) == 1:
-        (kind, numbers), = present.items()
+        ((kind, numbers),) = present.items()
         return [CostRun(kind, tuple(numbers[:1]), len(numbers) - 1)] if len(numbers) > 1 else []
     return [CostRun(kind, tuple(n for n in chosen if n not in own), len(own)) for kind, own in present.items()]
 

@@ -53,7 +53,9 @@ class PredictionLayer:
         self._normed, self._hidden_norm, self._token_norm = (
             build.op("rms_norm", f"{prefix}.{name}", dtype=dtype, **sizes)
             for name, dtype in (
-                ("model_norm", "float32"), (names.hidden_norm, "float32"), (names.embedding_norm, build.dtype)
+                ("model_norm", "float32"),
+                (names.hidden_norm, "float32"),
+                (names.embedding_norm, build.dtype),
             )
         )
         self._hidden_weight = declare_norm(build, f"{prefix}.{names.hidden_norm}", hidden, common, "float32")

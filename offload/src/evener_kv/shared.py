@@ -70,9 +70,7 @@ class SharedBlocks(Connector):
 
     def ready(self, request: StartingRequest, busy: bool) -> bool:
         # What is fetched waits in memory of its own, so blocks of the pool are taken only when all of it is here.
-        return (
-            self.remote.arrived(request, busy) and self.host.ready(request, busy) and self.remote.load(request, busy)
-        )
+        return self.remote.arrived(request, busy) and self.host.ready(request, busy) and self.remote.load(request, busy)
 
     def started(self, request: StartingRequest) -> None:
         self.remote.started(request)

@@ -108,9 +108,7 @@ class HostShare:
         down = use("grouped_linear", {"T": top}, **linear_static(down_stack))
         mix = use("mix_experts", {"K": top}, hidden=static["hidden"], dtype=static["dtype"])
 
-        def compute(
-            x: torch.Tensor, ids: np.ndarray[Any, Any], weights: torch.Tensor, w: MoEWeights
-        ) -> torch.Tensor:
+        def compute(x: torch.Tensor, ids: np.ndarray[Any, Any], weights: torch.Tensor, w: MoEWeights) -> torch.Tensor:
             slots, biases = torch.from_numpy(ids), self._biases[path]
             h = act(gate_up(x, up_stack.value, slots, biases[0]).flatten(0, 1))
             pairs = down(h, down_stack.value, slots.reshape(-1, 1), biases[1])
@@ -134,8 +132,14 @@ class HostShare:
         costs = self._costs.get(layer.nbytes)
         if costs is None:
             costs = self._costs[layer.nbytes] = self._measure(layer, numbers.shape[1], compute, x, w)
-            log.info("an expert of %d bytes is copied in %.0f µs, and computed by the host in %.0f µs with one row and "
-                     "%.1f µs with each more", layer.nbytes, 1e6 * costs.copy, 1e6 * costs.first, 1e6 * costs.more)
+            log.info(
+                "an expert of %d bytes is copied in %.0f µs, and computed by the host in %.0f µs with one row and "
+                "%.1f µs with each more",
+                layer.nbytes,
+                1e6 * costs.copy,
+                1e6 * costs.first,
+                1e6 * costs.more,
+            )
         return host_share(rows, costs)
 
     def learn(self, layer: ResidentLayer, expert: int, needed: list[int]) -> None:
@@ -159,9 +163,7 @@ class HostShare:
         """End the thread. Calling it again does nothing."""
         self._thread.shutdown()
 
-    def _measure(
-        self, layer: ResidentLayer, top: int, compute: OnHost, x: torch.Tensor, w: MoEWeights
-    ) -> ExpertCosts:
+    def _measure(self, layer: ResidentLayer, top: int, compute: OnHost, x: torch.Tensor, w: MoEWeights) -> ExpertCosts:
         """Time one expert. Called in the warm-up, so nothing else runs."""
 
         def host(count: int) -> float:

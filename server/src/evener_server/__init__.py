@@ -99,7 +99,9 @@ descriptor = Descriptor(
             help="Which parser reads tool calls: its name, none, or auto: by the chat template.",
         ),
         "api_key_file": Option(
-            type=str, default=None, help="File with API keys, in addition to serve.api_keys: one a line, or .yaml or "
+            type=str,
+            default=None,
+            help="File with API keys, in addition to serve.api_keys: one a line, or .yaml or "
             ".jsonl with names, priorities and limits. It is read again when it changes.",
         ),
         "api_key_strict": Option(
@@ -109,23 +111,31 @@ descriptor = Descriptor(
             type=str, default="", help="Web sites whose pages may ask this server, separated by commas; *: any."
         ),
         "trust_plugin_file": Option(
-            type=bool, default=False, help="Let request.plugins=ksana_plugin run ksana_plugin.py of the model's "
+            type=bool,
+            default=False,
+            help="Let request.plugins=ksana_plugin run ksana_plugin.py of the model's "
             "folder. It is a program with the server's rights.",
         ),
         "tls_cert": Option(
-            type=str, default=None, help="PEM file with the server's certificate chain, for https. It is read again, "
+            type=str,
+            default=None,
+            help="PEM file with the server's certificate chain, for https. It is read again, "
             "with its key, when it changes.",
         ),
         "tls_key": Option(type=str, default=None, help="PEM file with the certificate's key, without a password."),
         "tls_client_ca": Option(
-            type=str, default=None, help="PEM file with certificates, one of which must have signed the certificate "
+            type=str,
+            default=None,
+            help="PEM file with certificates, one of which must have signed the certificate "
             "that each client then has to show.",
         ),
         "chat_template": Option(
             type=str, default=None, help="File with a chat template (Jinja), used instead of the model's own."
         ),
         "exclude_tools_when_tool_choice_none": Option(
-            type=bool, default=True, help="Do not show the tools to the model with tool_choice none; false: the prompt "
+            type=bool,
+            default=True,
+            help="Do not show the tools to the model with tool_choice none; false: the prompt "
             "stays the same, and so does what the prefix cache has of it.",
         ),
         "forward_bytes": Option(
@@ -137,7 +147,9 @@ descriptor = Descriptor(
             help="Give the usage with every chunk of a stream and at its end, if the request does not say.",
         ),
         "max_logprobs": Option(
-            type=int, default=20, help="Log-probabilities that a request may have of each token; -1: of the whole "
+            type=int,
+            default=20,
+            help="Log-probabilities that a request may have of each token; -1: of the whole "
             "vocabulary. Each takes about 100 bytes of the server's memory. With more than 20 of a token, all prompts "
             "and choices of a request together may have 8,388,608.",
         ),
@@ -147,7 +159,9 @@ descriptor = Descriptor(
             help="Other names under which requests find the model, separated by commas; answers have its own name.",
         ),
         "otlp_endpoint": Option(
-            type=str, default=None, help="Address of a collector (OTLP, as http://127.0.0.1:4318) that gets a trace of "
+            type=str,
+            default=None,
+            help="Address of a collector (OTLP, as http://127.0.0.1:4318) that gets a trace of "
             "each request; none: what OpenTelemetry's variables say (OTEL_EXPORTER_OTLP_ENDPOINT).",
         ),
         "page": Option(type=bool, default=True, help="Serve a chat page at /, for people with a browser."),
@@ -163,7 +177,9 @@ descriptor = Descriptor(
             type=str, default="", help="Path that a proxy puts before every route, such as /llm; both are answered."
         ),
         "sampling_defaults": Option(
-            type=str, default="", help="Sampling parameters of requests that do not name them, in place of those in "
+            type=str,
+            default="",
+            help="Sampling parameters of requests that do not name them, in place of those in "
             "generation_config.json, as in temperature=0,top_p=0.9.",
         ),
         "show_cached_tokens": Option(
@@ -182,11 +198,14 @@ descriptor = Descriptor(
             type=bool, default=False, help="Log-probabilities name tokens by their ids, for requests that do not say."
         ),
         "lora_folder": Option(
-            type=str, default=None, help="Folder below which clients may load adapters (LoRA) while the server runs; "
-            "none: they may not.",
+            type=str,
+            default=None,
+            help="Folder below which clients may load adapters (LoRA) while the server runs; none: they may not.",
         ),
         "kv_events": Option(
-            type=str, default=None, help="ZMQ address, such as tcp://127.0.0.1:5557, on which to publish what the "
+            type=str,
+            default=None,
+            help="ZMQ address, such as tcp://127.0.0.1:5557, on which to publish what the "
             "prefix cache has, in vLLM's form, for routers; none: nothing. Prompts can be read from it.",
         ),
         "kv_events_replay": Option(
@@ -194,7 +213,9 @@ descriptor = Descriptor(
         ),
         "kv_events_topic": Option(type=str, default="", help="Topic of these events."),
         "weights_folder": Option(
-            type=str, default=None, help="Folder below which clients may replace the weights while the server runs, "
+            type=str,
+            default=None,
+            help="Folder below which clients may replace the weights while the server runs, "
             "and let the engine sleep; none: they may not.",
         ),
         "trust_request_chat_template": Option(

@@ -206,4 +206,3 @@ def _unauthorized(given: bool) -> ApiError:
                         code="invalid_api_key", headers=headers)  # fmt: skip
     return ApiError(401, "You didn't provide an API key. Send it in the header Authorization: Bearer KEY",
                     headers=headers)  # fmt: skip
-

@@ -72,8 +72,7 @@ class Choice(Body):
         """As of a predicate."""
         best = max(range(len(probabilities)), key=probabilities.__getitem__)
         shown = [
-            {"value": each.value, "probability": found}
-            for each, found in zip(self.choices, probabilities, strict=True)
+            {"value": each.value, "probability": found} for each, found in zip(self.choices, probabilities, strict=True)
         ]
         return {"choice": self.choices[best].value, "confidence": probabilities[best], "probabilities": shown}
 

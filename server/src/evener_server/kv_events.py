@@ -246,9 +246,7 @@ def merged(events: Iterable[_Event]) -> list[_Event]:
         ):  # fmt: skip
             last.block_hashes += event.block_hashes
             last.token_ids += event.token_ids
-        elif (
-            isinstance(event, BlockRemoved) and isinstance(last, BlockRemoved) and event.group_idx == last.group_idx
-        ):
+        elif isinstance(event, BlockRemoved) and isinstance(last, BlockRemoved) and event.group_idx == last.group_idx:
             last.block_hashes += event.block_hashes
         else:
             found.append(event)

@@ -42,8 +42,7 @@ def main(url: str) -> None:
                 "reasons": [each.stop_reason for each in both],
                 "output_tokens": [each.usage.output_tokens for each in both],
                 "input_tokens": [
-                    each.input_tokens + each.cache_read_input_tokens + each.cache_creation_input_tokens
-                    for each in used
+                    each.input_tokens + each.cache_read_input_tokens + each.cache_creation_input_tokens for each in used
                 ],
                 "counted": client.messages.count_tokens(**asked).input_tokens,
                 "refused": refused,

@@ -14,8 +14,16 @@ descriptor = Descriptor(
     serves=frozenset({"namespace:npu", "triton:rows"}),
     evidence="L4: the Triton kernels over rows, compiled for 910B, 910_93 and 950; L3: the engine on torch_npu 2.13 "
     "over a fake runtime, 2026-11; no hardware has run it",
-    ops=("rms_norm", "add_rms_norm", "act_and_mul", "rotary", "route", "grouped_linear", "linear",
-         "latent_attention_block"),
+    ops=(
+        "rms_norm",
+        "add_rms_norm",
+        "act_and_mul",
+        "rotary",
+        "route",
+        "grouped_linear",
+        "linear",
+        "latent_attention_block",
+    ),
     states=("ascend.paged", "ascend.latent", "ascend.blocked"),
     options={
         "triton": Option(

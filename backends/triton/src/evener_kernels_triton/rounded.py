@@ -136,7 +136,11 @@ def round_rows(tuning: Tuning, x: torch.Tensor, weight: StoredMatrix) -> Rounded
 @memoized
 def _long_launch(tuning: Tuning, stored: str) -> PreparedLaunch:
     return PreparedLaunch(
-        round_long_rows_kernel, CHUNK=_CHUNK, OVERLAP=tuning.overlap, num_warps=8, **_elements(tuning, stored),
+        round_long_rows_kernel,
+        CHUNK=_CHUNK,
+        OVERLAP=tuning.overlap,
+        num_warps=8,
+        **_elements(tuning, stored),
         **tuning.launch,
     )
 

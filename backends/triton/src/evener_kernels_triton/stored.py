@@ -43,7 +43,6 @@ class Form(NamedTuple):
         """Arguments of the kernels. ``ptx``: the device takes PTX of compute capability 8.0."""
         return {"KIND": self.kind, "PTX": ptx, "HIGH": self.high, "WIDE": self.wide}
 
-
     def word_constants(self, cast: bool) -> dict[str, str | int | bool]:
         """Arguments of the kernels that read words. ``cast``: the device converts e4m3 itself."""
         return {"KIND": self.kind, "CAST": cast and self.kind == "e4m3", "HIGH": self.high, "WIDE": self.wide}

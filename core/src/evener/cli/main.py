@@ -28,24 +28,23 @@ _BUILTIN: Mapping[str, tuple[str, str]] = {
     "tune": ("evener.cli.tune", "benchmark kernels and save the choices"),
 }
 BUILTIN_NAMES = tuple(_BUILTIN)
+_SERVE, _KIT = 'pip install "evener[serve]"', "pip install evener-conformance"
 #: Commands that come with another distribution of this project, and what to type when it is not installed.
 _OPTIONAL: Mapping[str, tuple[str, str]] = {
-    "serve": ("serve a model over HTTP", 'pip install "evener[serve]"'),
-    "run": ("answer one prompt and exit", 'pip install "evener[serve]"'),
-    "chat": ("chat with a model in the terminal", 'pip install "evener[serve]"'),
-    "client": ("ask a running server from a terminal", 'pip install "evener[serve]"'),
-    "completion": ("print a shell completion script", 'pip install "evener[serve]"'),
-    "explain": ("show which kernel would run each op, and the memory plan", 'pip install "evener[serve]"'),
-    "why-not": (
-        "explain why a backend, package, op, kernel or scheme was or wasn't used", 'pip install "evener[serve]"'
-    ),
-    "config": ("show the resolved value of every option, and why", 'pip install "evener[serve]"'),
-    "models": ("list the supported model architectures", 'pip install "evener[serve]"'),
-    "plugins": ("list installed packages", 'pip install "evener[serve]"'),
-    "conformance": ("check whether a backend keeps the contracts", "pip install evener-conformance"),
-    "new": ("create a package to start from: new backend NAME, new model NAME", "pip install evener-conformance"),
-    "first-contact": ("try a backend on its hardware, and write an evidence file", "pip install evener-conformance"),
-    "evidence": ("check an evidence file and add it to results", "pip install evener-conformance"),
+    "serve": ("serve a model over HTTP", _SERVE),
+    "run": ("answer one prompt and exit", _SERVE),
+    "chat": ("chat with a model in the terminal", _SERVE),
+    "client": ("ask a running server from a terminal", _SERVE),
+    "completion": ("print a shell completion script", _SERVE),
+    "explain": ("show which kernel would run each op, and the memory plan", _SERVE),
+    "why-not": ("explain why a backend, package, op, kernel or scheme was or wasn't used", _SERVE),
+    "config": ("show the resolved value of every option, and why", _SERVE),
+    "models": ("list the supported model architectures", _SERVE),
+    "plugins": ("list installed packages", _SERVE),
+    "conformance": ("check whether a backend keeps the contracts", _KIT),
+    "new": ("create a package to start from: new backend NAME, new model NAME", _KIT),
+    "first-contact": ("try a backend on its hardware, and write an evidence file", _KIT),
+    "evidence": ("check an evidence file and add it to results", _KIT),
 }
 
 #: What to do when something has run out, by the system's error number.

@@ -415,5 +415,3 @@ def _in_thread(work: Callable[..., None], *given: object) -> None:
 
 def _soon() -> float:
     return time.monotonic() + 5.0
-
-
