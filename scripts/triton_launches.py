@@ -33,7 +33,7 @@ from evener.contracts.graph import GraphCapture, Replay
 from evener.contracts.hooks import hookimpl
 from evener.contracts.probe import Marks, ProbedDevice, ProbeResult
 from evener.engine.wire.messages import LogitBias, Sampling
-from evener.engine.wire.plan import Admission, Plan, StepMasks, TableUpdate
+from evener.engine.wire.plan import Admission, Plan, SamplePlan, StepMasks, TableUpdate
 from evener.engine.worker.worker import Worker
 from evener.resolution.buckets import capture_sizes
 from evener_backend_cuda.capability import capabilities
@@ -319,11 +319,14 @@ def _run(
     if changed:
         how = Sampling(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1, bias=[LogitBias(3, 1.0)])
     updates = [TableUpdate(r, 0, [[0] * (-(-(starts[r] + counts[r]) // size))] * groups) for r in rows]
+    drawn = SamplePlan(
+        random=rows if random else [], filtered=random and eager, logprobs=rows if eager else [],
+        top_logprobs=5 if eager else 0, penalized=rows if changed else [], biased=rows if changed else [],
+    )  # fmt: skip
     plan = Plan(
         id=0, admissions=[Admission(r, [0] * (starts[r] + counts[r]), how) for r in rows], updates=updates, slots=rows,
-        starts=list(starts), counts=list(counts), samples=rows, random=rows if random else [],
-        filtered=random and eager, logprobs=rows if eager else [], top_logprobs=5 if eager else 0,
-        penalized=rows if changed else [], biased=rows if changed else [], masked=rows if masked else [],
+        starts=list(starts), counts=list(counts), samples=rows, sampling=drawn,
+        masked=rows if masked else [],
     )  # fmt: skip
     step = worker.execute(plan)
     if masked:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from evener.backend_search import BackendSearch
 from evener.config import from_overrides
 from evener.engine.wire.messages import Sampling
-from evener.engine.wire.plan import Admission, Plan, TableUpdate
+from evener.engine.wire.plan import Admission, Plan, SamplePlan, TableUpdate
 from evener.engine.worker.worker import Worker
 from evener_conformance.naive.model import find_architecture
 
@@ -54,10 +54,11 @@ def step(worker: Worker, rows: int, tokens: int, temperature: float) -> Plan:
     each, sampling = tokens // rows, Sampling(temperature=temperature, top_k=20)
     blocks = [[0] * -(-each // geometry.block_size)] * len(geometry.groups)
     everyone = list(range(rows))
+    drawn = SamplePlan(random=everyone if temperature else [], filtered=bool(temperature))
     return Plan(
         id=-1, admissions=[Admission(slot, [0] * each, sampling) for slot in everyone],
         updates=[TableUpdate(slot, 0, blocks) for slot in everyone], slots=everyone, starts=[0] * rows,
-        counts=[each] * rows, samples=everyone, random=everyone if temperature else [], filtered=bool(temperature),
+        counts=[each] * rows, samples=everyone, sampling=drawn,
     )  # fmt: skip
 
 

@@ -31,14 +31,14 @@ def test_a_plan_follows_the_requests_that_come_and_go(make_config: Any) -> None:
     seen = set()
     for plan in plans:
         held |= {each.slot: each.sampling for each in plan.admissions}
-        own = [held[plan.slots[row]] for row in plan.samples]
-        assert plan.random == [i for i, s in enumerate(own) if s.temperature > 0]
-        assert plan.filtered == any(s.top_k for s in own)
-        assert plan.logprobs == [i for i, s in enumerate(own) if s.logprobs is not None]
-        assert plan.top_logprobs == max((s.logprobs or 0 for s in own), default=0)
-        assert plan.penalized == [i for i, s in enumerate(own) if s.presence_penalty]
-        assert plan.biased == [i for i, s in enumerate(own) if s.bias]
+        how, own = plan.sampling, [held[plan.slots[row]] for row in plan.samples]
+        assert how.random == [i for i, s in enumerate(own) if s.temperature > 0]
+        assert how.filtered == any(s.top_k for s in own)
+        assert how.logprobs == [i for i, s in enumerate(own) if s.logprobs is not None]
+        assert how.top_logprobs == max((s.logprobs or 0 for s in own), default=0)
+        assert how.penalized == [i for i, s in enumerate(own) if s.presence_penalty]
+        assert how.biased == [i for i, s in enumerate(own) if s.bias]
         named = [s.logprob_ids for s in own if s.logprobs is not None]
-        assert plan.named == (named if any(named) else [])
+        assert how.named == (named if any(named) else [])
         seen.add(tuple(plan.slots))
     assert len(plans) > 12 and len(seen) > 1

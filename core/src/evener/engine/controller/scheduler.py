@@ -42,7 +42,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -62,6 +61,7 @@ from evener.engine.wire.plan import (
     BlockCopy,
     DraftedTokens,
     Plan,
+    SamplePlan,
     ScoredTokens,
     StepResult,
     TableUpdate,
@@ -104,6 +104,20 @@ class _SubmittedPlan(msgspec.Struct, frozen=True):
     drafts: bool
 
 
+def _sample_plan(wanted: list[Sampling]) -> SamplePlan:
+    """How samples with these parameters are drawn."""
+    named = [s.logprob_ids for s in wanted if s.logprobs is not None]
+    return SamplePlan(
+        random=[i for i, s in enumerate(wanted) if s.temperature > 0],
+        filtered=any(s.temperature > 0 and s.filtered for s in wanted),
+        logprobs=[i for i, s in enumerate(wanted) if s.logprobs is not None],
+        top_logprobs=min(max((s.logprobs or 0 for s in wanted), default=0), MAX_LOGPROBS),
+        named=named if any(named) else [],
+        penalized=[i for i, s in enumerate(wanted) if s.penalized],
+        biased=[i for i, s in enumerate(wanted) if s.bias],
+    )
+
+
 class Scheduler:
     """Decides what each step computes. It owns every request from its arrival to its terminal event.
 
@@ -141,9 +155,9 @@ class Scheduler:
         #: The request that did not fit the pool last, and the pages that were free then.
         self._last_blocked: tuple[str, int] | None = None
         self._next_plan = self._arrivals = 0
-        #: How the samples of the last plan are drawn, and what follows for the fields of a plan.
+        #: The sampling parameters of the last plan, and how its samples are drawn.
         self._wanted: list[Sampling] = []
-        self._sampling: dict[str, Any] = {}
+        self._sampling = SamplePlan()
 
     @property
     def in_flight(self) -> int:
@@ -319,8 +333,7 @@ class Scheduler:
             self.stats.forks += 1
             self.stats.forked_tokens += reused
         if not request.preemptions:
-            request.cached = reused
-            request.started = time.monotonic()
+            request.cached, request.started = reused, time.monotonic()
             self.stats.record_queue_time(request.started - request.arrived)
 
     def _plan_row(
@@ -370,8 +383,7 @@ class Scheduler:
         # State providers may compute rows of one token with another kernel, so these come first.
         rows = new.rows
         rows.sort(key=lambda row: row.count > 1)
-        scores: list[ScoredTokens] = []
-        outputs: list[WantedOutputs] = []
+        scores, outputs = list[ScoredTokens](), list[WantedOutputs]()
         for index, row in enumerate(rows):
             request = row.request
             request.planned, request.last_plan = row.start + row.count - len(row.drafts), new.plan_id
@@ -381,25 +393,16 @@ class Scheduler:
                 outputs += row.outputs(index, scored)
         wanted = [row.request.message.sampling for row in rows for _ in range(row.samples)]
         if wanted != self._wanted:  # they seldom differ from those of the plan before
-            self._wanted, self._sampling = wanted, {
-                "random": [i for i, s in enumerate(wanted) if s.temperature > 0],
-                "filtered": any(s.temperature > 0 and s.filtered for s in wanted),
-                "logprobs": [i for i, s in enumerate(wanted) if s.logprobs is not None],
-                "top_logprobs": min(max((s.logprobs or 0 for s in wanted), default=0), MAX_LOGPROBS),
-                "named": [s.logprob_ids for s in wanted if s.logprobs is not None]
-                if any(s.logprob_ids for s in wanted) else [],
-                "penalized": [i for i, s in enumerate(wanted) if s.penalized],
-                "biased": [i for i, s in enumerate(wanted) if s.bias],
-            }  # fmt: skip
+            self._wanted, self._sampling = wanted, _sample_plan(wanted)
         scorers = (rows[each.row].request.message.sampling for each in scores)
         plan = Plan(
             id=new.plan_id, adapters=self.adapters.writes(), adapted=any(row.request.adapter >= 0 for row in rows),
             admissions=new.admissions, updates=new.updates, copies=new.copies,
             slots=[row.request.slot for row in rows], starts=[row.start for row in rows],
             counts=[row.count for row in rows], samples=[i for i, row in enumerate(rows) for _ in range(row.samples)],
-            drafts=[DraftedTokens(i, row.drafts) for i, row in enumerate(rows) if row.drafts],
+            drafts=[DraftedTokens(i, row.drafts) for i, row in enumerate(rows) if row.drafts], sampling=self._sampling,
             scores=scores, top_scores=min(max((s.prompt_logprobs or 0 for s in scorers), default=0), MAX_LOGPROBS),
-            outputs=outputs, media=self.media.build_step_media(rows), moves=self.connector.moves(), **self._sampling,
+            outputs=outputs, media=self.media.build_step_media(rows), moves=self.connector.moves(),
         )  # fmt: skip
         self._next_plan += 1
         self._in_flight.append(_SubmittedPlan(plan, rows, self.drafts.on))
@@ -419,7 +422,7 @@ class Scheduler:
         outputs = list(zip(plan.outputs, result.outputs, strict=True))
         self.connector.done(result.transfers)
         self.stats.counters.update({**result.counters, **self.connector.counters})
-        logprobs = dict(zip(plan.logprobs, result.logprobs, strict=True))
+        logprobs = dict(zip(plan.sampling.logprobs, result.logprobs, strict=True))
         scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
         events: list[FromController] = []
         first, made, proposed = 0, 0, iter(result.drafts)

@@ -15,8 +15,8 @@ class PendingStep:
     """A submitted step, whose results are being copied to the host.
 
     Attributes:
-        logprobs: for ``plan.logprobs``: the three tensors of ``LogprobTensors``. If ids are named, a fourth: the values
-            of ``plan.named`` float32 [n, k], of which a row has as many as it names.
+        logprobs: for ``SamplePlan.logprobs``: the three tensors of ``LogprobTensors``. If ids are named, a fourth: the
+            values of ``SamplePlan.named`` float32 [n, k], of which a row has as many as it names.
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
         outputs: for each of ``plan.outputs``: its rows float32, in parts.
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
@@ -49,11 +49,11 @@ class PendingStep:
         """Wait until the step is done and return its result."""
         # Those of a captured step have padding behind.
         ids: list[int] = [] if self._ids is None else self._ids.wait().tolist()[: len(self._plan.samples)]
-        logprobs, scores = [], []
+        sampling, logprobs, scores = self._plan.sampling, [], []
         if self.logprobs:
-            logprobs = _rows([ids[i] for i in self._plan.logprobs], self.logprobs[:3])
-            values = self.logprobs[3].wait().tolist() if self._plan.named else []
-            for row, named in enumerate(self._plan.named):
+            logprobs = _rows([ids[i] for i in sampling.logprobs], self.logprobs[:3])
+            values = self.logprobs[3].wait().tolist() if sampling.named else []
+            for row, named in enumerate(sampling.named):
                 if named:
                     first = logprobs[row].likeliest(0)
                     logprobs[row] = TokenLogprobs(first.ids + named, first.values + values[row][: len(named)])

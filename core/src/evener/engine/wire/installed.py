@@ -50,10 +50,8 @@ def find_adapters(wanted: object) -> Any | None:
     Raises:
         ConfigError: no installed package has one.
     """
-    if not wanted:
-        return None
     what = "infer.max_loras or infer.lora_modules"
-    return installed_catalog().need("maker of adapters", "", what, "evener-generation")
+    return installed_catalog().need("maker of adapters", "", what, "evener-generation") if wanted else None
 
 
 def find_commands(name: str) -> Any:

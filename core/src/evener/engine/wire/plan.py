@@ -76,6 +76,25 @@ class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
     ids: list[int]
 
 
+class SamplePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How the samples of a plan are drawn. Each list has indices into ``Plan.samples``.
+
+    Attributes:
+        random: the requests that are not greedy; filtered: whether one of them uses top-k, top-p or min-p.
+        logprobs: the requests that want log-probabilities; ``top_logprobs``: the largest number of likeliest tokens
+            that one of them wants; ``named``: for each, the ids that it wants instead. Empty if none names any.
+        penalized, biased: the requests with a penalty, and with a logit bias.
+    """
+
+    random: list[int] = []
+    filtered: bool = False
+    logprobs: list[int] = []
+    top_logprobs: int = 0
+    named: list[list[int]] = []
+    penalized: list[int] = []
+    biased: list[int] = []
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """One step.
 
@@ -87,14 +106,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         drafts: the rows that end with proposed tokens.
         samples: indices of the rows that sample a token, which gets position ``start + count``. A row with n proposed
             tokens is there n + 1 times: it samples behind its last certain token and behind each proposed one.
-        random: indices into ``samples`` of the requests that are not greedy; filtered: whether one of them uses top-k,
-            top-p or min-p.
-        logprobs: indices into ``samples`` of the requests that want log-probabilities; ``top_logprobs``: the largest
-            number of likeliest tokens that one of them wants; ``named``: for each, the ids that it wants instead.
-            Empty if none names any.
-        penalized, biased: indices into ``samples`` of the requests with a penalty, and with a logit bias.
+        sampling: how they are drawn.
         masked: indices into ``samples`` of the requests with a grammar. If there are any, ``StepMasks`` follow.
-        scores: prompt tokens to score; ``top_scores``: as ``top_logprobs``, for these.
+        scores: prompt tokens to score; ``top_scores``: as ``top_logprobs`` of ``SamplePlan``, for these.
         outputs: prompt tokens of which rows are returned.
         media: the media of the step; None if it has none.
         moves: what the connector does before the rows run; None: nothing.
@@ -111,13 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     counts: list[int] = []
     drafts: list[DraftedTokens] = []
     samples: list[int] = []
-    random: list[int] = []
-    filtered: bool = False
-    logprobs: list[int] = []
-    top_logprobs: int = 0
-    named: list[list[int]] = []
-    penalized: list[int] = []
-    biased: list[int] = []
+    sampling: SamplePlan = SamplePlan()
     masked: list[int] = []
     scores: list[ScoredTokens] = []
     top_scores: int = 0
@@ -140,8 +148,8 @@ Order = Plan | StepMasks | LoadAdapter | UnloadAdapter | Command
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
-    """The result of one step: one id for each of ``Plan.samples``, and log-probabilities for each of ``Plan.logprobs``
-    and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
+    """The result of one step: one id for each of ``Plan.samples``, and log-probabilities for each of
+    ``SamplePlan.logprobs`` and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
     ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
     ``Plan.outputs``, in the same form. ``plan`` is the plan's id; ``drafts`` are the ids of each of ``Plan.drafts``, if
     the worker proposed them, or ``BY_WORKER`` in place of those that do not count. A step that waits for its masks has

@@ -121,8 +121,8 @@ class StepGraphs:
 
     def _key(self, plan: Plan, draws: bool) -> CaptureKey | None:
         """The capture that serves a plan; None if it must run eagerly."""
-        rows, longest, samples = len(plan.slots), max(plan.counts), len(plan.samples)
-        if plan.logprobs or plan.copies or plan.scores or plan.outputs or plan.media or not samples:
+        rows, longest, samples, how = len(plan.slots), max(plan.counts), len(plan.samples), plan.sampling
+        if how.logprobs or plan.copies or plan.scores or plan.outputs or plan.media or not samples:
             return None
         if longest == 1 and samples == rows:
             sizes, behind = tuple(self._lengths), 0
@@ -134,7 +134,7 @@ class StepGraphs:
         size = next((s for s in sizes if s >= max(rows, longest)), None)
         if size is None or samples > max(behind, rows):
             return None
-        needs = (plan.random, plan.penalized, plan.biased, plan.masked) if draws else ()
+        needs = (how.random, how.penalized, how.biased, plan.masked) if draws else ()
         length = self._length if behind else next(n for n in self._lengths[size] if n > max(plan.starts))
         return CaptureKey(size, behind, length, plan.adapted, *map(bool, needs))
 

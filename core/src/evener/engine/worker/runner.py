@@ -166,29 +166,29 @@ class Runner:
         self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep,
         scores: Sequence[Readback], outputs: Sequence[Sequence[Readback]],
     ) -> PendingStep | Draw:  # fmt: skip
-        slots, positions = parts["sample_slots"], parts["sample_positions"]
-        greedy = not (plan.random or plan.penalized or plan.biased or plan.logprobs or plan.masked)
+        slots, positions, how = parts["sample_slots"], parts["sample_positions"], plan.sampling
+        greedy = not (how.random or how.penalized or how.biased or how.logprobs or plan.masked)
         best = self.greedy(rows, step) if greedy else None
         if best is not None:
             return self.store_ids(plan, slots, positions, best, scores, outputs)
         logits = self.logits(rows, step)
         floats, ints = self.tables.floats.index_select(0, slots), self.tables.ints.index_select(0, slots)
-        random, penalized, biased = (parts[n] if getattr(plan, n) else None for n in ("random", "penalized", "biased"))
+        random, penalized, biased = (parts[n] if getattr(how, n) else None for n in ("random", "penalized", "biased"))
         # Log-probabilities are reported for the model's own logits, before biases and penalties.
-        raw = logits.index_select(0, parts["logprobs"]) if plan.logprobs else logits
+        raw = logits.index_select(0, parts["logprobs"]) if how.logprobs else logits
         longest = max(start + count for start, count in zip(plan.starts, plan.counts, strict=True))
         logits = self.sampler.adjust(logits, self.tables, slots, positions, longest, penalized, biased)
 
         def draw(masks: StepMasks | None) -> PendingStep:
             shape = logits.shape[0], -(-logits.shape[1] // 32)
             mask = None if masks is None else self.device.upload(pack_masks(plan, masks, np.empty(shape, np.int32)))
-            ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=plan.filtered)
+            ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=how.filtered)
             # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
-            logprob_ids = ids.index_select(0, parts["logprobs"]) if plan.logprobs else None
+            logprob_ids = ids.index_select(0, parts["logprobs"]) if how.logprobs else None
             pending = self.store_ids(plan, slots, positions, ids, scores, outputs)
             if logprob_ids is not None:
-                found = self.sampler.logprobs(raw, logprob_ids, plan.top_logprobs)
-                named = [self.sampler.named(raw, logprob_ids, found.chosen, parts["named"])] if plan.named else []
+                found = self.sampler.logprobs(raw, logprob_ids, how.top_logprobs)
+                named = [self.sampler.named(raw, logprob_ids, found.chosen, parts["named"])] if how.named else []
                 pending.logprobs = list(map(self.device.readback, (*found, *named)))
             return pending
 

@@ -55,13 +55,13 @@ class StepLayout(StepShape):
         np.cumsum(counts, out=query_start[1:])
         inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
         positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
-        picked = np.array(plan.samples, dtype=np.int32)
+        picked, how = np.array(plan.samples, dtype=np.int32), plan.sampling
         left = {draft.row: len(draft.ids) for draft in plan.drafts}
         behind = np.zeros_like(picked)  # tokens of the row behind the one that is sampled from
         for index, row in enumerate(plan.samples if left else ()):
             behind[index] = left.get(row, 0)
             left[row] = int(behind[index]) - 1
-        longest = max(map(len, plan.named), default=0)
+        longest = max(map(len, how.named), default=0)
         scored = [query_start[s.row] + np.arange(s.first, s.first + s.count, dtype=np.int32) for s in plan.scores]
         self.arrays: dict[str, np.ndarray[Any, Any]] = {
             "positions": positions,
@@ -72,11 +72,11 @@ class StepLayout(StepShape):
             "last": query_start[1:][picked] - 1 - behind,
             "sample_slots": slots[picked],
             "sample_positions": ends[picked] - behind,
-            "random": np.array(plan.random, dtype=np.int32),
-            "logprobs": np.array(plan.logprobs, dtype=np.int32),
-            "named": np.array([ids + [0] * (longest - len(ids)) for ids in plan.named], dtype=np.int32).reshape(-1),
-            "penalized": np.array(plan.penalized, dtype=np.int32),
-            "biased": np.array(plan.biased, dtype=np.int32),
+            "random": np.array(how.random, dtype=np.int32),
+            "logprobs": np.array(how.logprobs, dtype=np.int32),
+            "named": np.array([ids + [0] * (longest - len(ids)) for ids in how.named], dtype=np.int32).reshape(-1),
+            "penalized": np.array(how.penalized, dtype=np.int32),
+            "biased": np.array(how.biased, dtype=np.int32),
             "scores": np.concatenate([np.zeros(0, dtype=np.int32), *scored]),
         }
         if plan.drafts:
