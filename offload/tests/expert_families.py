@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from harsh_traffic import LIMITS, traffic
 
 from evener.config.schema import Config
+from evener.contracts.declared import CallSite
+from evener.contracts.device import Device
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.worker.inline_executor import InlineExecutor
 from evener.engine.worker.worker import Worker
+from evener.layers.builder import Builder
 from evener_conformance.reference.engine import RunResult, play, small_config
 
 #: ``configured("Qwen3Moe", **keys)``: the family on the simulated chip.
 Configured = Callable[..., Config]
+#: The call site of a block of experts, and the values of its weights.
+Block = tuple[CallSite, Any]
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 #: Families with so many experts that they are most of the model, and how many of their layers have experts.
 FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
@@ -47,3 +53,28 @@ def on_the_cpu(family: str = "Qwen3Moe") -> RunResult:
 def worker_of(controller: Controller) -> Worker:
     assert isinstance(controller.executor, InlineExecutor)
     return controller.executor.worker
+
+
+def blocks_of(build: Builder) -> list[Block]:
+    """The blocks of experts."""
+    groups = {id(group.fields["router"]): group.values for group in build.groups if group.fields.get("router")}
+    return [(site, groups[id(site.static["router"])]) for site in build.sites if site.op == "moe_block"]
+
+
+def draw_biases(blocks: Sequence[Block], generator: torch.Generator) -> None:
+    """Give these blocks the same random biases, if the family has any: random weights have none."""
+    for name in ("gate_up_bias", "down_bias"):
+        first, *others = (getattr(weights, name) for _, weights in blocks)
+        if first is not None:
+            first.copy_(torch.randn(first.shape, generator=generator))
+            for bias in others:
+                bias.copy_(first)
+
+
+def results_of(blocks: Sequence[Block], tokens: int, generator: torch.Generator, device: Device) -> list[torch.Tensor]:
+    """What these blocks, on the simulated ``device``, make of the same random rows."""
+    shape = tokens, blocks[0][0].static["hidden"]
+    x, residual = (torch.randn(shape, generator=generator).to("simulated") for _ in range(2))
+    with torch.inference_mode():
+        rows = [site.at(tokens)(x, residual, weights)[0] for site, weights in blocks]
+    return [device.readback(each).wait() for each in rows]

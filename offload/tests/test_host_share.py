@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_families import FEW_BLOCKS, Configured, on_the_cpu, worker_of
+from expert_families import FEW_BLOCKS, Configured, blocks_of, draw_biases, on_the_cpu, results_of, worker_of
 from harsh_traffic import assert_same, shrink, traffic
 
 from evener.engine.processes.start import build_controller
@@ -62,24 +62,13 @@ def test_a_block_is_that_of_a_device_that_holds_all_up_to_rounding(configured: C
         worker_of(build_controller(configured("GptOss", **keys))[0]).assembly
         for keys in ({}, {**KEYS, "offload.host_when_sooner": "64"})
     )
-    (want, got) = (next(site for site in each.build.sites if site.op == "moe_block") for each in (every, few))
-    weights, same = (
-        next(group.values for group in each.build.groups if group.fields.get("router") is site.static["router"])
-        for each, site in ((every, want), (few, got))
-    )
-    for name in ("gate_up_bias", "down_bias"):
-        bias = getattr(weights, name)
-        bias.copy_(torch.randn(bias.shape, generator=draw))
-        getattr(same, name).copy_(bias)
+    both = [blocks_of(each.build)[0] for each in (every, few)]
+    draw_biases(both, draw)
     assert few.placement is not None
     few.placement.share._biases.clear()  # type: ignore[attr-defined]
     before: Mapping[str, int] = few.placement.counters()
     for tokens in (1, 3, 24):
-        x, residual = (torch.randn(tokens, want.static["hidden"], generator=draw) for _ in range(2))
-        with torch.inference_mode():
-            rows = [site.at(tokens)(x.to("simulated"), residual.to("simulated"), group)[0]
-                    for site, group in ((want, weights), (got, same))]  # fmt: skip
-        torch.testing.assert_close(*(every.device.readback(each).wait() for each in rows))
+        torch.testing.assert_close(*results_of(both, tokens, draw, every.device))
     after = few.placement.counters()
     assert after["expert_host_computed"] > before["expert_host_computed"]
     assert after["expert_misses"] == before["expert_misses"]

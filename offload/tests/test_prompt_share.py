@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_families import FEW_BLOCKS, Configured, on_the_cpu, worker_of
+from expert_families import FEW_BLOCKS, Configured, blocks_of, draw_biases, on_the_cpu, results_of, worker_of
 from harsh_traffic import assert_same, shrink, traffic
 
 from evener.engine.processes.start import build_controller
@@ -91,27 +91,16 @@ def test_a_block_is_that_of_one_device_up_to_rounding(configured: Configured, wa
     controllers = [build_controller(configured("GptOss", **keys))[0]
                    for keys in ({}, {**KEYS, "infer.use_cuda_graph": False})]  # fmt: skip
     every, few = (worker_of(controller).assembly for controller in controllers)
-    path = [site for site in few.build.sites if site.op == "moe_block"][-1].path
-    (want, got) = (next(site for site in each.build.sites if site.path == path) for each in (every, few))
-    weights, same = (
-        next(group.values for group in each.build.groups if group.fields.get("router") is site.static["router"])
-        for each, site in ((every, want), (few, got))
-    )
-    for name in ("gate_up_bias", "down_bias"):
-        bias = getattr(weights, name)
-        bias.copy_(torch.randn(bias.shape, generator=draw))
-        getattr(same, name).copy_(bias)
+    both = [blocks_of(each.build)[-1] for each in (every, few)]
+    assert both[0][0].path == both[1][0].path
+    draw_biases(both, draw)
     placement: Any = few.placement
     share = share_of(placement, way)
     placement._eager = True
     for tokens in (12, 24):
-        x, residual = (torch.randn(tokens, want.static["hidden"], generator=draw) for _ in range(2))
         computed = share.computed
         share.begin(tokens)
-        with torch.inference_mode():
-            rows = [site.at(tokens)(x.to("simulated"), residual.to("simulated"), group)[0]
-                    for site, group in ((want, weights), (got, same))]  # fmt: skip
-        torch.testing.assert_close(*(every.device.readback(each).wait() for each in rows))
+        torch.testing.assert_close(*results_of(both, tokens, draw, every.device))
         assert share.computed > computed
         before, read = read, placement.counters()["host_expert_read_bytes"]
         assert read > before, "the host's part has ended"

@@ -9,15 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from expert_families import FAMILIES, FEW_BLOCKS, HEADS, Configured, on_the_cpu, worker_of
+from expert_families import (
+    FAMILIES,
+    FEW_BLOCKS,
+    HEADS,
+    Configured,
+    blocks_of,
+    draw_biases,
+    on_the_cpu,
+    results_of,
+    worker_of,
+)
 from harsh_traffic import LIMITS, assert_same, shrink, traffic
 from msgspec.structs import replace
 
-from evener.contracts.declared import CallSite
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import GetStats
 from evener.errors import ConfigError, MemoryPlanError
-from evener.layers.builder import Builder
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play, small_config
 from evener_inspection.explanation import explain
@@ -172,17 +180,10 @@ def test_a_block_gives_the_same_bits_whatever_is_on_the_device(configured: Confi
     draw = torch.Generator().manual_seed(5)
     keys = {}, {"infer.resident_experts": 6}
     every, few = (worker_of(build_controller(configured(family, **each))[0]).assembly for each in keys)
-    for (want, weights), (got, same) in zip(blocks_of(every.build), blocks_of(few.build), strict=True):
-        for name in ("gate_up_bias", "down_bias"):
-            if (bias := getattr(weights, name)) is not None:
-                bias.copy_(torch.randn(bias.shape, generator=draw))
-                getattr(same, name).copy_(bias)
+    for both in zip(blocks_of(every.build), blocks_of(few.build), strict=True):
+        draw_biases(both, draw)
         for tokens in (1, 3, 1, 24, 2):
-            x, residual = (torch.randn(tokens, want.static["hidden"], generator=draw) for _ in range(2))
-            with torch.inference_mode():
-                both = [site.at(tokens)(x.to("simulated"), residual.to("simulated"), group)[0]
-                        for site, group in ((want, weights), (got, same))]  # fmt: skip
-            first, second = (every.device.readback(rows).wait() for rows in both)
+            first, second = results_of(both, tokens, draw, every.device)
             assert torch.equal(first, second) and first.abs().max() > 0
 
 
@@ -190,12 +191,6 @@ def test_neighbours_that_go_to_neighbouring_slots_are_copied_together() -> None:
     wave = Wave({1: 9, 3: 0, 4: 1, 5: 2, 7: 3, 8: 5, 9: 6}, (3, 4, 5, 7, 8, 9))
     assert [each.tolist() for each in _runs(wave)] == [[3, 7, 8], [0, 3, 5], [3, 1, 2]]
     assert [each.tolist() for each in _runs(Wave.of_copies({2: 4}))] == [[2], [4], [1]]
-
-
-def blocks_of(build: Builder) -> list[tuple[CallSite, Any]]:
-    """The blocks of experts, and the values of their weights."""
-    groups = {id(group.fields["router"]): group.values for group in build.groups if group.fields.get("router")}
-    return [(site, groups[id(site.static["router"])]) for site in build.sites if site.op == "moe_block"]
 
 
 class Order:

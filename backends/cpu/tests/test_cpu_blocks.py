@@ -16,13 +16,13 @@ import gguf
 import numpy
 import pytest
 import torch
-from packed_blocks import portable_device
+from packed_blocks import check_products, distance, multiply, portable_device
 from row_invariance import check_invariance
 
 from evener.backend.native_code import Unavailable
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import BLOCKS, MXFP4, PackedWeight, WeightPart, block_format, plain
+from evener.contracts.quant import BLOCKS, MXFP4, WeightPart, block_format, plain
 from evener_backend_cpu.block_packing import FORMATS, KINDS, LANES, LAYOUT, BlockPacking, tile_bytes
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.native_library import Native
@@ -37,13 +37,6 @@ HALVES = {
 }  # fmt: skip
 #: Those whose blocks hold their scales; integers in groups have tests of their own.
 STORAGES = [storage for storage in KINDS if storage in FORMATS]
-
-
-@pytest.fixture(scope="module")
-def device() -> CpuDevice:
-    device = CpuDevice(0, {})
-    assert isinstance(device.native, Native)
-    return device
 
 
 def part(storage: str, rows: int, columns: int, seed: int = 0, name: str = "part") -> WeightPart:
@@ -79,32 +72,11 @@ def dequantized(part: WeightPart) -> torch.Tensor:
     return torch.from_numpy(gguf.quants.dequantize(stored.numpy(), kind)).reshape(part.rows, part.columns)
 
 
-def multiply(
-    device: CpuDevice, weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None = None, out: str | None = None
-) -> torch.Tensor:
-    rows, columns = weight.shape
-    dtype = str(x.dtype).removeprefix("torch.")
-    static = {"rows": rows, "columns": columns, "dtype": dtype, "out": out or dtype}
-    kernel = NativeLinear(device)
-    call = OpCall("linear", static, Bucket(1, 512), device.capabilities, {"weight": weight.layout})
-    assert kernel.supports(call) is None
-    result = kernel.build(call)(x, weight, bias)
-    assert isinstance(result, torch.Tensor)
-    return result
-
-
 def rows_of(tokens: int, columns: int, dtype: str, seed: int = 1) -> torch.Tensor:
     """Rows with an outlier, as residual streams have them."""
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed))
     x[:, 3] *= 100
     return x.to(getattr(torch, dtype))
-
-
-def distance(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None) -> float:
-    """The largest error of ``x @ valuesᵀ + bias``, relative to the lengths of the two rows that were multiplied."""
-    want = x.double() @ values.double().T + (0.0 if bias is None else bias.double())
-    lengths = x.double().norm(dim=1)[:, None] * values.double().norm(dim=1)
-    return float(((got.double() - want).abs() / lengths.clamp_min(1e-30)).max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,13 +118,8 @@ def test_a_product_with_quantized_blocks_matches_the_dequantized_product(
         weight = part(storage, rows, columns, seed=rows)
         values = dequantized(weight)
         packed = device.blocks.pack([weight], dtype, torch.device("cpu"))
-        for tokens in (0, 1, 2, 3, 17):
-            x = rows_of(tokens, columns, dtype)
-            for out in {dtype, "float32"}:
-                got = multiply(device, packed, x, out=out)
-                assert got.dtype == getattr(torch, out) and got.shape == (tokens, rows)
-                if tokens:
-                    assert distance(got, x, values) < CLOSE[out]
+        inputs = [rows_of(tokens, columns, dtype) for tokens in (0, 1, 2, 3, 17)]
+        check_products(device, packed, values, inputs, CLOSE)
 
 
 @pytest.mark.parametrize("storage", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", MXFP4.storage])

@@ -25,7 +25,6 @@ from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear, NativeMoeBlock, NativeRoutedExperts
-from evener_backend_cpu.native_library import Native
 from evener_conformance.kit.ops import forbid_nested_ops
 
 SCHEMAS = {schema.name: schema for schema in BUILTIN}
@@ -43,13 +42,6 @@ KINDS = {
     ),
     "shared": MoEConfig(experts=6, top=1, inner=32, renormalize=False, shared_inner=160),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def device() -> CpuDevice:
-    device = CpuDevice(0, {})
-    assert isinstance(device.native, Native)
-    return device
 
 
 class Block:

@@ -12,26 +12,18 @@ from functools import partial
 
 import pytest
 import torch
-from packed_blocks import pack
+from packed_blocks import check_products, distance, multiply, pack
 from row_invariance import check_invariance
-from test_cpu_stored import CPU, DTYPES, distance, multiply, rows_of
+from test_cpu_stored import CPU, DTYPES, rows_of
 
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import QuantFormat, WeightPart, plain
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear
 from evener_backend_cpu.grouped_packing import is_grouped, most_columns
-from evener_backend_cpu.native_library import Native
 from evener_conformance.kit.cases.blocks import GROUPED, random_grouped, reference_dequantize
 
 CLOSE = {"float32": 1e-4, "bfloat16": 4e-3}
-
-
-@pytest.fixture(scope="module")
-def device() -> CpuDevice:
-    device = CpuDevice(0, {})
-    assert isinstance(device.native, Native)
-    return device
 
 
 def part(form: QuantFormat, rows: int, columns: int, seed: int = 1) -> WeightPart:
@@ -55,13 +47,8 @@ def test_a_product_matches_the_dequantized_product(
         if not is_grouped(one):
             continue  # read by another packing
         packed, values = pack(device, one, dtype=dtype), reference_dequantize(one).double()
-        for tokens in (0, 1, 2, 5, 19):
-            x = rows_of(tokens, columns, dtype)
-            for out in {dtype, "float32"}:
-                got = multiply(device, packed, x, out=out)
-                assert got.dtype == getattr(torch, out) and got.shape == (tokens, rows)
-                if tokens:
-                    assert distance(got, x, values) < CLOSE[out]
+        inputs = [rows_of(tokens, columns, dtype) for tokens in (0, 1, 2, 5, 19)]
+        check_products(device, packed, values, inputs, CLOSE)
 
 
 def test_every_number_scale_and_zero_point_is_kept(device: CpuDevice) -> None:

@@ -27,20 +27,12 @@ from evener.resolution.candidates import Candidates
 from evener.resolution.resolver import Resolver
 from evener_backend_cpu.composites import COMPOSITES
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.primitives import PRIMITIVES
 from evener_backend_cpu.state import PagedState
 
 DTYPES = ["float32", "bfloat16"]
 SCHEMAS = {schema.name: schema for schema in BUILTIN}
 CLOSE = {"float32": 2e-5, "bfloat16": 2e-2}
-
-
-@pytest.fixture(scope="module")
-def device() -> CpuDevice:
-    device = CpuDevice(0, {})
-    assert isinstance(device.native, Native)
-    return device
 
 
 def built(device: CpuDevice, op: str, static: Mapping[str, Any]) -> OpFunction:

@@ -11,19 +11,11 @@ import torch
 from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTensor
 from evener.state_pages.elements import quantize
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.state import PagedState
 from evener_conformance.kit.shapes import QUANTIZED, Shape
 from evener_conformance.kit.state import check_provider
 
 STORED = ["float8_e4m3fn", "float8_e5m2", "int8"]
-
-
-@pytest.fixture(scope="module")
-def device() -> CpuDevice:
-    device = CpuDevice(0, {})
-    assert isinstance(device.native, Native)
-    return device
 
 
 def hostile_numbers() -> torch.Tensor:

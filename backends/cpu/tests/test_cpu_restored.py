@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_cpu_stored import CPU, multiply, rows_of
+from packed_blocks import multiply
+from test_cpu_stored import CPU, rows_of
 
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import MXFP4, PackedWeight, Packing, WeightPart

@@ -11,17 +11,9 @@ import torch
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
 from evener.ops.reference.state import ReferenceState
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.state import PagedState
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-
-
-@pytest.fixture(scope="module")
-def device() -> CpuDevice:
-    device = CpuDevice(0, {})
-    assert isinstance(device.native, Native)
-    return device
 
 
 @dataclass

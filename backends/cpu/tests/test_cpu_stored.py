@@ -13,16 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from packed_blocks import portable_device
+from packed_blocks import check_products, distance, multiply, portable_device
 from row_invariance import check_invariance
 
 from evener.backend.native_code import Unavailable
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import MXFP4, PackedWeight, QuantFormat, WeightPart, plain
+from evener.contracts.quant import MXFP4, QuantFormat, WeightPart, plain
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear
-from evener_backend_cpu.native_library import Native
-from evener_backend_cpu.primitives import NativeLinear
 from evener_backend_cpu.stored_packing import KINDS, StoredPacking
 
 DTYPES = ["float32", "bfloat16"]
@@ -30,13 +28,6 @@ CLOSE = {"float32": 1e-6, "bfloat16": 4e-3}
 #: Rows and columns that share a scale; 0: all of them.
 BLOCKS = {"whole": (0, 0), "rows": (1, 0), "blocks": (128, 128), "small blocks": (16, 16), "wide rows": (1, 64)}
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def device() -> CpuDevice:
-    device = CpuDevice(0, {})
-    assert isinstance(device.native, Native)
-    return device
 
 
 def part(
@@ -69,28 +60,9 @@ def dequantized(part: WeightPart) -> torch.Tensor:
     return weight * scale.repeat_interleave(high, 0)[: part.rows].repeat_interleave(wide, 1)[:, : part.columns]
 
 
-def multiply(
-    device: CpuDevice, weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None = None, out: str | None = None
-) -> torch.Tensor:
-    dtype = str(x.dtype).removeprefix("torch.")
-    static = {"rows": weight.shape[0], "columns": weight.shape[1], "dtype": dtype, "out": out or dtype}
-    kernel = NativeLinear(device)
-    call = OpCall("linear", static, Bucket(1, 512), device.capabilities, {"weight": weight.layout})
-    assert kernel.supports(call) is None
-    result = kernel.build(call)(x, weight, bias)
-    assert isinstance(result, torch.Tensor)
-    return result
-
-
 def rows_of(tokens: int, columns: int, dtype: str) -> torch.Tensor:
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(1))
     return x.to(getattr(torch, dtype))
-
-
-def distance(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor) -> float:
-    """The largest error, relative to the lengths of the two rows that were multiplied."""
-    lengths = x.double().norm(dim=1)[:, None] * values.norm(dim=1)
-    return float(((got.double() - x.double() @ values.T).abs() / lengths.clamp_min(1e-30)).max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,13 +92,8 @@ def test_a_product_matches_the_dequantized_product(device: CpuDevice, storage: s
         stored = part(storage, rows, columns, *BLOCKS[blocks], seed=rows)
         values = dequantized(stored)
         packed = device.stored.pack([stored], dtype, CPU)
-        for tokens in (0, 1, 2, 3, 4, 5, 19):
-            x = rows_of(tokens, columns, dtype)
-            for out in {dtype, "float32"}:
-                got = multiply(device, packed, x, out=out)
-                assert got.dtype == getattr(torch, out) and got.shape == (tokens, rows)
-                if tokens:
-                    assert distance(got, x, values) < CLOSE[out]
+        inputs = [rows_of(tokens, columns, dtype) for tokens in (0, 1, 2, 3, 4, 5, 19)]
+        check_products(device, packed, values, inputs, CLOSE)
 
 
 @pytest.mark.parametrize("scale", ["bfloat16", "float16", "float8_e8m0fnu"])

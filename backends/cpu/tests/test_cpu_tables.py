@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_blocks import pack, portable_device
+from packed_blocks import check_products, distance, multiply, pack, portable_device
 from row_invariance import check_invariance
-from test_cpu_stored import CPU, DTYPES, distance, multiply, rows_of
+from test_cpu_stored import CPU, DTYPES, rows_of
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, OpCall
@@ -34,13 +34,6 @@ NF4 = QuantFormat("nf4", 64, scale="float32")
 FORMS = {"nvfp4": NVFP4, "nf4": NF4, "fp4": QuantFormat("fp4", 128, scale="float32")}
 
 
-@pytest.fixture(scope="module")
-def device() -> CpuDevice:
-    device = CpuDevice(0, {})
-    assert isinstance(device.native, Native)
-    return device
-
-
 def part(form: QuantFormat, rows: int, columns: int, seed: int = 1) -> WeightPart:
     return random_table(form, rows, columns, torch.Generator().manual_seed(seed))
 
@@ -51,13 +44,8 @@ def test_a_product_matches_the_dequantized_product(device: CpuDevice, form: str,
     for rows, columns in ((1, 128), (16, 256), (37, 384), (150, 640)):
         one = part(FORMS[form], rows, columns, seed=rows)
         packed, values = pack(device, one, dtype=dtype), reference_dequantize(one).double()
-        for tokens in (0, 1, 2, 5, 19, 33, 70):
-            x = rows_of(tokens, columns, dtype)
-            for out in {dtype, "float32"}:
-                got = multiply(device, packed, x, out=out)
-                assert got.dtype == getattr(torch, out) and got.shape == (tokens, rows)
-                if tokens:
-                    assert distance(got, x, values) < CLOSE[out]
+        inputs = [rows_of(tokens, columns, dtype) for tokens in (0, 1, 2, 5, 19, 33, 70)]
+        check_products(device, packed, values, inputs, CLOSE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

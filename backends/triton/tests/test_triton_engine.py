@@ -10,7 +10,6 @@ import interpreted  # noqa: F401  (repairs the interpreter)
 import pytest
 
 from evener import LLM, SamplingParams
-from evener_conformance.distributions import write_distribution
 from evener_conformance.naive.model import find_architecture
 
 
@@ -31,13 +30,7 @@ def answers(folder: Path, **overrides: Any) -> tuple[list[list[int]], dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Qwen3Moe", "DeepseekV2"])
-def test_tokens_are_those_of_the_references(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
-) -> None:
-    write_distribution(
-        tmp_path, "evener-backend-interpreted", {"evener.backends": {"interpreted": "triton_host:descriptor"}}
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_tokens_are_those_of_the_references(family: str, tmp_path: Path, interpreted_backend: None) -> None:
     config = find_architecture(f"{family}ForCausalLM").tiny_config()
     (tmp_path / "config.json").write_text(json.dumps(config))
     got, manifest = answers(tmp_path, backend="interpreted")
@@ -51,12 +44,8 @@ def test_tokens_are_those_of_the_references(
 
 @pytest.mark.slow
 def test_biased_and_penalized_requests_with_logprobs_are_answered_as_by_the_references(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+    tmp_path: Path, interpreted_backend: None
 ) -> None:
-    write_distribution(
-        tmp_path, "evener-backend-interpreted", {"evener.backends": {"interpreted": "triton_host:descriptor"}}
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(find_architecture("Qwen3ForCausalLM").tiny_config()))
     common: Any = {"max_tokens": 2, "ignore_eos": True, "detokenize": False}
     params = [

@@ -20,7 +20,6 @@ from family_oracles import make_transformers
 from safetensors.torch import load_file, save_file
 
 from evener import LLM, SamplingParams
-from evener_conformance.distributions import write_distribution
 from evener_conformance.naive.model import find_architecture
 from evener_conformance.reference.device import HostDevice
 
@@ -181,12 +180,8 @@ def found_by_us(folder: Path, ids: list[int], vocab: int, **keys: Any) -> tuple[
 
 
 @pytest.fixture
-def interpreted_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    packages = tmp_path / "packages"
-    write_distribution(
-        packages, "evener-backend-interpreted", {"evener.backends": {"interpreted": "triton_host:descriptor"}}
-    )
-    monkeypatch.syspath_prepend(str(packages))
+def rounding_backend(interpreted_backend: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, on a device that multiplies in FP8 and int8."""
     monkeypatch.setattr(triton_host, "HostDevice", able)
 
 
@@ -199,7 +194,7 @@ def interpreted_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thr
      *(pytest.param("Qwen3Moe", kind, 2, marks=pytest.mark.slow) for kind in ("fp8 blocks", "w4a8"))],
 )  # fmt: skip
 def test_a_prompt_has_the_log_probabilities_of_rounded_activations(
-    family: str, kind: str, layers: int, tmp_path: Path, interpreted_backend: None
+    family: str, kind: str, layers: int, tmp_path: Path, rounding_backend: None
 ) -> None:
     model, _ = checkpoint(tmp_path, family, kind, layers)
     vocab = model.config.vocab_size
@@ -226,7 +221,7 @@ def test_a_prompt_has_the_log_probabilities_of_rounded_activations(
 
 
 @pytest.mark.slow
-def test_activations_are_kept_where_the_operator_asks(tmp_path: Path, interpreted_backend: None) -> None:
+def test_activations_are_kept_where_the_operator_asks(tmp_path: Path, rounding_backend: None) -> None:
     model, _ = checkpoint(tmp_path, "Qwen3", "fp8 blocks")
     vocab = model.config.vocab_size
     ids = [(7 * i * i + 3 * i + 1) % vocab for i in range(20)]

@@ -14,20 +14,10 @@ from test_integers_end_to_end import checkpoint
 from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
-from evener_conformance.distributions import write_distribution
 from evener_conformance.reference.engine import play
 from evener_inspection.explanation import explain
 
 COUNT = 4
-
-
-@pytest.fixture
-def interpreted_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    packages = tmp_path / "packages"
-    write_distribution(
-        packages, "evener-backend-interpreted", {"evener.backends": {"interpreted": "triton_host:descriptor"}}
-    )
-    monkeypatch.syspath_prepend(str(packages))
 
 
 @pytest.mark.parametrize(

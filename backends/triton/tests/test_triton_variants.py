@@ -13,7 +13,6 @@ from evener.config import from_overrides
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
 from evener.tuning.tuner import tune
-from evener_conformance.distributions import write_distribution
 from evener_conformance.naive.model import find_architecture
 from evener_kernels_triton.tuning import Tuning
 from evener_kernels_triton.variants import combined, products, rounded_products
@@ -89,12 +88,8 @@ def test_tuning_rules_are_memoized_by_arguments() -> None:
     [("Qwen3", ["mlp_block"]), ("Qwen3Moe", ["moe_block"])],
 )
 def test_every_variant_agrees_with_the_reference(
-    family: str, ops: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+    family: str, ops: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted_backend: None
 ) -> None:
-    write_distribution(
-        tmp_path, "evener-backend-interpreted", {"evener.backends": {"interpreted": "triton_host:descriptor"}}
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("evener.tuning.tuner.FIRST_ROUNDS", 1)
     monkeypatch.setattr("evener.tuning.tuner.ROUNDS", 0)
     monkeypatch.setattr("evener.tuning.record.MIN_CALLS", 1)
