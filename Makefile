@@ -90,7 +90,7 @@ kernels: install  ## compile the CPU backend's kernels for this machine, once: a
 
 # One more than two cores: quick tests also wait, for processes and for time to pass.
 test: JOBS = 3
-test: model kernels  ## the tests, about nine minutes on two cores (ISA=avx2: as on a processor without AVX-512)
+test: model kernels  ## the tests, about eight minutes on two cores (ISA=avx2: as on a processor without AVX-512)
 	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-slow: install kernels  ## the slow tests that a change since their record can reach (docs/results/slow-tests.json)

@@ -30,7 +30,7 @@ class Row:
 
 ROWS = (
     Row("evener-backend-cpu", "CPUs that torch runs on", "x86-64 with AVX-512 BF16; others were not run", "cpu"),
-    Row("evener-backend-cuda", "NVIDIA, compute capability 7.0 and later", "H200 (9.0) alone", "cuda"),
+    Row("evener-backend-cuda", "NVIDIA, compute capability 7.0 and later", "9.0 alone: H200, H100", "cuda"),
     Row(
         "evener-kernels-triton",
         "whatever has Triton",

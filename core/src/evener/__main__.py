@@ -1,4 +1,4 @@
-"""``python -m evener``: the same as ``evener``; an installed package may also know arguments of before."""
+"""``python -m evener``: the same as ``evener``; an installed package may also translate arguments of other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the three parts of the adapters are made; each process imports its own only: a front end needs no torch."""
+"""Constructs the three parts of the adapters. Each process imports only its own, so a front end needs no torch."""
 
 from __future__ import annotations
 

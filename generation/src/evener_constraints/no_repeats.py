@@ -1,4 +1,4 @@
-"""A matcher for texts in which no sequence of so many tokens comes a second time."""
+"""A matcher that allows no sequence of N tokens a second time (``no_repeat_ngram_size``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: the drafter of a run, and what finds its tokens in the worker, beside the model that checks.
+"""Speculative decoding: the drafter of a run, and what computes drafts in the worker, beside the model that checks them.
 
 ==============  ============================================================================
 module          what it holds

@@ -1,4 +1,4 @@
-"""The draft model before weights are read: what it may be, and its layers."""
+"""The draft model before weights are read: which models can be one, and its layers."""
 
 from __future__ import annotations
 

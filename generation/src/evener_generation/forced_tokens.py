@@ -1,4 +1,4 @@
-"""Tokens that a grammar leaves no choice about: what some matchers can tell, for drafts. Torch-free."""
+"""Tokens that a grammar forces, as some matchers can tell; they are used as drafts. Torch-free."""
 
 from __future__ import annotations
 

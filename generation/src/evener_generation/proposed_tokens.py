@@ -1,4 +1,4 @@
-"""The masks behind proposed tokens, for matchers that cannot take tokens back."""
+"""The masks after each proposed token, for matchers that cannot take tokens back."""
 
 from __future__ import annotations
 

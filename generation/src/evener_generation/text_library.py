@@ -1,4 +1,4 @@
-"""What the grammar libraries share: a text of any form needs no grammar, and forbidden tokens come on top of one."""
+"""What the grammar libraries share: free text needs no grammar, and forbidden tokens are added to any grammar."""
 
 from __future__ import annotations
 

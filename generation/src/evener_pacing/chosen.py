@@ -1,4 +1,4 @@
-"""What limits the steps of a server, as configured."""
+"""Chooses what limits the steps of a server, as configured."""
 
 from __future__ import annotations
 

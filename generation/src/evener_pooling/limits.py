@@ -1,4 +1,4 @@
-"""Room for whole texts: an encoder computes each text in one step. Torch-free."""
+"""Makes steps large enough for whole texts: an encoder computes each text in one step. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The connector ``host+transfer``: blocks of other servers beside those that host memory keeps.
 
-A request that another server's blocks are for waits for these first, then for what host memory has of its prefix, which
-is not fetched. Both halves name a transfer by one number: those of host memory are even, those of other servers odd.
+A request whose blocks come from another server waits for these first, then for the part of its prefix that host memory
+has, which is not fetched. Both halves name a transfer by a number: even for host memory, odd for other servers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``auto`` counts with: how much of the experts the device's memory does not hold."""
+"""What ``auto`` is computed from: how much of the experts does not fit the device's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of host memory that are packed by the device: it is much faster at rearranging bits."""
+"""Weights in host memory that the device packs, because it is much faster at rearranging bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sooner: to compute an expert on the host, or to copy it to the device. Torch-free."""
+"""Which is faster: to compute an expert on the host, or to copy it to the device. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacks of experts in host memory, and slots for some of them on the device, all in a layout of the device's."""
+"""Stacks of experts in host memory, and slots for some of them on the device, all in the device's layout."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Experts on the host. Of a step, each layer's normed rows, expert ids and weights are copied to the host; its result
+"""Experts on the host. In each step, a layer's normed rows, expert ids and weights are copied to the host; its result
 is copied back. Meanwhile the device computes the layer's shared experts, and the other half of the step's rows if it is
 computed in two halves (``halves``). In captured decode steps the device calls the host (``captured_experts``).
 
 The weights are packed by the host's backend. In steps of many tokens they pass through slots on the device if that is
-sooner (``streamed_layers``). With tensor parallelism each rank computes its
-own part of each expert on its own threads, and the results are added up as for experts on the device.
+faster (``streamed_layers``). With tensor parallelism each rank computes its own part of each expert on its own threads,
+and the results are added up as for experts on the device.
 """
 
 from __future__ import annotations

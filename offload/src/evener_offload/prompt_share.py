@@ -2,9 +2,10 @@
 
 Both read host memory, and both take about as long for an expert with few rows: together they are done sooner than
 either alone. The host gets the experts with the fewest rows (as in HybriMoE, Zhong et al. 2025), and computes in a
-thread of its own, because the one that submits work to the device is busy for as long. That thread is one of the host's
-kernels if they have one: a thread of Python's waits for the interpreter's lock, which the submitting thread holds. The
-device adds its sums to the host's, once a word in page-locked memory says that they are there, if it can wait for one.
+thread of its own, because the thread that submits work to the device is busy meanwhile. If the host's kernels have such
+a thread, it is used: a thread of Python would wait for the interpreter's lock, which the submitting thread holds. The
+device adds its sums to the host's. If it can, it waits by itself for a word in page-locked memory that says that they
+are there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Python's garbage collector. It looks at every object again and again while a start makes millions that stay, and
-twice more when the process ends: each takes half a second, of three for a short answer."""
+twice more when the process ends. Each look takes half a second, where a short answer takes three in all."""
 
 from __future__ import annotations
 

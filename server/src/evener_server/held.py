@@ -1,4 +1,4 @@
-"""What an answer is held to: a grammar of its form, calls of tools that it must make, and reasoning before it."""
+"""Constraints on an answer: the grammar of its form, tool calls that it must make, and reasoning before it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from evener.errors import RequestError
 from evener_server.tools import Tool, ToolChoice
 
 Format = dict[str, Any]
-#: Arguments that nothing is said of: of a tool without parameters, and of one that is not strict.
+#: Schemas of arguments where the tool gives none: of a tool without parameters, and of one that is not strict.
 _NONE: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What one answer is held to.
+    """The constraints on one answer.
 
     Attributes:
         answer: the grammar of an answer that calls no tool; None: any text.
         calls: the grammar of an answer that calls tools; None: any text.
         forced: the answer must call a tool.
         budget: tokens that the reasoning may have; None: any number.
-        loose: fields that nothing is held to, although they ask for it.
+        loose: fields that ask for a constraint which is not enforced.
     """
 
     answer: GrammarSpec | None = None

@@ -1,7 +1,7 @@
 """Request bodies: every field that a client may send, and its checks.
 
-A field is implemented, or it would change the answer and is listed with the values that have no effect
-(``allowed_values``): any other value is a 400 that names it. All other fields change nothing and are left out
+A field is implemented, or it is listed with the values that have no effect (``allowed_values``), because other values
+would change the answer: those are a 400 that names the field. All other fields change nothing and are left out
 (``unknown_fields``). null always means that the field was not sent.
 """
 

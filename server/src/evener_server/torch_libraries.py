@@ -1,6 +1,6 @@
 """Torch's libraries, loaded in a thread while Python imports other modules.
 
-Loading them takes a sixth of ``import torch``. The system's loader needs no lock of Python's here, but in an import.
+Loading them takes a sixth of ``import torch``. Here the system's loader runs without Python's locks, which an import would hold.
 """
 
 from __future__ import annotations

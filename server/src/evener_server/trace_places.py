@@ -1,4 +1,4 @@
-"""Where spans of requests go: ``server.otlp_endpoint``, or OpenTelemetry's own variables. Imports nothing of it."""
+"""Where spans of requests go: ``server.otlp_endpoint``, or OpenTelemetry's own variables. Does not import it."""
 
 from __future__ import annotations
 

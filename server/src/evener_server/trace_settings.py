@@ -1,6 +1,6 @@
-"""Whether requests are traced: opens what makes and sends their spans.
+"""Whether requests are traced; if so, starts what makes and sends their spans.
 
-This module imports nothing of OpenTelemetry: ``request_traces`` does, which is read only if requests are traced.
+This module imports nothing of OpenTelemetry: ``request_traces`` does, which is imported only if requests are traced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``kv_transfer_params``: a prompt is computed by one server and answered by another, as routers made for vLLM ask.
 
-A router sends a request with ``do_remote_decode`` and one token to the first server, and what that answers as
-``kv_transfer_params`` with the same request to the second. Which blocks are meant follows from the tokens of the
-prompt; so the list of blocks, which others need, is empty.
+A router sends a request with ``do_remote_decode`` and one token to the first server. It sends the same request to the
+second server, with the ``kv_transfer_params`` that the first one answered. The tokens of the prompt say which blocks
+are meant, so the list of block ids, which other engines need, is empty.
 """
 
 from __future__ import annotations

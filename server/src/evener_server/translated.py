@@ -1,4 +1,4 @@
-"""What APIs share that are translated into chat completions: the way there, and names of fields in errors."""
+"""Shared by the APIs that are translated into chat completions: running the request, and names of fields in errors."""
 
 from __future__ import annotations
 

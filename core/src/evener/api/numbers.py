@@ -1,4 +1,4 @@
-"""Checks of the numbers that a request brings."""
+"""Checks of the numbers in a request."""
 
 from __future__ import annotations
 

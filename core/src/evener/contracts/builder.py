@@ -1,4 +1,4 @@
-"""What an architecture gets to declare itself to."""
+"""The builder to which an architecture declares its weights, ops and state."""
 
 from __future__ import annotations
 

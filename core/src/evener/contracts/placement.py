@@ -1,4 +1,4 @@
-"""Placements: routed experts that are not on the device, because another backend has and computes them.
+"""Placements: routed experts that another backend holds and computes, so that they are not on the device.
 
 A package that is pinned to its core's version announces a placement in ``Descriptor.placements``.
 """

@@ -1,6 +1,6 @@
-"""The pooling contract: models that make a vector or a score of a text, in place of new tokens.
+"""The pooling contract: models that turn a text into a vector or a score instead of generating tokens.
 
-Such a model has another head than a language model's. It computes a row of numbers for tokens of the text, and the
+Such a model's head is not that of a language model. It computes a row of numbers for tokens of the text, and the
 engine pools the rows. What a model's files say about that is read by a package that announces a function::
 
     Descriptor(name="my-package", pooling_readers={"my_files": "my_package.pooling:read"}, …)

@@ -1,4 +1,4 @@
-"""What ranks settle together before they load weights: each gives its own numbers, and all get the same ones."""
+"""Numbers that all ranks agree on before they load weights: each rank gives its own, and all get the same result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine, in four packages. Read them in this order.
+"""The engine, in seven packages. Read them in this order.
 
 ==============  ===========================================================================================
 package         holds
@@ -12,5 +12,5 @@ package         holds
 ``processes``   starting the parts in one process or in several, with their sockets and heartbeats
 ==============  ===========================================================================================
 
-``wire`` imports none of the others, ``controller`` and ``worker`` import only ``wire``, ``processes`` imports all.
+``wire`` imports none of the others, ``controller`` and ``worker`` do not import each other, ``processes`` imports all.
 """

@@ -1,6 +1,6 @@
 """Attribution: an exception of a package's kernel or state provider is reported with the package's name. Torch-free.
 
-It costs calls nothing: the traceback is compared with the registered callables only after something was raised.
+Calls become no slower: the traceback is compared with the registered callables only after something was raised.
 """
 
 from __future__ import annotations

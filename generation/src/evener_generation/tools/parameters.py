@@ -1,4 +1,4 @@
-"""Calls whose parameters stand one by one between tags: Qwen3-Coder, GLM-4.5."""
+"""Calls with each parameter between tags of its own: Qwen3-Coder, GLM-4.5."""
 
 from __future__ import annotations
 

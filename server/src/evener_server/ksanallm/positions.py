@@ -1,4 +1,4 @@
-"""Which of a prompt's tokens a target names, and how many numbers that makes."""
+"""Which of a prompt's tokens a target selects, and how many numbers that makes."""
 
 from __future__ import annotations
 

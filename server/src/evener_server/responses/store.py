@@ -1,4 +1,4 @@
-"""Answers that a later request can name as the one it goes on from."""
+"""Stored answers, which a later request can continue."""
 
 from __future__ import annotations
 

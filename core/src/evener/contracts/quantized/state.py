@@ -1,4 +1,4 @@
-"""Quantized state: elements of eight bits, and float32 scales that every layer has of its own.
+"""Quantized state: eight-bit elements, and float32 scales for each layer.
 
 A tensor of a spec is quantized if it has ``StateTensor.wide``. A number ``x`` is stored as ``round(x / scale)``,
 saturated, and read as ``element * scale``; ``evener.state_pages.elements`` is the definition. A package that announces

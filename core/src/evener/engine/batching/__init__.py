@@ -1,11 +1,11 @@
-"""How much one step takes: its share of the requests, and its tokens.
+"""The size of one step: how many of the requests it computes, and how many tokens.
 
 =====================  =============================================================================
 module                 what it holds
 =====================  =============================================================================
 ``micro_batches``      how pipeline stages divide the requests among the plans in flight
 ``step_limit``         how many tokens a step may have
-``timed_executor``     an executor that measures these times
+``timed_executor``     an executor that measures how long steps take
 =====================  =============================================================================
 """
 

@@ -1,7 +1,7 @@
 """How many tokens a step may have.
 
 A running answer gets one token a step, so it waits as long as a step takes, and that grows with the prompt tokens that
-the step computes beside it. An installed package may limit them, as it sees what steps take: see
+the step computes beside it. An installed package may limit them, by the times of earlier steps: see
 ``Descriptor.step_limits``.
 """
 

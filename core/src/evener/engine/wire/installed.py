@@ -1,6 +1,6 @@
-"""What controller, workers and front ends each take a part of, from an installed package: a connector and what computes
-with adapters (LoRA), as the configuration asks, and commands: what the engine does between steps, beside requests. It
-knows none of them.
+"""Features of installed packages that have one part in the controller, one in each worker and perhaps one in the front
+end: connectors, adapters (LoRA), and commands, which are work between steps other than requests. The configuration
+chooses them; the engine knows only their interfaces.
 
 A package announces commands in ``Descriptor.engine_commands``, as a class with static functions. Only packages that are
 pinned to their core's version can: they work on the objects of the engine itself. ::
@@ -10,11 +10,11 @@ pinned to their core's version can: they work on the objects of the engine itsel
     run(controller: Controller, order: Command) -> list[FromController]
     execute(worker: Worker, order: Command) -> PendingStep
 
-A front sends a ``Command`` with the ``command`` of its engine; one of a name that nobody announced is answered with an
-error. ``run`` does it in the controller, between two of its
-messages. It returns events for the front end, the last of which is the ``CommandDone``; those of steps that it runs
-itself come before. If the workers are needed, it calls ``Executor.command``. Then ``execute`` does the same order on
-each rank, while no step is in flight. Its answer is a step that is ready and has ``every_rank`` set.
+A front end sends a ``Command`` with the ``command`` method of its engine; a name that nobody announced is answered with
+an error. ``run`` carries it out in the controller, between two messages. It returns events for the front end: first
+those of steps that it ran itself, last the ``CommandDone``. If it needs the workers, it calls ``Executor.command``;
+``execute`` then carries out the same command on each rank, while no step is in flight, and returns a step that is ready
+and has ``every_rank`` set.
 """
 
 from __future__ import annotations

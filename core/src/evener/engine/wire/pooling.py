@@ -1,4 +1,4 @@
-"""What an installed package does for models that embed or score texts: one for the workers, and one for the callers."""
+"""The parts of an installed package for models that embed or score texts: one in the workers, one in the front end."""
 
 from __future__ import annotations
 

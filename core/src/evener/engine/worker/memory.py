@@ -1,6 +1,6 @@
-"""The memory plan of one device, all of it: what a start counts, how the rest is divided, and what an error says.
+"""The whole memory plan of one device: what a start counts, how the rest is divided, and the error if it does not fit.
 
-Others feed it with numbers of bytes:
+The byte counts come from other modules:
 
 ==============  ==============================================================================================
 weights         ``loading.estimate``: from file headers and packings
