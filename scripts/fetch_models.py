@@ -110,6 +110,8 @@ def _download(part: Part, into: Path) -> Path:
 def _make_folder(source: Source, gguf: Path, root: Path, temp: Path, reason: str) -> None:
     _say(source, f"converting to bf16 safetensors ({reason}); licence: {source.licence}")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"
     start = time.monotonic()
     # Imported here: torch and transformers take seconds that a second run should not pay.
     from gguf_to_hf import convert

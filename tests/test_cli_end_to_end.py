@@ -89,6 +89,12 @@ def test_config_shows_every_key_resolved_with_its_reason(tiny: Path) -> None:
     assert keys >= {"dtype", "load", "infer.tp_size", "serve.port", "infer.cache_type", "backend"}
 
 
+def test_help_says_what_each_command_of_this_project_does() -> None:
+    lines = run("--help").stdout.splitlines()
+    assert any(line.startswith("  convert ") for line in lines)
+    assert [line for line in lines if "from evener-" in line or "pip install" in line] == []
+
+
 def test_plugins_and_models_list_what_is_installed() -> None:
     found = {row["name"]: row for row in json.loads(run("plugins", "--json").stdout)["candidates"]}
     assert found["cpu"]["distribution"] == "evener-backend-cpu" and {"models", "server"} <= set(found)

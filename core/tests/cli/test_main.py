@@ -68,6 +68,8 @@ def test_help_lists_every_command_and_how_to_get_those_that_are_missing(
     assert 'serve a model over HTTP (pip install "evener[serve]")' in out and "from evener-pack" in out
     for name in ("conformance", "new", "first-contact", "evidence"):
         assert re.search(rf"\n  {name} +.* \(pip install evener-conformance\)\n", out)
+    for name in ("convert", "quantize", "calibrate", "bench-engine"):
+        assert re.search(rf'\n  {name} +.* \(pip install "evener\[serve\]"\)\n', out)
 
 
 def test_an_unknown_command_is_an_error_with_the_nearest_one(

@@ -11,7 +11,7 @@ import pytest
 from evener import LLM, SamplingParams
 from evener.engine.processes.child import run_role
 from evener.engine.processes.child_process import ChildFailure
-from evener.errors import PluginError
+from evener.errors import NoBackendError, PluginError
 from evener_conformance.distributions import write_distribution
 
 MODULE = """
@@ -89,6 +89,18 @@ def test_a_worker_process_logs_the_traceback_of_a_package_s_error_and_sends_the_
     assert run_role(end, role) == 1
     assert msgspec.msgpack.decode(end.sent[0], type=ChildFailure).message == "kernel hasty/hasty raised it"
     assert "OSError: out of breath" in caplog.text
+
+
+def test_a_worker_process_that_finds_no_backend_sends_the_line_and_logs_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def role() -> None:
+        raise NoBackendError("backend=faun: no installed package serves it")
+
+    end: Any = End()
+    assert run_role(end, role) == 1
+    failure = msgspec.msgpack.decode(end.sent[0], type=ChildFailure)
+    assert failure.message == "backend=faun: no installed package serves it" and not caplog.text
 
 
 def test_a_step_in_which_a_package_s_kernel_raises_names_package_kernel_op_and_line(

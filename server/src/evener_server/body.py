@@ -115,9 +115,10 @@ def check_headers(request: Request) -> None:
     charset = dict(_parameter(p) for p in parameters.split(";")).get("charset", "utf-8")
     if kind.strip().lower() != "application/json" or charset not in ("utf-8", "utf8"):
         given = request.headers.get("content-type")
+        found = "is missing" if given is None else f"is {given!r}"
         raise ApiError(
             415,
-            f"Content-Type is {given!r}; send JSON in UTF-8 with Content-Type: application/json",
+            f"Content-Type {found}; send JSON in UTF-8 with Content-Type: application/json",
             code="unsupported_media_type",
         )
     check_encoding(request)

@@ -35,12 +35,17 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "run": ("answer one prompt and exit", _SERVE),
     "chat": ("chat with a model in the terminal", _SERVE),
     "client": ("ask a running server from a terminal", _SERVE),
+    "deploy": ("run several servers behind one address", "pip install evener-deploy"),
     "completion": ("print a shell completion script", _SERVE),
     "explain": ("show which kernel would run each op, and the memory plan", _SERVE),
     "why-not": ("explain why a backend, package, op, kernel or scheme was or wasn't used", _SERVE),
     "config": ("show the resolved value of every option, and why", _SERVE),
     "models": ("list the supported model architectures", _SERVE),
     "plugins": ("list installed packages", _SERVE),
+    "convert": ("write a checkpoint in another format, or divided for ranks", _SERVE),
+    "quantize": ("write a GPTQ or AWQ checkpoint with the help of a text", _SERVE),
+    "calibrate": ("write scales for a KV cache of eight bits", _SERVE),
+    "bench-engine": ("time the engine alone, or some of its layers", _SERVE),
     "conformance": ("check whether a backend keeps the contracts", _KIT),
     "new": ("create a package to start from: new backend NAME, new model NAME", _KIT),
     "first-contact": ("try a backend on its hardware, and write an evidence file", _KIT),
@@ -97,10 +102,8 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0
-    name, rest = words[0], words[1:]
-    if name == "--version":
-        name = "version"
-    return find_command(name)(rest)
+    name = "version" if words[0] == "--version" else words[0]
+    return find_command(name)(words[1:])
 
 
 def find_command(name: str) -> Main:
@@ -123,12 +126,10 @@ def find_command(name: str) -> Main:
             )
         return cast(Main, loaded)
     if name in _OPTIONAL:
-        raise ConfigError(
-            f"`evener {name}` needs a package that is not installed; type: {_OPTIONAL[name][1]}{_unusable()}"
-        )
-    raise UnknownNameError(
-        "command", name, {*_BUILTIN, *_OPTIONAL, *found}, "`evener --help` lists them." + _unusable()
-    )
+        how = _OPTIONAL[name][1] + _unusable()
+        raise ConfigError(f"`evener {name}` needs a package that is not installed; type: {how}")
+    hint = "`evener --help` lists them." + _unusable()
+    raise UnknownNameError("command", name, {*_BUILTIN, *_OPTIONAL, *found}, hint)
 
 
 def _unusable() -> str:
@@ -164,7 +165,6 @@ def help_text() -> str:
     found = installed_commands()
     rows += [(name, summary if name in found else f"{summary} ({how})") for name, (summary, how) in _OPTIONAL.items()]
     rows += [(name, f"from {found[name].distribution}") for name in sorted(found) if name not in _OPTIONAL]
-    lines = [f"  {name:<13} {summary}" for name, summary in rows]
     head = "usage: evener COMMAND [options]\n\nRun and serve large language models on this machine.\n\ncommands:\n"
     tail = "`evener COMMAND --help` shows a command's options. EVENER_DEBUG=1 shows the stack trace of an error."
-    return head + "\n".join(lines) + f"\n\n{tail}"
+    return head + "\n".join(f"  {name:<13} {summary}" for name, summary in rows) + f"\n\n{tail}"

@@ -22,7 +22,7 @@ from evener.engine.processes.child_process import ChildFailure, ParentChannel, r
 from evener.engine.processes.control_channel import SHUTDOWN, ControlClient
 from evener.engine.processes.launch import launched_rank
 from evener.engine.wire.plan import Order
-from evener.errors import EngineError, EvenerError, PluginError
+from evener.errors import EngineError, EvenerError, NoBackendError, PluginError
 from evener.logs import set_up_logging
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def run_role(end: ControlClient | ParentChannel, role: Callable[[], None]) -> in
     try:
         role()
     except EvenerError as error:
-        if isinstance(error, PluginError):  # the other end shows one line; the package's author needs the traceback
+        # The other end shows one line; a package's author needs the traceback. Where no backend fits, no package failed.
+        if isinstance(error, PluginError) and not isinstance(error, NoBackendError):
             log.exception("a package failed in this process")
         end.send(_ENCODER.encode(ChildFailure(type(error).__name__, str(error))))
         return 1
