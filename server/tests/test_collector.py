@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from evener_server.collector import collector_paused, not_looked_at
+from evener_server.collector import collector_paused, objects_frozen
 
 
 def test_the_collector_pauses_and_goes_on_also_after_an_error() -> None:
@@ -38,7 +38,7 @@ def test_what_a_start_made_is_looked_at_again_after_its_answers() -> None:
             self.me = self
 
     before, inside = weakref.ref(Cycle()), None
-    with not_looked_at():
+    with objects_frozen():
         inside = weakref.ref(Cycle())
         gc.collect()
         assert before() is not None and inside() is None

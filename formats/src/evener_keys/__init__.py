@@ -1,4 +1,4 @@
-"""How people write configuration keys: config files and command lines, and the spellings of before.
+"""How people write configuration keys: config files and command lines, and legacy spellings.
 
 ====================  ================================================================================
 module                holds

@@ -139,7 +139,7 @@ def _messages(adapter: str, tensors: Sequence[AdapterTensor]) -> Iterator[LoadAd
 
 
 def _read(folder: Path, limits: AdapterLimits) -> list[AdapterTensor]:
-    """What the first reader that knows the folder's format makes of it."""
+    """The tensors of the folder, by the first reader that knows its format."""
     catalog = installed_catalog()
     found: list[AdapterTensor] | None = next(catalog.answers("adapter reader", folder, limits), None)
     if found is not None:

@@ -131,7 +131,7 @@ class GrammarMasks(Grammars):
                 self._masks(of, row, [])
 
     def _sequences(self, sizes: tuple[int, int], prompt: list[int]) -> PromptSequences:
-        """Those of a prompt, as long as a sample of it runs."""
+        """The token sequences of a prompt, kept as long as a sample of it runs."""
         key = sizes, array("i", prompt).tobytes()
         if (found := self._prompts.get(key)) is None:
             found = self._prompts[key] = PromptSequences(sizes, prompt)
@@ -151,7 +151,7 @@ class GrammarMasks(Grammars):
             executor.submit(StepMasks(plan=plan.id, masks=masks))
 
     def _masks(self, of: _Submitted, row: int, drafts: list[int]) -> list[bytes]:
-        """Of a row, behind its last certain token and each of those that were proposed."""
+        """The masks of a row, after its last certain token and after each proposed one."""
         slot = of.plan.slots[row]
         try:
             found = self._matchers[slot].masks(drafts)

@@ -26,7 +26,7 @@ class PromptSequences:
         self._bits: dict[tuple[int, bytes], int] = {}
 
     def made(self) -> tuple[_Sequences, _Sequences]:
-        """Those of each size."""
+        """The sequences of each size."""
         if self._made is None:
             self._made = _Sequences(self.sizes[0]), _Sequences(self.sizes[1])
             for token in self._prompt:

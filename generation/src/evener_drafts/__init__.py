@@ -1,4 +1,4 @@
-"""Speculative decoding: the drafter of a run, and what computes drafts in the worker, beside the model that checks them.
+"""Speculative decoding: the drafter of a run, and what computes drafts in the worker beside the model.
 
 ==============  ============================================================================
 module          what it holds

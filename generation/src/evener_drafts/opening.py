@@ -1,4 +1,4 @@
-"""Speculative decoding in the controller: the drafter that the configuration names, and which requests get drafts. Torch-free."""
+"""Speculative decoding in the controller: the configured drafter, and which requests get drafts. Torch-free."""
 
 from __future__ import annotations
 

@@ -17,5 +17,5 @@ class ForcingMatcher(Protocol):
 
 
 def forced_by(matcher: Matcher | None) -> list[int]:
-    """What a matcher knows of that; none if it cannot tell, or there is no matcher."""
+    """The tokens that must come next; none if the matcher cannot tell, or there is no matcher."""
     return matcher.forced() if isinstance(matcher, ForcingMatcher) else []

@@ -153,7 +153,7 @@ class HostBlocks(Connector, CacheListener):
         return None
 
     def _digests(self, request: StartingRequest) -> list[bytes]:
-        """Of the blocks of its prefix; its last token is always computed."""
+        """The digests of the blocks of its prefix; its last token is always computed."""
         table = self._tables.get(request.id)
         if table is None:
             message = request.message

@@ -154,7 +154,7 @@ class CapturedExperts:
     def _call(
         self, begins: bool, compute: Callable[[int], None], expert_bytes: int, ids: np.ndarray[Any, Any]
     ) -> None:  # fmt: skip
-        """What the device calls."""
+        """The function that the device calls."""
         if begins:
             self._rows = self._submitted.popleft() if self._submitted else None
         if self._failure is not None or self._rows == 0:
@@ -204,7 +204,7 @@ class CapturedExperts:
 
 
 def _bound(compute: OpFunction, to: _Buffers, experts: MoEWeights) -> Callable[[int], None]:
-    """What computes so many of the first rows of ``to``."""
+    """A function that computes the first rows of ``to``, as many as it is told."""
     if getattr(compute, "takes_out", False):
         return lambda count: compute(to.x, to.ids, to.weights, experts, out=to.found, rows=count)
 

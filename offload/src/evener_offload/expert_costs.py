@@ -15,8 +15,8 @@ class ExpertCosts:
 
     Attributes:
         copy: its copy to the device.
-        first, more: the host's product with one row, and with each further one.
-        bend, further: with each row beyond so many; by default as before.
+        first, more: the host's product with one row, and each further row.
+        bend, further: beyond ``bend`` rows, each further row takes ``further`` instead of ``more``; by default never.
     """
 
     copy: float
@@ -32,7 +32,7 @@ class ExpertCosts:
         )
 
     def times(self, factor: float) -> ExpertCosts:
-        """Those of an expert with so many times the bytes."""
+        """The costs of an expert with ``factor`` times the bytes."""
         return replace(self, copy=self.copy * factor, first=self.first * factor, more=self.more * factor,
                        further=self.further * factor)  # fmt: skip
 

@@ -48,7 +48,7 @@ class Halves:
         self._host.shutdown()
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
-        """What both return. ``first`` runs in the calling thread, and begins.
+        """Run both, and return both results. ``first`` runs in the calling thread, and begins.
 
         Raises:
             Whatever one of them raises, once the other has ended, too.

@@ -23,7 +23,7 @@ HOST = "cpu"
 
 
 def host_memory() -> MemoryInfo:
-    """What the host has.
+    """The host's memory, free and in all.
 
     Raises:
         PluginError: its backend is not installed.

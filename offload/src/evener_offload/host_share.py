@@ -96,7 +96,7 @@ class HostShare:
         return second_bytes(site, found, self.packings)
 
     def resolve(self, path: str, static: Static, bucket: Bucket) -> OnHost:
-        """What computes the host's part of one layer."""
+        """The function that computes the host's part of one layer."""
         top, (up_stack, down_stack) = static["top"], self._stacks[path]
 
         def use(part: str, sizes: dict[str, int], **inner: Any) -> OpFunction:

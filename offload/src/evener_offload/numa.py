@@ -66,7 +66,7 @@ def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
 
 
 def _numbers(text: str) -> set[int]:
-    """Those of a list as the kernel writes it: ``0-1,4``."""
+    """The numbers of a list as the kernel writes it: ``0-1,4``."""
     ends = [part.partition("-") for part in text.strip().split(",") if part]
     return {number for first, _, last in ends for number in range(int(first), int(last or first) + 1)}
 

@@ -41,9 +41,10 @@ class Begins(Protocol):
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights, out: torch.Tensor,
         threads: int, word: torch.Tensor | None = None,
     ) -> Callable[[], int]:  # fmt: skip
-        """Begin to compute into ``out``, with so many threads, of which none is the caller. Returns what waits for the
-        end: the nanoseconds that it took; it raises what the call would. Nothing may change until then. In the end,
-        whether it succeeded or not, 1 is stored in ``word``, int32 [1]. One call of a device at a time."""
+        """Begin to compute into ``out`` with ``threads`` threads, none of which is the caller. Returns a function that
+        waits for the end and returns the nanoseconds that it took; it raises what the computation raised. The inputs
+        must not change until then. At the end, also after a failure, 1 is stored in ``word``, int32 [1]. A device has
+        one such call at a time."""
 
 
 @runtime_checkable
@@ -54,8 +55,8 @@ class ReadsHost(Protocol):
         """Page-locked ``host`` as a tensor of the device."""
 
     def await_word(self, word: torch.Tensor) -> None:
-        """What is submitted to the current stream from here on waits until ``word``, int32 [1] in page-locked memory,
-        is more than 0."""
+        """Let all work that is submitted to the current stream from here on wait until ``word``, int32 [1] in
+        page-locked memory, is more than 0."""
 
 
 class PromptShare:
@@ -265,7 +266,7 @@ class PromptShare:
         return self._room[: like.nbytes].view(like.dtype).view(like.shape)
 
     def _alone(self, compute: OpFunction, *inputs: Any) -> torch.Tensor:
-        """What the host computes while another thread submits work: with one thread less."""
+        """Compute on the host while another thread submits work: with one thread less."""
         self._host.limit_threads(self._threads - (self._threads >= SPARING))
         try:
             found: torch.Tensor = compute(*inputs)

@@ -6,7 +6,7 @@ module        holds
 ============  ==================================================================================
 ``commands``  where the halves are found
 ``fronts``    what ``LLM`` and ``AsyncLLM`` do: who may ask when, and the version of the weights
-``held``      the controller's half: which weights there are, and back to those of before
+``held``      the controller's half: which weights there are, and how to go back to the earlier ones
 ``ranks``     the workers' half: weights are checked, released and read on a rank
 ============  ==================================================================================
 """

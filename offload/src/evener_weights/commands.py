@@ -23,14 +23,14 @@ class WeightCommands:
 
     @staticmethod
     def front(llm: LLM) -> Front:
-        """What ``llm`` asks for."""
+        """The methods that ``llm`` gets."""
         from evener_weights.fronts import Front
 
         return Front(llm)
 
     @staticmethod
     def async_front(llm: AsyncLLM) -> AsyncFront:
-        """What ``llm`` asks for."""
+        """The methods that ``llm`` gets."""
         from evener_weights.fronts import AsyncFront
 
         return AsyncFront(llm)

@@ -78,7 +78,7 @@ _ERROR_TEXTS = {
 def _errors(
     texts: Mapping[int, str] = _ERROR_TEXTS, schema: str = "Error", also: str | None = None
 ) -> dict[int | str, dict[str, Any]]:
-    """What an endpoint answers when it does not answer. ``also``: what an answer may be besides JSON."""
+    """The errors that an endpoint may answer with. ``also``: the media type that an answer may have besides JSON."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
     found: dict[int | str, dict[str, Any]] = {
         status: {"description": text, "content": content} for status, text in texts.items()

@@ -66,7 +66,7 @@ class ChatJob(Job):
 
     @property
     def params(self) -> SamplingParams:
-        """What the engine gets."""
+        """The sampling parameters for the engine."""
         return self._params
 
     def _held_to(self) -> Held:
@@ -297,7 +297,7 @@ class ChatChoice:
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, delta: Delta) -> None:
-        """What came next."""
+        """Add the next delta."""
         self.message.feed(delta.text, last=delta.finish_reason is not None)
         if self._ids is not None:
             self._ids += delta.token_ids

@@ -22,9 +22,9 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextmanager
-def not_looked_at() -> Iterator[None]:
-    """What was made before is not looked at by collections inside: of a start nearly all stays, and the first look at
-    it would take a tenth of a second of the first answer."""
+def objects_frozen() -> Iterator[None]:
+    """Collections inside do not look at objects made before: nearly all objects of a start stay, and the first look at
+    them would take a tenth of a second of the first answer."""
     gc.freeze()
     try:
         yield

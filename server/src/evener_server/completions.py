@@ -78,7 +78,7 @@ class CompletionJob(Job):
         return prompt_of_rows(await asyncio.to_thread(decode_rows, data, place, width, most))
 
     async def _prompt(self, prompt: str | list[int]) -> Prompt:
-        """What the engine gets for one of the request's prompts."""
+        """The prompt that the engine gets for one of the request's prompts."""
         body, prompts = self._body, self._service.prompts
         if body.suffix:
             prompt = with_suffix(prompt, body.suffix, prompts.gap_marks)

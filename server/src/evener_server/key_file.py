@@ -56,7 +56,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def digest_of(key: bytes) -> bytes:
-    """What is kept of a key, and compared."""
+    """The digest that is kept of a key, and compared."""
     return hashlib.sha256(key).digest()
 
 

@@ -18,7 +18,7 @@ from evener.cli.command import Command, read_config
 from evener.config.schema import Config
 from evener.errors import ConfigError, EngineError, EvenerError
 from evener.logs import set_up_logging
-from evener_server.collector import collector_paused, end_without_collection, not_looked_at
+from evener_server.collector import collector_paused, end_without_collection, objects_frozen
 from evener_server.run_outputs import open_outputs
 from evener_server.torch_libraries import load_ahead
 
@@ -174,7 +174,7 @@ async def _answer(config: Config, arguments: argparse.Namespace, params: Samplin
 
         llm = await AsyncLLM.start(config, "thread")
         kept = contextlib.ExitStack()
-        kept.enter_context(not_looked_at())
+        kept.enter_context(objects_frozen())
     try:
         if llm.tokenizer is None:
             params = dataclasses.replace(params, detokenize=False)

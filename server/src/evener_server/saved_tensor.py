@@ -26,7 +26,7 @@ _REBUILD, _NO_HOOKS = "torch._utils _rebuild_tensor_v2", "collections OrderedDic
 
 
 class _RefusedError(ValueError):
-    """What stands in the file is not read here."""
+    """The file has something that is not read here."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def _tool_choice(value: Any) -> Any:
 
 
 def _name(value: Any) -> str | None:
-    """Of the function that an object like a tool names."""
+    """The name of the function in an object like a tool; None: it has none."""
     named = isinstance(value, dict) and value.get("type", "function") == "function"
     function = value.get("function") if named else None
     name = function.get("name") if isinstance(function, dict) else None

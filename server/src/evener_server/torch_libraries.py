@@ -1,6 +1,7 @@
 """Torch's libraries, loaded in a thread while Python imports other modules.
 
-Loading them takes a sixth of ``import torch``. Here the system's loader runs without Python's locks, which an import would hold.
+Loading them takes a sixth of ``import torch``. Here the system's loader runs without Python's
+locks, which an import would hold.
 """
 
 from __future__ import annotations

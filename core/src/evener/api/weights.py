@@ -10,7 +10,7 @@ from evener.engine.wire.messages import Command, CommandDone
 
 
 class WeightCommands(ABC):
-    """Of an engine with one caller."""
+    """Commands about weights, for an engine with one caller."""
 
     @abstractmethod
     def command(self, order: Command) -> CommandDone:
@@ -50,8 +50,8 @@ class WeightCommands(ABC):
 
 
 class AsyncWeightCommands(ABC):
-    """Of an engine behind asyncio. Requests that run have ``timeout`` seconds to end (None: as long as they take), then
-    they end with an error; new ones are refused meanwhile."""
+    """Commands about weights, for an engine behind asyncio. Running requests have ``timeout`` seconds to end (None: as
+    long as they take); then they end with an error. New ones are refused meanwhile."""
 
     @abstractmethod
     async def command(self, order: Command) -> CommandDone:

@@ -41,12 +41,12 @@ class OldSpellings:
         return Rewritten(())
 
     def arguments(self, argv: list[str]) -> list[str]:
-        """Those of ``evener``, for the ones that ``python -m evener`` was given. May print warnings."""
+        """The arguments of ``evener`` that mean those of ``python -m evener``. May print warnings."""
         return argv
 
 
 def installed_spellings() -> OldSpellings:
-    """Those of the first installed package that knows any."""
+    """The old spellings of the first installed package that has any."""
     from evener.plugins.discover import installed_catalog
 
     found = installed_catalog().lazy_imports("old spellings")

@@ -1,5 +1,5 @@
-"""The connector contract: state that leaves the device's prefix cache is kept elsewhere, as in host memory or on another
-server, and is brought back when it is needed.
+"""The connector contract: state that leaves the device's prefix cache is kept elsewhere, as in host memory or on
+another server, and is brought back when it is needed.
 
 A connector has two halves. The controller's half, a ``Connector``, decides: it is told which blocks leave the prefix
 cache, and it finds what it keeps of a request's prefix. The workers' half, a ``BlockMover`` on each rank, copies blocks

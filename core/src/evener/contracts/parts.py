@@ -84,7 +84,7 @@ class PinnedParts:
         weight_makers: ``{"name": "module:function"}``: fills weights, ``dummy`` for ``load=dummy`` and ``cache`` for
             ``model_cache``; called as ``evener_inspection.dummy_weights.load_dummy`` and
             ``evener_model_cache.cached_weights.load_cached``.
-        old_spellings: ``{"name": "module:Class"}``: rewrites keys of before; see ``evener.config.old_spellings``.
+        old_spellings: ``{"name": "module:Class"}``: rewrites legacy keys; see ``evener.config.old_spellings``.
         config_readers: ``{"name": "module:function"}``: makes the configuration of a command line and a file; called as
             ``evener_keys.command_line.from_command_line``.
         stage_parts: ``{"check": "module:function", …}``: what stages on unlike devices need: ``settle``, ``check``,

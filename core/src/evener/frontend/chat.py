@@ -32,7 +32,7 @@ def open_chat(files: ModelFiles, tokenizer: Tokenizer | None = None, images: Ima
 
 
 class _Unread(Chat):
-    """Of a model whose files no installed package understands."""
+    """The chat of a model whose files no installed package can read."""
 
     def __init__(self) -> None:
         self.templates = {}

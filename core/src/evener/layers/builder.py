@@ -124,9 +124,9 @@ class Builder:
         return twin
 
     def expert_group(self, experts: int) -> Builder:
-        """What declares the stacks, the stacked biases and the map of a layer's ``experts``: this builder, because all
-        ranks share every expert. One that divides them among groups of ranks (``infer.ep_size``) returns another, whose
-        ``shard`` and ``on_first_rank`` are about this rank's group."""
+        """The builder that declares the stacks, the stacked biases and the map of a layer's ``experts``: this one,
+        because all ranks share every expert. A builder that divides them among groups of ranks (``infer.ep_size``)
+        returns another, whose ``shard`` and ``on_first_rank`` are about this rank's group."""
         return self
 
     def shard(self, count: int, what: str, unit: int = 1) -> Span:

@@ -40,7 +40,7 @@ class _Text:
     asked: int = 0
 
     def record(self, drafted: int, right: int, tokens: int, longest: int) -> None:
-        """Of ``drafted`` tokens the first ``right`` were; the text has ``tokens`` tokens now."""
+        """The first ``right`` of ``drafted`` tokens were accepted; the text has ``tokens`` tokens now."""
         self.length = min(longest, self.length + 2) if right == drafted else max(1, self.length - 1)
         self.misses = 0 if right else self.misses + 1
         self.resume = tokens + (min(_LONGEST_PAUSE, 2**self.misses) if self.misses else 0)

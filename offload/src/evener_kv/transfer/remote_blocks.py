@@ -203,7 +203,7 @@ class RemoteBlocks(Connector, CacheListener):
         self._counted["kv_transfer_held"] += hit > 0
 
     def _keys(self, digests: Sequence[bytes]) -> Iterator[Key]:
-        """Of the blocks that the token behind this prefix needs."""
+        """The keys of the blocks that the token after this prefix needs."""
         size = len(digests) * self._state.block_size
         for group in range(len(self._state.specs)):
             for digest in digests[self._state.first_live_block(group, size) :]:

@@ -111,7 +111,7 @@ class MessagesBody(ConversationBody):
 
 
 def _objects(values: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Those of a list that are objects, with their places; ``blocks`` refuses the others."""
+    """The objects in a list, with their indices; ``blocks`` refuses everything else."""
     return ((i, each) for i, each in enumerate(values if isinstance(values, list) else ()) if isinstance(each, dict))
 
 

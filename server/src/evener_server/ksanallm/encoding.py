@@ -43,12 +43,12 @@ class Encoding:
 
     @property
     def media_type(self) -> str:
-        """Of an answer."""
+        """The media type of an answer."""
         return MEDIA_TYPE if self.packed else "application/json"
 
     @property
     def stream_media_type(self) -> str:
-        """Of a stream."""
+        """The media type of a stream."""
         return MEDIA_TYPE if self.packed else STREAM_MEDIA_TYPE
 
     def write(self, value: Any) -> bytes:

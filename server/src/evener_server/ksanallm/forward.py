@@ -65,11 +65,11 @@ class _Wanted:
 
     @property
     def shape(self) -> list[int]:
-        """Of its tensor."""
+        """The shape of its tensor."""
         return [length(self.ranges)] if self.target.next_token else [length(self.ranges), self.width]
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """What the engine is asked for."""
+        """The parameters with what is asked of the engine."""
         if self.target.next_token:
             return replace(params, prompt_logprobs=0)
         return replace(params, prompt_outputs=PromptOutputs(_KINDS[self.target.target_name], self.ranges))

@@ -136,7 +136,7 @@ class _Answer:
         }  # fmt: skip
 
     def _likeliest(self, delta: Delta) -> Iterator[Any]:
-        """Of each token the likeliest ids, with their log-probabilities; many of them as they are written."""
+        """The likeliest ids of each token, with their log-probabilities; long lists already encoded."""
         for entry in delta.logprobs or () if self._count else ():
             found = sorted(entry.items(), key=lambda item: -item[1])
             yield compact(found if self._count == -1 else found[: self._count], self._encoding.write)

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundResponses:
-    """Those that run. Their number is limited as that of all requests; the store has their states."""
+    """The background responses that run. Their number is limited like all requests'; the store has their states."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store

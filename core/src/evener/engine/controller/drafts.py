@@ -9,7 +9,7 @@ from evener.plugins.discover import installed_catalog
 
 
 def find_drafts(infer: InferConfig) -> Any | None:
-    """What makes the drafts of an engine, see ``evener.contracts.generation.drafts``; None: it has none.
+    """The draft policy of an engine, see ``evener.contracts.generation.drafts``; None: it has none.
 
     Raises:
         ConfigError: no installed package has it, or it cannot be as the configuration asks.

@@ -13,7 +13,7 @@ from evener.plugins.discover import installed_catalog
 
 
 class Sequence(Protocol):
-    """What is read of a scheduler's request."""
+    """The fields of a scheduler's request that are read here."""
 
     slot: int
     message: NewRequest
@@ -34,7 +34,7 @@ class Grammars:
         return True
 
     def fitting(self, request: Sequence, drafts: list[int]) -> list[int]:
-        """Those of the tokens proposed for a request that may come next. All its tokens were read."""
+        """The proposed tokens of a request that may come next. All its tokens were read."""
         return drafts
 
     def prepare(self, plan: Plan) -> Plan:
@@ -57,6 +57,6 @@ class Grammars:
 
 
 def open_grammars(config: Config, vocab_size: int) -> Grammars:
-    """What an installed package makes the masks with, for a model of ``vocab_size`` ids."""
+    """The grammars of an installed package, which makes the masks, for a model of ``vocab_size`` ids."""
     found = installed_catalog().lazy_imports("maker of masks")
     return Grammars() if not found else found[min(found)].load()(config, vocab_size)

@@ -33,6 +33,6 @@ class Media:
 
 
 def open_media(room: int, step_rows: int) -> Media:
-    """What an installed package plans media with: the worker keeps ``room`` rows, and a step encodes ``step_rows``."""
+    """The planner of an installed package: the worker keeps ``room`` rows, and a step encodes ``step_rows``."""
     planner = installed_catalog().lazy_imports("part of media").get("planner")
     return planner.load()(room, step_rows) if planner else Media()

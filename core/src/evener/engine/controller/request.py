@@ -101,7 +101,7 @@ class Request:
         return wanted is not None and self.outputs_read < wanted.end
 
     def outputs_of(self, index: int, start: int, end: int) -> Iterator[WantedOutputs]:
-        """What is wanted of the tokens from ``start`` to before ``end``, which are row number ``index`` of a plan."""
+        """The outputs wanted of the tokens from ``start`` to before ``end``, which are row ``index`` of a plan."""
         wanted, start_unread = self.message.sampling.prompt_outputs, max(start, self.outputs_read)
         if wanted is not None and start_unread < wanted.end:
             for first, last in wanted.ranges:
@@ -110,7 +110,7 @@ class Request:
 
     @property
     def token_cost(self) -> int:
-        """What each of its prompt's tokens takes of a step's budget."""
+        """How much of a step's budget each token of the prompt takes."""
         wanted = 0 if self.plain else self.message.sampling.prompt_logprobs or 0
         return _WHOLE_ROW if wanted > MAX_LOGPROBS and self.wants_prompt_logprobs else 1
 
@@ -156,7 +156,7 @@ class PlannedRow(msgspec.Struct, frozen=True):
 
     @property
     def cost(self) -> int:
-        """What it takes of the step's budget."""
+        """How much of the step's budget the row takes."""
         whole = not self.request.plain and (self.request.message.sampling.logprobs or 0) > MAX_LOGPROBS
         return self.count * self.request.token_cost + (_WHOLE_ROW * self.samples if whole else 0)
 

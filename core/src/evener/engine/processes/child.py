@@ -76,7 +76,7 @@ def run_role(end: ControlClient | ParentChannel, role: Callable[[], None]) -> in
     try:
         role()
     except EvenerError as error:
-        # The other end shows one line; a package's author needs the traceback. Where no backend fits, no package failed.
+        # The other end shows one line; a package's author needs the traceback. If no backend fits, no package failed.
         if isinstance(error, PluginError) and not isinstance(error, NoBackendError):
             log.exception("a package failed in this process")
         end.send(_ENCODER.encode(ChildFailure(type(error).__name__, str(error))))

@@ -114,7 +114,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
-    """Some tensors of an adapter, which every rank keeps its part of; behind the ``last`` of them requests may name it.
+    """Some tensors of an adapter; each rank keeps its part of them. After the ``last`` message, requests may name it.
     Adapters with equal ids are equal. Large ones come in several messages, between which steps run."""
 
     id: str
@@ -130,9 +130,8 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
 
 
 class Command(msgspec.Struct, frozen=True, tag="command"):
-    """What an installed package does between steps, see ``installed``; answered with one ``CommandDone``. The package,
-    by the ``name`` that it has announced, knows what its arguments mean. Its half in the controller may send it to
-    ranks too."""
+    """Work of an installed package between steps, see ``installed``; answered with one ``CommandDone``. The package
+    that has announced ``name`` knows what the arguments mean. Its part in the controller may send it to ranks."""
 
     name: str
     arguments: list[str] = []

@@ -170,5 +170,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
 
     @property
     def proposed(self) -> bool:
-        """Whether it only says what was proposed: the step has yet to sample."""
+        """Whether the result only has the proposed drafts: the step has yet to sample."""
         return bool(self.drafts) and not self.ids

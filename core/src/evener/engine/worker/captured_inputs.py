@@ -15,7 +15,7 @@ from evener.engine.worker.step_layout import StepShape, aligned
 
 
 class Lengths(NamedTuple):
-    """Of the requests of a step, padding included: the tokens that each adds, and its tokens after the step."""
+    """Lengths of the requests of a step, padding included: the tokens that each adds, and its tokens after the step."""
 
     query: Sequence[int]
     kv: Sequence[int]
@@ -58,7 +58,7 @@ class Staging:
         self._copied = device.new_event() if self._hosts else None
 
     def next(self) -> np.ndarray[Any, Any]:
-        """What the host may write now. It has what was written some time before, at first ``value``."""
+        """The array that the host may write now. It has what was written some time before, at first ``value``."""
         self._at = (self._at + 1) % len(self._arrays)
         if self._copied is not None and self._at % (len(self._arrays) // 2) == 0:
             self._copied.synchronize()  # recorded half a round ago, so what is written over from now on was copied
@@ -66,14 +66,14 @@ class Staging:
         return self._arrays[self._at]
 
     def send(self) -> None:
-        """Copy what ``next`` gave last, behind the work submitted so far."""
+        """Copy the array that ``next`` returned last, after the work submitted so far."""
         host = self._hosts[self._at] if self._hosts else self._device.upload(self._arrays[0])
         self._target.copy_(host, non_blocking=True)
 
 
 class DecodeInputs:
-    """Of steps whose requests all compute one token and sample the next. Padding rows use the tables' spare slot, whose
-    blocks are all the null block.
+    """Inputs of steps whose requests all compute one token and sample the next. Padding rows use the tables' spare
+    slot, whose blocks are all the null block.
 
     Args:
         rows: padded number of requests.
@@ -109,8 +109,8 @@ class DecodeInputs:
 
 
 class PromptInputs:
-    """Of steps of one request that adds a few tokens and samples behind the last of them. The padding tokens are a
-    second request in the spare slot, which has none if there is nothing to pad.
+    """Inputs of steps of one request that adds a few tokens and samples behind the last of them. The padding tokens are
+    a second request in the spare slot, which has none if there is nothing to pad.
 
     Args:
         tokens: padded number of tokens.
