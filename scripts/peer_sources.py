@@ -32,8 +32,9 @@ DEPLOY = ROOT / "scripts/deploy-requirements.txt"
 DYNAMO = ROOT / "scripts/dynamo-requirements.txt"
 #: What the programs need.
 PYTHON = (3, 11)
-#: Clients for Node.js: OpenAI's, and Vercel's AI SDK with what it needs.
-NODE = ("openai@7.57.0", "ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/anthropic@3.0.140", "zod@4.6.7")
+#: Clients for Node.js: OpenAI's, Vercel's AI SDK with what it needs, and two coding agents.
+NODE = ("openai@7.57.0", "ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/anthropic@3.0.140", "zod@4.6.7",
+        "@openai/codex@0.171.0", "@anthropic-ai/claude-code@2.1.197")  # fmt: skip
 #: What Grafana publishes about dashboards, and what checks one against it.
 GRAFANA = ("@grafana/schema@13.2.3", "ts-json-schema-generator@2.4.0", "typescript@7.0.2", "ajv@8.20.0")
 

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--only, --again and --judge are about vLLM's tests; type for example: vllm --only TEXT")
     places = Places.default()
     model, larger = (models_root() / SOURCES[name].name for name in ("smollm2", "qwen2.5"))
-    for name in ("smollm2",) if options.what in ("clients", "deploy", "operators") else ("smollm2", "qwen2.5"):
+    for name in ("smollm2",) if options.what in ("deploy", "operators") else ("smollm2", "qwen2.5"):
         if (reason := problem(SOURCES[name], models_root())) is not None:
             parser.error(f"{models_root() / SOURCES[name].name}: {reason}; run 'make models ONLY={name}'")
     try:
