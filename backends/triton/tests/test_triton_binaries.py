@@ -167,9 +167,7 @@ def test_a_package_that_everybody_may_write_is_not_used(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "triton": {}}'])
-def test_an_index_that_is_none_is_named_and_not_used(
-    package: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_index_is_named_and_not_used(package: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     (package / INDEX).write_text(text)
     assert not found(key_of("source"))
     assert "compiled kernels of some_binaries are not used" in caplog.text

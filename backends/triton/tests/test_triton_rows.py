@@ -85,7 +85,7 @@ def test_what_such_a_device_cannot_launch_is_refused_with_the_reason(
     assert found.supports(call(device, op, 4, inner=64, activation="silu")) is None
 
 
-def test_a_chip_without_the_word_gets_none_of_them(device: HostDevice) -> None:
+def test_a_chip_without_the_feature_gets_none_of_them(device: HostDevice) -> None:
     found = kernels(device)["rms_norm"]
     device.capabilities = replace(device.capabilities, features=frozenset(), variant="older")
     assert found.supports(call(device, "rms_norm")) == "older does not say that Triton compiles for it (triton:rows)"

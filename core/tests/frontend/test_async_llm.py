@@ -277,7 +277,7 @@ async def test_engine_is_alive_but_rejects_requests_before_ready(tiny_dir: Path)
     await llm.close()
 
 
-async def test_a_tokenizer_that_cannot_be_used_is_why_it_does_not_start(tmp_path: Path) -> None:
+async def test_a_tokenizer_that_cannot_be_used_ends_the_start_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     llm = AsyncLLM(FakeEngine(), model_dir=tmp_path)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):

@@ -146,7 +146,9 @@ def test_an_interrupted_call_aborts_what_it_sent_and_the_next_call_works(tiny_di
         assert llm.generate("ab", GREEDY)[0].outputs[0].text == "abab"
 
 
-def test_a_script_whose_ranks_have_met_already_or_are_others_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_whose_ranks_have_met_already_or_do_not_fit_gets_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)

@@ -71,7 +71,7 @@ def test_nothing_is_written_over_before_it_was_copied(count: int) -> None:
 
 
 @pytest.mark.parametrize("device", [HostDevice(0), LateDevice()], ids=["uploads", "page-locked"])
-def test_what_is_not_written_has_the_first_value(device: HostDevice) -> None:
+def test_values_that_are_not_written_are_the_first_value(device: HostDevice) -> None:
     target = torch.zeros((2, 3), dtype=torch.int32)
     staging = Staging(device, target, 4, -1)
     for step in range(3):
