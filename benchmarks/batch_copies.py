@@ -3,29 +3,70 @@
     python benchmarks/batch_copies.py [--experts 36] [--tensors 1572864,196608,49152,786432,98304,24576]
 
 An expert has a tensor of each size in page-locked memory; every second expert is copied to a slot, so that no two are
-one copy. Orders: ``expert`` by expert, ``tensor`` by tensor. Each row is a way of submitting them to a stream that is
-idle, or that copies something else for a millisecond: ``batches`` of so many copies (``cuMemcpyBatchAsync``), or
-``single`` calls. Rows go to standard output.
+one copy. Each row is a way of submitting them to a stream that is idle, or that copies something else for a
+millisecond: a ``kernel`` of so many programs that reads the host's memory, ``batches`` of so many copies
+(``cuMemcpyBatchAsync``), or ``single`` calls. ``product_us`` is what a product of matrices takes meanwhile on another
+stream, and alone. Rows go to standard output.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from unittest.mock import patch
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import after_stdlib  # noqa: F401
 import numpy as np
 import torch
 
-from evener_backend_cuda import many_copies
+from evener_backend_cuda.compiled import Driver
+from evener_backend_cuda.many_copies import ManyCopies, Numbers, one_by_one, open_driver
 
 #: The sizes of an expert of Qwen3-30B-A3B in Q4_K, as the Triton kernels read it.
 SIZES = "1572864,196608,49152,786432,98304,24576"
-REPEATS, BATCHES = 7, (32, 64, 128, 1 << 20)
+REPEATS, BATCHES, PROGRAMS = 7, (32, 64, 1 << 20), (4, 8, 16, 32, 64)
+#: ``CU_MEMCPY_SRC_ACCESS_ORDER_STREAM``: sources are read in the stream's order.
+_IN_ORDER = 1
+#: Addresses to copy to and from, bytes, and the stream.
+Submit = Callable[[Numbers, Numbers, Numbers, int], object]
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """``CUmemcpyAttributes``."""
+
+    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
+
+
+def batches(most: int, to: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
+    """A call of the driver, which CUDA 13 has, for each ``most`` copies."""
+    how, first = _Attributes(order=_IN_ORDER), ctypes.c_size_t(0)
+    for begin in range(0, len(to), most):
+        some = [each[begin : begin + most] for each in (to, sources, sizes)]
+        code = open_driver().cuMemcpyBatchAsync_v2(
+            *(ctypes.c_void_p(each.ctypes.data) for each in some), ctypes.c_size_t(len(some[0])), ctypes.byref(how),
+            ctypes.byref(first), ctypes.c_size_t(1), ctypes.c_void_p(stream),
+        )  # fmt: skip
+        if code:
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with {code}")
+
+
+def ways() -> Mapping[str, Submit]:
+    """All ways of submitting copies."""
+    variant = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    found: dict[str, Submit] = {
+        f"kernel of {count} programs": ManyCopies(Driver(variant), programs=count) for count in PROGRAMS
+    }
+    found |= {f"batches of {most}" if most < 1 << 20 else "one batch": partial(batches, most) for most in BATCHES}
+    return {**found, "single": partial(one_by_one, open_driver())}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,35 +79,49 @@ def main(argv: Sequence[str]) -> int:
     elsewhere, stream = torch.empty_like(other, device="cuda"), torch.cuda.Stream()
     to, begin = (np.array([t.data_ptr() for t in all_], np.uint64) for all_ in (targets, sources))
     size, slots = np.array(sizes, np.uint64), np.arange(args.experts, dtype=np.uint64)[:, None]
-    by_expert = to + slots * size, begin + np.uint64(2) * slots * size, np.broadcast_to(size, (args.experts, len(size)))
-    wrong = 0
-    for order, busy, most in ((o, b, m) for o in ("expert", "tensor") for b in (False, True) for m in (*BATCHES, 0)):
-        lists = [np.ascontiguousarray(each if order == "expert" else each.T).ravel() for each in by_expert]
+    every = to + slots * size, begin + np.uint64(2) * slots * size, np.broadcast_to(size, (args.experts, len(size)))
+    lists = [np.ascontiguousarray(each).ravel() for each in every]
+    wrong, alone = 0, product_us(lambda: None)
+    for busy, (name, way) in ((b, w) for b in (False, True) for w in ways().items()):
 
-        def submit(most: int = most, lists: Sequence[many_copies.Numbers] = lists) -> None:
-            there, here, counts = lists
-            if not most:
-                many_copies.one_by_one(many_copies.open_driver(), there, here, counts, stream.cuda_stream)
-                return
-            with patch.object(many_copies, "MOST", most):
-                many_copies.ManyCopies()(there, here, counts, stream.cuda_stream)
+        def submit(way: Submit = way) -> None:
+            with torch.cuda.stream(stream):
+                way(*lists, stream.cuda_stream)
 
         def copies_first(busy: bool = busy) -> None:
             if busy:
-                elsewhere.copy_(other, non_blocking=True)
+                with torch.cuda.stream(stream):
+                    elsewhere.copy_(other, non_blocking=True)
 
         for target in targets:
             target.zero_()
-        with torch.cuda.stream(stream):
-            submitted, done = timed(submit, copies_first)
+        submitted, done = timed(submit, copies_first)
         right = all(torch.equal(t.cpu(), s[::2]) for t, s in zip(targets, sources, strict=True))
         wrong |= not right
         print(json.dumps({
-            "order": order, "stream": "busy" if busy else "idle", "copies": len(lists[0]),
-            "way": "single" if not most else f"batches of {min(most, len(lists[0]))}", "right": right,
+            "stream": "busy" if busy else "idle", "copies": len(lists[0]), "way": name, "right": right,
             "submitted_us": round(1e6 * submitted), "done_us": round(1e6 * done),
+            "gb_s": None if busy else round(float(lists[2].sum()) / done / 1e9, 1),
+            "product_us": round(product_us(submit)), "product_alone_us": round(alone),
         }), flush=True)  # fmt: skip
     return int(wrong)
+
+
+def product_us(before: Callable[[], object]) -> float:
+    """Microseconds of products of matrices that use the whole device, submitted right after ``before``: the fastest."""
+    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    times: list[Any] = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        before()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(8):
+            a @ a
+        ended.record()
+        torch.cuda.synchronize()
+        times.append(began.elapsed_time(ended))
+    return 1e3 * float(min(times))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -91,21 +91,24 @@ class Place(NamedTuple):
 
 
 class CompiledKernel:
-    """A kernel that may start before the launch ahead of it has ended (programmatic dependent launch).
+    """A kernel of machine code.
 
     Args:
         binary: its machine code; name: its function there.
         grid, threads: programs, and threads of one.
         shared: bytes of shared memory of a program.
+        early: it may start before the launch ahead of it has ended (programmatic dependent launch).
     """
 
-    def __init__(self, binary: bytes, name: str, grid: int, threads: int, shared: int) -> None:
+    def __init__(
+        self, binary: bytes, name: str, grid: int, threads: int, shared: int, early: bool = True
+    ) -> None:  # fmt: skip
         lib, self._module, self._function = _cuda(), ctypes.c_void_p(), ctypes.c_void_p()
         _check(lib.cuModuleLoadData(ctypes.byref(self._module), binary))
         _check(lib.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
         _check(lib.cuFuncSetAttribute(self._function, _SHARED, shared))
         self._attribute = _Attribute(id=_OVERLAP, on=1)
-        self._config = _Config((grid, 1, 1), (threads, 1, 1), shared, None, ctypes.pointer(self._attribute), 1)
+        self._config = _Config((grid, 1, 1), (threads, 1, 1), shared, None, ctypes.pointer(self._attribute), int(early))
         self._held = (ctypes.c_void_p * 1)()
 
     def place(self, device: torch.device) -> Place:
@@ -130,9 +133,10 @@ class CompiledKernel:
 
 
 class Driver:
-    """Compiles and loads kernels for one kind of GPU. Machine code is kept in Triton's cache folder."""
+    """Compiles and loads kernels for one kind of GPU, by default Hopper. Triton's cache folder keeps machine code."""
 
-    architecture = "sm_90a"
+    def __init__(self, architecture: str = "sm_90a") -> None:
+        self.architecture = architecture
 
     def refusal(self) -> str | None:
         """Why nothing can be compiled; None if it can."""
@@ -158,6 +162,8 @@ class Driver:
             found = cache.put(compile_source(source, defines, self.architecture), _FILE, binary=True)
         return Path(found).read_bytes()
 
-    def kernel(self, code: bytes, name: str, grid: int, threads: int, shared: int) -> CompiledKernel:
+    def kernel(
+        self, code: bytes, name: str, grid: int, threads: int, shared: int, early: bool = True
+    ) -> CompiledKernel:  # fmt: skip
         """Load it. Raises RuntimeError if the driver refuses."""
-        return CompiledKernel(code, name, grid, threads, shared)
+        return CompiledKernel(code, name, grid, threads, shared, early)

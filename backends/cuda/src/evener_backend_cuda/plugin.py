@@ -19,6 +19,7 @@ from evener.contracts.state import StateProvider
 from evener_backend_cuda import nvml
 from evener_backend_cuda.capability import capabilities
 from evener_backend_cuda.communicator import open_communicator
+from evener_backend_cuda.compiled import Driver
 from evener_backend_cuda.deep_gemm import DeepGemmGroupedLinear, DeepGemmLinear
 from evener_backend_cuda.flash_attention import FlashAttentionState
 from evener_backend_cuda.flash_mla import FlashMLAState
@@ -42,7 +43,7 @@ class CudaDevice(GpuDevice):
         super().__init__(namespace, index, capabilities)
         self.host_calls = HostCalls(partial(torch.zeros, dtype=torch.int32, pin_memory=True))
         self._order: torch.Tensor | None = None
-        self._many = ManyCopies()
+        self._many = ManyCopies(Driver(capabilities.variant))
 
     def exchange(
         self, inputs: Sequence[torch.Tensor], to: Sequence[torch.Tensor], work: Callable[[], None],
