@@ -5,68 +5,50 @@
 An expert has a tensor of each size in page-locked memory; every second expert is copied to a slot, so that no two are
 one copy. Each row is a way of submitting them to a stream that is idle, or that copies something else for a
 millisecond: a ``kernel`` of so many programs that reads the host's memory, ``batches`` of so many copies
-(``cuMemcpyBatchAsync``), or ``single`` calls. ``product_us`` is what a product of matrices takes meanwhile on another
-stream, and alone. Rows go to standard output.
+(``cuMemcpyBatchAsync``), ``engines for large ones`` by batches and a kernel for the others, as experts are copied, or
+``single`` calls. ``product_us`` is what products of matrices take meanwhile on another stream, and alone. Rows go to
+standard output.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import after_stdlib  # noqa: F401
 import numpy as np
 import torch
 
+from evener_backend_cuda import many_copies
 from evener_backend_cuda.compiled import Driver
 from evener_backend_cuda.many_copies import ManyCopies, Numbers, one_by_one, open_driver
 
 #: The sizes of an expert of Qwen3-30B-A3B in Q4_K, as the Triton kernels read it.
 SIZES = "1572864,196608,49152,786432,98304,24576"
-REPEATS, BATCHES, PROGRAMS = 7, (32, 64, 1 << 20), (4, 8, 16, 32, 64)
-#: ``CU_MEMCPY_SRC_ACCESS_ORDER_STREAM``: sources are read in the stream's order.
-_IN_ORDER = 1
+REPEATS, BATCHES, PROGRAMS = 7, (32, 64, 1024), (4, 8, 16, 32, 64)
 #: Addresses to copy to and from, bytes, and the stream.
 Submit = Callable[[Numbers, Numbers, Numbers, int], object]
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """``CUmemcpyAttributes``."""
-
-    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
-
-
-def batches(most: int, to: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
-    """A call of the driver, which CUDA 13 has, for each ``most`` copies."""
-    how, first = _Attributes(order=_IN_ORDER), ctypes.c_size_t(0)
-    for begin in range(0, len(to), most):
-        some = [each[begin : begin + most] for each in (to, sources, sizes)]
-        code = open_driver().cuMemcpyBatchAsync_v2(
-            *(ctypes.c_void_p(each.ctypes.data) for each in some), ctypes.c_size_t(len(some[0])), ctypes.byref(how),
-            ctypes.byref(first), ctypes.c_size_t(1), ctypes.c_void_p(stream),
-        )  # fmt: skip
-        if code:
-            raise RuntimeError(f"cuMemcpyBatchAsync failed with {code}")
-
-
 def ways() -> Mapping[str, Submit]:
     """All ways of submitting copies."""
-    variant = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    found: dict[str, Submit] = {
-        f"kernel of {count} programs": ManyCopies(Driver(variant), programs=count) for count in PROGRAMS
-    }
-    found |= {f"batches of {most}" if most < 1 << 20 else "one batch": partial(batches, most) for most in BATCHES}
+    kernels, most = Driver("sm_{}{}".format(*torch.cuda.get_device_capability())), 1 << 62
+    found: dict[str, Submit] = {"engines for large ones": ManyCopies(kernels)}
+    found |= {f"kernel of {count} programs": ManyCopies(kernels, large=most, programs=count) for count in PROGRAMS}
+    found |= {f"batches of {count}": partial(batched, count, ManyCopies(kernels, large=0)) for count in BATCHES}
     return {**found, "single": partial(one_by_one, open_driver())}
+
+
+def batched(count: int, way: Submit, *copies: Any) -> None:
+    """Batches of so many."""
+    with patch.object(many_copies, "BATCH", count):
+        way(*copies)
 
 
 def main(argv: Sequence[str]) -> int:

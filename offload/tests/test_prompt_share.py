@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from expert_families import FEW_BLOCKS, Configured, blocks_of, draw_biases, on_the_cpu, results_of, worker_of
@@ -124,13 +125,15 @@ def test_an_error_of_the_host_ends_the_step(configured: Configured, way: str) ->
 
 def test_the_host_gets_the_experts_with_the_fewest_rows_and_fewer_where_it_is_slower() -> None:
     share = PromptShare(None, None, 1, lambda: None, HostWork())  # type: ignore[arg-type]
-    rows = {expert: 1 + expert // 4 for expert in range(16)}
+    every = np.arange(16)
+    rows = 1 + every // 4
     share._costs = 100, ExpertCosts(copy=1.0, first=1.0, more=0.5)
-    fast = share.choose(100, rows)
-    assert list(fast) == sorted(fast, key=lambda expert: rows[expert]) and 0 < len(fast) < 16
-    assert share.choose(200, rows) == fast, "all costs grow with the bytes"
+    fast = share.choose(100, every, rows).tolist()
+    assert fast == list(range(len(fast))) and 0 < len(fast) < 16
+    assert share.choose(200, every, rows).tolist() == fast, "all costs grow with the bytes"
+    assert len(share.choose(100, every, rows, under_way=4.0)) > len(fast), "copies begin later"
     share._costs = 100, ExpertCosts(copy=1.0, first=3.0, more=1.5)
-    slow = share.choose(100, rows)
+    slow = share.choose(100, every, rows).tolist()
     assert set(slow) < set(fast)
     share.close()
 

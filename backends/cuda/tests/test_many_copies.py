@@ -1,4 +1,5 @@
-"""Many copies by one launch: the kernel's source is compiled for the host and launched there. A card runs it itself."""
+"""Large copies by a driver that is made up, small ones by the kernel, whose source is compiled for the host and
+launched there. A card runs the real ones."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from evener_backend_cuda.compiled import CompiledKernel, Driver
-from evener_backend_cuda.many_copies import MOST, ManyCopies
+from evener_backend_cuda.many_copies import BATCH, LARGE, MOST, ManyCopies
 
 #: What a card's compiler knows by itself; programs and their threads run one after the other.
 SHIM = """
@@ -70,13 +71,32 @@ class NoKernels(Driver):
 
 
 class CardDriver:
-    """Copies host memory to host memory. ``code``: what its calls return."""
+    """Copies host memory to host memory. ``code``: what the call for many copies returns."""
 
     def __init__(self, code: int = 0) -> None:
-        self.code, self.calls = code, 0
+        self.code, self.calls = code, list[int]()
+
+    def cuMemcpyBatchAsync_v2(self, to: Any, sources: Any, sizes: Any, count: Any, *how: Any) -> int:
+        self.calls.append(count.value)
+        if not self.code:
+            lists = ((ctypes.c_uint64 * count.value).from_address(each.value) for each in (to, sources, sizes))
+            for target, source, size in zip(*lists, strict=True):
+                ctypes.memmove(target, source, size)
+        return self.code
 
     def cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:
-        self.calls += 1
+        self.calls.append(1)
+        ctypes.memmove(to.value, source.value, size.value)
+        return 0
+
+
+class OldDriver:
+    """Has no call for many copies, and refuses others with ``code``."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:
         if not self.code:
             ctypes.memmove(to.value, source.value, size.value)
         return self.code
@@ -106,25 +126,29 @@ def copy(many: ManyCopies, sizes: Sequence[int], device: str = "cpu", shift: int
 SIZES = (16, 32768, 48, 32784, 131056, 7 * 32768, 512)
 
 
-def test_all_copies_are_one_launch(tmp_path: Path) -> None:
+def test_small_copies_are_one_launch_and_large_ones_one_call(tmp_path: Path) -> None:
     kernels, driver = HostKernels(tmp_path), CardDriver()
     many = ManyCopies(kernels, lambda: driver)
     copy(many, SIZES)
-    copy(many, SIZES[:1])
-    assert kernels.launched == [len(SIZES), 1] and not driver.calls
+    copy(many, (LARGE, 16, LARGE + 48, 16 * 1001))
+    copy(many, (LARGE,))
+    assert kernels.launched == [len(SIZES), 2] and driver.calls == [2, 1]
 
 
-def test_more_copies_than_an_argument_holds_are_several_launches(tmp_path: Path) -> None:
-    kernels = HostKernels(tmp_path)
-    copy(ManyCopies(kernels), [16 * (1 + number % 3) for number in range(2 * MOST + 5)])
+def test_more_copies_than_fit_are_several_launches_and_calls(tmp_path: Path) -> None:
+    kernels, driver = HostKernels(tmp_path), CardDriver()
+    sizes = [16 * (1 + number % 3) for number in range(2 * MOST + 5)]
+    copy(ManyCopies(kernels, lambda: driver), sizes)
     assert kernels.launched == [MOST, MOST, 5]
+    copy(ManyCopies(kernels, lambda: driver, large=0), sizes[: BATCH + 1])
+    assert driver.calls == [BATCH, 1]
 
 
 @pytest.mark.parametrize("sizes, shift", [((48, 24), 0), ((48, 32), 8)])
 def test_bytes_that_are_no_vectors_are_copied_by_the_driver(tmp_path: Path, sizes: Sequence[int], shift: int) -> None:
     kernels, driver = HostKernels(tmp_path), CardDriver()
     copy(ManyCopies(kernels, lambda: driver), sizes, shift=shift)
-    assert not kernels.launched and driver.calls == 2
+    assert not kernels.launched and driver.calls == [2]
 
 
 def test_without_a_compiler_the_driver_copies_and_nobody_asks_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,20 +156,41 @@ def test_without_a_compiler_the_driver_copies_and_nobody_asks_again(caplog: pyte
     many = ManyCopies(kernels, lambda: driver)
     copy(many, SIZES)
     copy(many, SIZES)
-    assert kernels.asked == 1 and driver.calls == 2 * len(SIZES)
-    assert "there is no NVRTC; experts are copied by a call of the driver for each tensor" in caplog.text
+    assert kernels.asked == 1 and driver.calls == [len(SIZES)] * 2
+    assert "there is no NVRTC; small experts are copied by calls of the driver" in caplog.text
 
 
-def test_an_error_of_the_driver_is_raised() -> None:
-    many = ManyCopies(NoKernels(), lambda: CardDriver(700))
+def test_the_default_stream_takes_no_batches() -> None:
+    driver = CardDriver()
+    many = ManyCopies(NoKernels(), lambda: driver)
+    copy(many, SIZES[:2], stream=0)
+    copy(many, SIZES[:2])
+    assert driver.calls == [1, 1, 2]
+
+
+def test_a_driver_that_refuses_the_call_gets_one_for_each_copy_and_is_not_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = CardDriver(code=801)
+    many = ManyCopies(NoKernels(), lambda: driver)
+    copy(many, SIZES[:2])
+    copy(many, SIZES[:2])
+    assert driver.calls == [2, 1, 1, 1, 1]
+    assert "cuMemcpyBatchAsync failed with 801" in caplog.text
+
+
+def test_an_older_driver_gets_a_call_for_each_copy_and_an_error_is_raised() -> None:
+    copy(ManyCopies(NoKernels(), lambda: OldDriver(0)), SIZES[:2])
     with pytest.raises(RuntimeError, match="failed with 700 for 16 bytes"):
-        copy(many, (16,))
+        copy(ManyCopies(NoKernels(), lambda: OldDriver(700)), SIZES[:2])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("counted", [SIZES, [16 * (1 + number % 3) for number in range(2 * MOST + 5)]])
-def test_a_card_reads_page_locked_memory(counted: Sequence[int]) -> None:
+@pytest.mark.parametrize(
+    "sizes", [SIZES, [LARGE, 16, LARGE + 48], [16 * (1 + number % 3) for number in range(2 * MOST + 5)]]
+)
+def test_a_card_copies_page_locked_memory_in_both_ways(sizes: Sequence[int]) -> None:
     major, minor = torch.cuda.get_device_capability()
-    many = ManyCopies(Driver(f"sm_{major}{minor}"), lambda: CardDriver(700))
-    stream = torch.cuda.Stream()
-    copy(many, counted, "cuda", stream=stream.cuda_stream)
+    many, stream = ManyCopies(Driver(f"sm_{major}{minor}")), torch.cuda.Stream()
+    copy(many, sizes, "cuda", stream=stream.cuda_stream)
+    assert many._launch is not None and many._batches, "the kernel and the call for many copies are there"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+
+#: Numbers of experts, or of rows: int64 [n].
+Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -33,25 +35,24 @@ class ExpertCosts:
 
     def times(self, factor: float) -> ExpertCosts:
         """The costs of an expert with ``factor`` times the bytes."""
-        return replace(self, copy=self.copy * factor, first=self.first * factor, more=self.more * factor,
-                       further=self.further * factor)  # fmt: skip
+        copy, first, more, further = (each * factor for each in (self.copy, self.first, self.more, self.further))
+        return ExpertCosts(copy, first, more, self.bend, further)
 
 
-def host_share(rows: Mapping[int, int], costs: ExpertCosts, under_way: float = 0.0) -> list[int]:
+def host_share(missing: Indices, rows: Indices, costs: ExpertCosts, under_way: float = 0.0) -> Indices:
     """The experts that the host computes so that it and the copies of the others, which run at the same time, are done
-    soonest. Those with the fewest rows go to the host first (as in HybriMoE, Zhong et al. 2025).
+    soonest. Those with the fewest rows go to the host first (as in HybriMoE, Zhong et al. 2025); of equal ones those
+    that come first.
 
     Args:
-        rows: of each missing expert.
+        rows: of each of the experts ``missing``.
         under_way: seconds that copies take which have been submitted before.
     """
-    missing, counts = (np.fromiter(each, np.int64, len(rows)) for each in (rows.keys(), rows.values()))
-    order = np.lexsort((missing, counts))
-    busy = np.cumsum(costs.on_host(counts[order]))
+    order = rows.argsort(kind="stable")
+    busy = costs.on_host(rows[order]).cumsum()
     copies = under_way + np.arange(len(rows), 0, -1) * costs.copy
-    late = np.flatnonzero(busy >= copies)  # so many, and the next one would be done after the copies
-    found: list[int] = missing[order][: late[0] if len(late) else None].tolist()
-    return found
+    (late,) = (busy >= copies).nonzero()  # so many, and the next one would be done after the copies
+    return missing[order[: late[0] if len(late) else None]]
 
 
 def least_streamed(

@@ -46,8 +46,8 @@ class ExpertSlots:
         self._experts = stack.experts
         #: Tensors of matrices, and (-1) of whole stacks, see ``_parts``.
         self._known: dict[tuple[int, int], list[torch.Tensor]] = {}
-        #: By stack, see ``_place``.
-        self._places: dict[int, tuple[Numbers, Numbers, Numbers] | None] = {}
+        #: By stack, see ``places``.
+        self._places: dict[int, Numbers | None] = {}
         self._table = own.table(("slots of experts", stack.name), count * self.nbytes, self._make)
 
     @property
@@ -61,22 +61,15 @@ class ExpertSlots:
         for source, target in zip(self._parts(number, within, count), self._parts(-1, slot, count), strict=True):
             target.copy_(source, non_blocking=True)
 
-    def addresses(self, experts: Indices, slots: Indices, counts: Indices) -> tuple[Numbers, Numbers, Numbers] | None:
-        """Where the bytes of experts of one layer go, if ``counts`` of them from each of ``experts`` on go to as many
-        slots from each of ``slots`` on: addresses to copy to and from, and bytes, each [n, tensors]. None: ``copy``
-        must be used: tensors do not have the bytes of an expert in one piece, in the same order on both sides."""
-        number = int(experts[0]) // self._experts
+    def places(self, number: int) -> Numbers | None:
+        """Of each tensor of a stack the addresses of the first slot and of its first expert, and the bytes of an
+        expert: [3, tensors]. None: ``copy`` must be used, because tensors do not have an expert's bytes in one piece,
+        in the same order on both sides."""
         if number not in self._places:
             self._places[number] = self._place(number)
-        if (known := self._places[number]) is None:
-            return None
-        runs = experts - number * self._experts, slots, counts
-        within, first, many = (each.astype(np.uint64)[:, None] for each in runs)
-        to, source, size = known
-        return to + first * size, source + within * size, many * size
+        return self._places[number]
 
-    def _place(self, number: int) -> tuple[Numbers, Numbers, Numbers] | None:
-        """Of each tensor of a stack: the addresses of the first slot and of the first expert, and bytes of one."""
+    def _place(self, number: int) -> Numbers | None:
         stack = self.stacks[number].value
         assert stack is not None, "weights are loaded"
         if isinstance(stack.data, tuple):
@@ -88,8 +81,7 @@ class ExpertSlots:
             if not dense or source.stride() != target.stride():
                 return None
             found.append((target.data_ptr(), source.data_ptr(), size))
-        to, sources, sizes = np.array(found, dtype=np.uint64).T
-        return to, sources, sizes
+        return np.array(found, dtype=np.uint64).T
 
     def _parts(self, stack: int, index: int, count: int) -> list[torch.Tensor]:
         """The tensors of so many matrices of a stack, or (-1) of the slots."""

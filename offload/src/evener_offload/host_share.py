@@ -126,9 +126,10 @@ class HostShare:
             self._biases[path] = [None if b is None else self._device.readback(b).wait() for b in both]
         experts, counts = np.unique(numbers, return_counts=True)
         held = layer.residents.slots
-        rows = {int(each): int(count) for each, count in zip(experts, counts, strict=True) if int(each) not in held}
+        absent = [each not in held for each in experts.tolist()]
+        experts, counts = experts[absent], counts[absent]
         if self._most_rows is not None:
-            return [expert for expert, count in rows.items() if count <= self._most_rows]
+            return experts[counts <= self._most_rows].tolist()  # type: ignore[no-any-return]
         costs = self._costs.get(layer.nbytes)
         if costs is None:
             costs = self._costs[layer.nbytes] = self._measure(layer, numbers.shape[1], compute, x, w)
@@ -140,7 +141,7 @@ class HostShare:
                 1e6 * costs.first,
                 1e6 * costs.more,
             )
-        return host_share(rows, costs)
+        return host_share(experts, counts, costs).tolist()  # type: ignore[no-any-return]
 
     def learn(self, layer: ResidentLayer, expert: int, needed: list[int]) -> None:
         """Copy an expert that the host computes, if no such copy is under way: the slots follow what is used last, and

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
@@ -23,7 +23,7 @@ from evener.contracts.device import Device
 from evener.contracts.ops import OpFunction
 from evener.contracts.weights import MoEWeights
 from evener_offload.captured_experts import SPARING, HostWork
-from evener_offload.expert_costs import ExpertCosts, host_share
+from evener_offload.expert_costs import ExpertCosts, Indices, host_share
 
 log = logging.getLogger("evener.worker")
 #: Rows of each expert with which the host is timed, beside one; how often.
@@ -165,15 +165,15 @@ class PromptShare:
         if len(times) < _TRIALS:
             times.append(time.perf_counter() - self._began)
 
-    def choose(self, nbytes: int, rows: Mapping[int, int], under_way: float = 0.0) -> Sequence[int]:
+    def choose(self, nbytes: int, missing: Indices, rows: Indices, under_way: float = 0.0) -> Indices:
         """The experts that the host computes, those with the fewest rows first.
 
         Args:
             nbytes: of an expert.
-            rows: of each expert that must be copied or computed here.
+            missing, rows: experts that must be copied or computed here, and the rows of each.
             under_way: seconds that copies take which were submitted before.
         """
-        return host_share(rows, self._costs_of(nbytes), under_way)
+        return host_share(missing, rows, self._costs_of(nbytes), under_way)
 
     def copying(self, nbytes: int) -> float:
         """Seconds that the copy of an expert of so many bytes takes."""
@@ -182,10 +182,10 @@ class PromptShare:
     def _costs_of(self, nbytes: int) -> ExpertCosts:
         assert self._costs is not None, "measured before the first step"
         like, costs = self._costs
-        return costs.times(nbytes / like)
+        return costs if nbytes == like else costs.times(nbytes / like)
 
     def start(
-        self, path: str, chosen: Sequence[int], nbytes: int, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor,
+        self, path: str, chosen: Indices, nbytes: int, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor,
         weights: torch.Tensor, w: MoEWeights,
     ) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
         """Start computing the chosen experts' part of each token's sum; returns what waits for it, and adds it to rows
@@ -274,13 +274,13 @@ class PromptShare:
             self._host.limit_threads(self._threads)
         return found
 
-    def _mapped(self, path: str, chosen: Sequence[int], w: MoEWeights) -> MoEWeights:
+    def _mapped(self, path: str, chosen: Indices, w: MoEWeights) -> MoEWeights:
         """The weights of the layer, with -1 for the slots of all other experts. The same tensors each time: kernels
         know their addresses."""
         known = self._own.get(path)
         if known is None or known[0] is not w:
             known = self._own[path] = w, w._replace(slots=w.slots.clone(), copies=w.copies.clone())
-        slots, copies, kept = known[1].slots.numpy(), known[1].copies.numpy(), list(chosen)
+        slots, copies = known[1].slots.numpy(), known[1].copies.numpy()
         slots[:], copies[:] = -1, 0
-        slots[kept], copies[kept] = w.slots.numpy()[kept], 1
+        slots[chosen], copies[chosen] = w.slots.numpy()[chosen], 1
         return known[1]

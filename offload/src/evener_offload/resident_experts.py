@@ -140,7 +140,7 @@ class ResidentExperts(Placement):
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
         layer, device, following = self.layer[path], self._device, self._next.get(path)
         guess = following and following[0].resolve(self._resolver, bucket)
-        products = SlotProducts(layer, 0, device, self._resolver, path, static, bucket, True)
+        products = SlotProducts(layer, 0, device, self._resolver, path, static, bucket, False)
         share, on_host = self.share, None
         if share is not None and bucket.high <= MOST_TOKENS:
             on_host = share.resolve(path, static, bucket)

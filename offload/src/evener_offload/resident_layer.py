@@ -16,7 +16,8 @@ import torch
 from evener.contracts.device import Device
 from evener.contracts.quant import Packing
 from evener.layers.builder import Builder
-from evener_offload.expert_slots import ExpertSlots, Indices, Numbers
+from evener_offload.expert_costs import Indices
+from evener_offload.expert_slots import ExpertSlots, Numbers
 from evener_offload.residents import Residents, Wave
 from evener_offload.second_layout import Stacks
 
@@ -60,6 +61,8 @@ class ResidentLayer:
         self._map: tuple[int, Any] | None = None
         self._device, self._stream = device, stream
         self._many = device if isinstance(device, CopiesMany) else None
+        #: What is copied ahead once the products with the slots' present experts have been submitted.
+        self._later: Wave | None = None
         #: For each slot an event after the last product with it, and one after a copy that no product has waited for.
         self._used: list[Any] = [None] * count
         self._copied: list[Any] = [None] * count
@@ -78,7 +81,8 @@ class ResidentLayer:
 
     def filled(self, waves: Sequence[Wave]) -> Iterator[Wave]:
         """Wave after wave, each in its slots for work that is submitted to the current stream before the next wave is
-        asked for. Copies are submitted as early as their slots allow it."""
+        asked for. Copies are submitted as early as their slots allow it. The last wave ends when another one is asked
+        for, too."""
         missing = [number for number, wave in enumerate(waves) if wave.copied]
         for number, wave in enumerate(waves):
             while missing and not _slots(waves[number : missing[0]]) & _slots([waves[missing[0]]]):
@@ -86,6 +90,9 @@ class ResidentLayer:
             self._await_copies(wave)
             yield wave
             self._note_use(wave)
+        if self._later is not None:
+            later, self._later = self._later, None
+            self._copy(later)
 
     def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where experts of a single layer are, on the device: ``slots`` [experts, 1] and ``copies`` [experts] as in
@@ -121,10 +128,15 @@ class ResidentLayer:
         apart = 2 if 2 * self.residents.half <= self.experts else 1
         self._submit(Wave.of_copies({apart * slot: slot for slot in range(self.residents.half)}))
 
-    def ahead(self, guessed: Sequence[int], kept: Collection[int] = ()) -> None:
-        """Start copying experts that the layer will probably need; the likeliest first. Slots of the experts ``kept``
-        are still to be computed with."""
-        self._copy(self.residents.ahead(guessed, kept))
+    def ahead(self, guessed: Sequence[int], wave: Wave | None = None) -> None:
+        """Start copying experts that the layer will probably need; the likeliest first. ``wave``: the last of
+        ``filled``, if its products are not submitted yet; copies to its slots are submitted after them."""
+        ahead, busy = self.residents.ahead(guessed), set() if wave is None else {*wave.slots.values()}
+        later = {expert: slot for expert, slot in ahead.slots.items() if slot in busy}
+        if later:
+            self._later = Wave.of_copies(later)
+            ahead = Wave.of_copies({expert: slot for expert, slot in ahead.slots.items() if slot not in busy})
+        self._copy(ahead)
 
     def _late(self) -> set[int]:
         """The slots' experts whose copies are under way, as the device says now."""
@@ -149,17 +161,20 @@ class ResidentLayer:
             self._copied[slot] = copied
 
     def _submit(self, wave: Wave) -> None:
-        runs, places = _runs(wave), list[tuple[Numbers, Numbers, Numbers]]()
-        for stack in (self.gate_up, self.down):
-            found = stack.addresses(*runs) if self._many is not None else None
-            if found is not None:
-                places.append(found)
-                continue
-            for expert, slot, count in np.transpose(runs).tolist():
-                stack.copy(expert, slot, count)
-        if places and self._many is not None:
-            # Expert after expert, so that large tensors are copied while small ones are submitted.
-            self._many.copy_many(*(np.concatenate(each, axis=1).ravel() for each in zip(*places, strict=True)))
+        experts, slots, counts = _runs(wave)
+        number = int(experts[0]) // self.experts
+        both = [stack.places(number) for stack in (self.gate_up, self.down)] if self._many is not None else [None]
+        if self._many is None or any(each is None for each in both):
+            for expert, slot, count in zip(experts.tolist(), slots.tolist(), counts.tolist(), strict=True):
+                for stack in (self.gate_up, self.down):
+                    stack.copy(expert, slot, count)
+            return
+        to, sources, sizes = np.concatenate(both, axis=1)  # type: ignore[arg-type]
+        within, first, many = (
+            each.astype(np.uint64)[:, None] for each in (experts - number * self.experts, slots, counts)
+        )
+        places = to + first * sizes, sources + within * sizes, many * sizes  # [runs, tensors]
+        self._many.copy_many(*(each.ravel() for each in places))
 
     def _await_copies(self, wave: Wave) -> None:
         for event in _distinct(map(self._copied.__getitem__, wave.slots.values())):

@@ -94,20 +94,16 @@ class Residents:
             found.append(Wave.of_copies({expert: self._place(expert) for expert in now}))
         return found
 
-    def ahead(self, guessed: Sequence[int], kept: Collection[int] = ()) -> Wave:
-        """Give slots to experts that the next step will probably need: to at most half as many as there are slots.
-        Of the experts that are in slots, no guessed one leaves. Guesses that turn out wrong are the first to leave.
-
-        Args:
-            guessed: the likeliest first.
-            kept: experts that do not leave either.
-        """
+    def ahead(self, guessed: Sequence[int]) -> Wave:
+        """Give slots to experts that the next step will probably need, the likeliest first: to at most half as many as
+        there are slots. Of the experts that are in slots, no guessed one leaves. Guesses that turn out wrong are the
+        first to leave."""
         self._judge(())
         self._guessed = frozenset(guessed)
         self.guesses += len(self._guessed)
         absent = [expert for expert in guessed if expert not in self._slot][: max(1, self.count // 2)]
-        stay, empty = self._guessed.union(kept), self.count - len(self._slot)
-        leaving = islice((each for each in self._slot if each not in stay), max(0, len(absent) - empty))
+        empty = self.count - len(self._slot)
+        leaving = islice((each for each in self._slot if each not in self._guessed), max(0, len(absent) - empty))
         leaves = [None] * min(empty, len(absent)) + list(leaving)
         ahead = {expert: self._place(expert, each) for expert, each in zip(absent, leaves, strict=False)}
         self._ahead = frozenset(ahead)

@@ -4,6 +4,9 @@ A step goes on in waves if it needs more experts than there are slots, or is lar
 of one product with all experts: each (token, expert) pair is computed in one wave, with all pairs of its expert, and
 the pairs of a token are summed up in the end, in the order of its choices. A small step whose experts all have slots is
 one call of ``routed_experts`` with a map from experts to slots. Which steps are depends on nothing but their routing.
+
+Where layers share slots, copies take longer than products, and what holds them up is the time until products are
+submitted: so all of a layer is one wave if there are slots for all of its experts.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ class SlotProducts:
     Args:
         number: which of the slots' layers it is.
         resolver: the device's.
-        together: small steps are one call if all their experts have slots, which are this layer's alone.
+        shared: other layers have the same slots; otherwise, small steps are one call if all their experts have slots.
     """
 
     def __init__(
         self, layer: ResidentLayer, number: int, device: Device, resolver: Resolver, path: str, static: Static,
-        bucket: Bucket, together: bool,
+        bucket: Bucket, shared: bool,
     ) -> None:  # fmt: skip
         self._layer, self._first, self._device = layer, number * layer.experts, device
         top = static["top"]
@@ -48,7 +51,8 @@ class SlotProducts:
 
         self._whole: OpFunction | None = None
         stacks = {"gate_up": layer.gate_up.weight, "down": layer.down.weight}
-        if together and bucket.high <= MOST_TOKENS:
+        self._shared = shared
+        if not shared and bucket.high <= MOST_TOKENS:
             self._whole = use("routed_experts", {}, **{**static, **stacks, "placement": None})
         self._gate_up = use("grouped_linear", {"K": top}, **linear_static(layer.gate_up.weight))
         self._act = use("act_and_mul", {"T": top}, inner=static["inner"],
@@ -61,7 +65,7 @@ class SlotProducts:
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights,
         numbers: np.ndarray[Any, np.dtype[np.int32]], elsewhere: Collection[int] = (),
-        before: Callable[[Collection[int]], None] | None = None,
+        before: Callable[[Wave | None], None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The experts' sum, [T, hidden].
 
@@ -70,29 +74,29 @@ class SlotProducts:
             w: the layer's weights; its stacks are not read.
             numbers: ``ids``, on the host.
             elsewhere: experts that are computed elsewhere, and left out.
-            before: called once before the last products are submitted, with the experts in slots that they read.
+            before: called once before the last products are submitted, with their wave.
         """
         layer, biases = self._layer, [w.gate_up_bias, w.down_bias]
         total: torch.Tensor | None = None
         needed = (np.flatnonzero(np.bincount(numbers.ravel(), minlength=layer.experts)) + self._first).tolist()
         together = self._whole is not None and len(needed) - len(elsewhere) <= layer.residents.count
-        waves = layer.waves(needed, elsewhere, together)
+        waves = layer.waves(needed, elsewhere, together or self._shared)
         if not waves:  # all are computed elsewhere
             if before is not None:
-                before(())
+                before(None)
             return x.new_zeros(x.shape)
         if not together:
             # In one upload, before the experts' copies are submitted: later ones would wait for all of these.
             slots_of, experts_of = self._maps(waves)
-            places = self._device.upload(slots_of).index_select(1, ids.reshape(-1))
+            places = self._device.upload(slots_of[:, numbers])
             others = None if biases == [None, None] else self._device.upload(experts_of)
         for number, wave in enumerate(layer.filled(waves)):
             if together and self._whole is not None:
                 total = self._whole(x, ids, weights, self._placed(w))
                 continue
             if before is not None and number == len(waves) - 1:
-                before(wave.slots)
-            slots = places[number].view(ids.shape)
+                before(wave)
+            slots = places[number]
             if others is not None:
                 biases = _chosen([w.gate_up_bias, w.down_bias], others[number])
             h = self._act(self._gate_up(x, layer.gate_up.value, slots, biases[0]).flatten(0, 1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,10 +31,11 @@ from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.expert_costs import least_streamed
-from evener_offload.next_router import NextRouter, likeliest
+from evener_offload.next_router import NextRouter
 from evener_offload.placed_layers import stacks
 from evener_offload.prompt_share import PromptShare
 from evener_offload.resident_layer import ResidentLayer
+from evener_offload.residents import Wave
 from evener_offload.second_layout import Stacks, expert_bytes, keep, second_bytes, second_layout
 from evener_offload.slot_products import SlotProducts
 
@@ -211,7 +212,7 @@ class StreamedLayers:
             return None
         device, slots = self._device, place.slots
         products = SlotProducts(slots, place.number, device, self._resolver, f"{path} streamed", static, bucket,
-                                False)  # fmt: skip
+                                True)  # fmt: skip
         following, guess = self._following(path), None
         if following is not None:
             guess = self._next[path].resolve(self._resolver, bucket)
@@ -228,21 +229,23 @@ class StreamedLayers:
             guessed = None if guess is None else device.readback(guess(x))
 
             def finish() -> torch.Tensor:
-                here, others, beside = chosen.wait(), list[int](), None
+                here, others, beside = chosen.wait(), set[int](), None
                 numbers, copied = here.numpy(), slots.residents.copied
                 if share is not None and copies:
-                    counts = np.bincount(numbers.ravel(), minlength=slots.experts).tolist()
-                    held, under_way = slots.residents.slots, max(0.0, self._copied_at - time.perf_counter())
-                    rows = {e: count for e, count in enumerate(counts) if count and first + e not in held}
-                    if part := share.choose(slots.nbytes, rows, under_way):
-                        rows_here, factors = (copy.wait() for copy in copies)
-                        beside = share.start(path, part, slots.nbytes, compute, rows_here, here, factors, w)
-                        others = [first + expert for expert in part]
+                    counts, held = np.bincount(numbers.ravel(), minlength=slots.experts), slots.residents.slots
+                    there = np.fromiter(held, np.int64, len(held)) - first
+                    counts[there[(there >= 0) & (there < slots.experts)]] = 0
+                    (missing,), under_way = counts.nonzero(), max(0.0, self._copied_at - time.perf_counter())
+                    part = share.choose(slots.nbytes, missing, counts[missing], under_way)
+                    if len(part):
+                        rows, factors = (copy.wait() for copy in copies)
+                        beside = share.start(path, part, slots.nbytes, compute, rows, here, factors, w)
+                        others = {*(part + first).tolist()}
 
-                def ahead(kept: Collection[int]) -> None:
+                def ahead(last: Wave | None) -> None:
                     self._note_copies(slots, slots.residents.copied - copied)
                     if following is not None and guessed is not None:
-                        self._ahead(following, guessed.wait().numpy(), kept if following.slots is slots else ())
+                        self._ahead(following, guessed.wait().numpy(), last if following.slots is slots else None)
 
                 y = products(x, ids, weights, w, numbers, others, ahead)
                 y = y if beside is None else beside(y)
@@ -254,12 +257,16 @@ class StreamedLayers:
 
         return start
 
-    def _ahead(self, place: _Place, guessed: Any, kept: Collection[int]) -> None:
-        """Copy what a layer will probably need, before the last products of this one are submitted, which takes the
-        host as long as some copies. ``kept``: these products' experts."""
-        slots, first = place.slots, place.number * place.slots.experts
-        likely, copied = likeliest(guessed, slots.experts)[: slots.residents.half], slots.residents.copied
-        slots.ahead([first + expert for expert in sorted(likely)], kept)
+    def _ahead(self, place: _Place, guessed: np.ndarray[Any, Any], last: Wave | None) -> None:
+        """Copy what a layer will probably need, those with the most rows first, and not what the host will compute:
+        before the ``last`` products of this layer are submitted, which takes the host as long as some copies."""
+        slots, copied, share = place.slots, place.slots.residents.copied, self._share
+        counts = np.bincount(guessed.ravel(), minlength=slots.experts)
+        likely = (-counts).argsort(kind="stable")[: np.count_nonzero(counts)]
+        if share is not None and share.active:
+            likely = likely[: len(likely) - len(share.choose(slots.nbytes, likely, counts[likely]))]
+        likely = np.sort(likely[: slots.residents.half]) + place.number * slots.experts
+        slots.ahead(likely.tolist(), last)
         self._note_copies(slots, slots.residents.copied - copied)
 
     def _note_copies(self, slots: ResidentLayer, count: int) -> None:
