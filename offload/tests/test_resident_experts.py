@@ -262,8 +262,8 @@ def test_copies_and_products_wait_for_each_other_on_the_device(
         for wave in waves(layer, *given):
             places = [(id(slots), slot) for slots in (layer.gate_up, layer.down) for slot in wave.slots.values()]
             assert all(order.follows(written[place]) for place in places)
-            unread.update(stamp for stamp in written.values() if not order.follows(stamp))
             yield wave
+            unread.update(stamp for stamp in written.values() if not order.follows(stamp))
             read.update(dict.fromkeys(places, order.work()))
 
     copied, waves = ExpertSlots.copy, ResidentLayer.filled

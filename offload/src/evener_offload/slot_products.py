@@ -2,11 +2,11 @@
 
 A step goes on in waves if it needs more experts than there are slots, or is large. The results of the waves are those
 of one product with all experts: each (token, expert) pair is computed in one wave, with all pairs of its expert, and
-the pairs of a token are summed up in the end, in the order of its choices. A small step whose experts all have slots is
-one call of ``routed_experts`` with a map from experts to slots. Which steps are depends on nothing but their routing.
+the pairs of a token are summed up in the end, in the order of its choices.
 
-Where layers share slots, copies take longer than products, and what holds them up is the time until products are
-submitted: so all of a layer is one wave if there are slots for all of its experts.
+A small step whose experts all have slots is one call of ``routed_experts`` with a map from experts to slots. Where
+layers share slots, large ones are, too: there copies take longer than products, and what holds them up is the time
+until products are submitted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SlotProducts:
     Args:
         number: which of the slots' layers it is.
         resolver: the device's.
-        shared: other layers have the same slots; otherwise, small steps are one call if all their experts have slots.
+        shared: other layers have the same slots.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SlotProducts:
         self._whole: OpFunction | None = None
         stacks = {"gate_up": layer.gate_up.weight, "down": layer.down.weight}
         self._shared = shared
-        if not shared and bucket.high <= MOST_TOKENS:
+        if shared or bucket.high <= MOST_TOKENS:
             self._whole = use("routed_experts", {}, **{**static, **stacks, "placement": None})
         self._gate_up = use("grouped_linear", {"K": top}, **linear_static(layer.gate_up.weight))
         self._act = use("act_and_mul", {"T": top}, inner=static["inner"],
@@ -80,22 +80,24 @@ class SlotProducts:
         total: torch.Tensor | None = None
         needed = (np.flatnonzero(np.bincount(numbers.ravel(), minlength=layer.experts)) + self._first).tolist()
         together = self._whole is not None and len(needed) - len(elsewhere) <= layer.residents.count
-        waves = layer.waves(needed, elsewhere, together or self._shared)
+        waves = layer.waves(needed, elsewhere, together)
         if not waves:  # all are computed elsewhere
             if before is not None:
                 before(None)
             return x.new_zeros(x.shape)
-        if not together:
-            # In one upload, before the experts' copies are submitted: later ones would wait for all of these.
+        # In one upload, before the experts' copies are submitted: later ones would wait for all of these.
+        if together and self._shared:
+            placed = self._placed_in(waves[0], w)
+        elif not together:
             slots_of, experts_of = self._maps(waves)
             places = self._device.upload(slots_of[:, numbers])
             others = None if biases == [None, None] else self._device.upload(experts_of)
         for number, wave in enumerate(layer.filled(waves)):
-            if together and self._whole is not None:
-                total = self._whole(x, ids, weights, self._placed(w))
-                continue
             if before is not None and number == len(waves) - 1:
                 before(wave)
+            if together and self._whole is not None:
+                total = self._whole(x, ids, weights, placed if self._shared else self._placed(w))
+                continue
             slots = places[number]
             if others is not None:
                 biases = _chosen([w.gate_up_bias, w.down_bias], others[number])
@@ -120,14 +122,25 @@ class SlotProducts:
 
     def _placed(self, w: MoEWeights) -> MoEWeights:
         """The weights of ``routed_experts``, whose stacks and biases are those in the slots."""
-        slot_of, copies, expert_of = self._layer.places()
-        if self._last is None or self._last[0] is not slot_of:
-            biases = _chosen([w.gate_up_bias, w.down_bias], expert_of)
-            self._last = slot_of, w._replace(
-                gate_up=self._layer.gate_up.value, down=self._layer.down.value, slots=slot_of, copies=copies,
-                gate_up_bias=biases[0], down_bias=biases[1],
-            )  # fmt: skip
+        places = self._layer.places()
+        if self._last is None or self._last[0] is not places[0]:
+            self._last = places[0], self._weights(w, *places)
         return self._last[1]
+
+    def _placed_in(self, wave: Wave, w: MoEWeights) -> MoEWeights:
+        """The same with the slots of ``wave`` alone: the others have experts of other layers."""
+        (slots_of,), (experts_of,) = self._maps([wave])
+        maps, count = self._device.upload(np.concatenate([slots_of, slots_of >= 0, experts_of])), len(slots_of)
+        return self._weights(w, maps[:count].view(-1, 1), maps[count : 2 * count], maps[2 * count :])
+
+    def _weights(
+        self, w: MoEWeights, slot_of: torch.Tensor, copies: torch.Tensor, expert_of: torch.Tensor
+    ) -> MoEWeights:  # fmt: skip
+        biases = _chosen([w.gate_up_bias, w.down_bias], expert_of)
+        return w._replace(
+            gate_up=self._layer.gate_up.value, down=self._layer.down.value, slots=slot_of, copies=copies,
+            gate_up_bias=biases[0], down_bias=biases[1],
+        )  # fmt: skip
 
 
 def _chosen(biases: list[torch.Tensor | None], experts: torch.Tensor) -> list[torch.Tensor | None]:

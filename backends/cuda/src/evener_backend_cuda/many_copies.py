@@ -19,8 +19,9 @@ from evener_backend_cuda.compiled import CompiledKernel, Driver
 log = logging.getLogger("evener.worker")
 #: As in copy_many.cu: copies of a launch, whose argument may have 4 KB.
 MOST, THREADS, UNROLL = 200, 512, 4
-#: Programs. So many loads under way keep the bus busy; most multiprocessors are left to products.
-PROGRAMS = 16
+#: Programs. So many loads under way keep the bus busy. With more, each read of host memory waits longer, also those by
+#: which the device begins other kernels.
+PROGRAMS = 4
 _VECTOR = 16
 #: Bytes of the smallest copy that the engines take. A kernel's are 10% slower, and take multiprocessors from products.
 LARGE = 1 << 19
