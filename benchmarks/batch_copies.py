@@ -45,10 +45,10 @@ def ways() -> Mapping[str, Submit]:
     return {**found, "single": partial(one_by_one, open_driver())}
 
 
-def batched(count: int, way: Submit, *copies: Any) -> None:
+def batched(count: int, way: Submit, to: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
     """Batches of so many."""
     with patch.object(many_copies, "BATCH", count):
-        way(*copies)
+        way(to, sources, sizes, stream)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,16 +59,16 @@ def main(argv: Sequence[str]) -> int:
     targets = [torch.zeros(args.experts, size, dtype=torch.uint8, device="cuda") for size in sizes]
     other = torch.zeros(48 << 20, dtype=torch.uint8).pin_memory()
     elsewhere, stream = torch.empty_like(other, device="cuda"), torch.cuda.Stream()
-    to, begin = (np.array([t.data_ptr() for t in all_], np.uint64) for all_ in (targets, sources))
+    first, begin = (np.array([t.data_ptr() for t in all_], np.uint64) for all_ in (targets, sources))
     size, slots = np.array(sizes, np.uint64), np.arange(args.experts, dtype=np.uint64)[:, None]
-    every = to + slots * size, begin + np.uint64(2) * slots * size, np.broadcast_to(size, (args.experts, len(size)))
-    lists = [np.ascontiguousarray(each).ravel() for each in every]
+    to, places = (first + slots * size).ravel(), (begin + np.uint64(2) * slots * size).ravel()
+    counts = np.tile(size, args.experts)
     wrong, alone = 0, product_us(lambda: None)
     for busy, (name, way) in ((b, w) for b in (False, True) for w in ways().items()):
 
         def submit(way: Submit = way) -> None:
             with torch.cuda.stream(stream):
-                way(*lists, stream.cuda_stream)
+                way(to, places, counts, stream.cuda_stream)
 
         def copies_first(busy: bool = busy) -> None:
             if busy:
@@ -81,9 +81,9 @@ def main(argv: Sequence[str]) -> int:
         right = all(torch.equal(t.cpu(), s[::2]) for t, s in zip(targets, sources, strict=True))
         wrong |= not right
         print(json.dumps({
-            "stream": "busy" if busy else "idle", "copies": len(lists[0]), "way": name, "right": right,
+            "stream": "busy" if busy else "idle", "copies": len(to), "way": name, "right": right,
             "submitted_us": round(1e6 * submitted), "done_us": round(1e6 * done),
-            "gb_s": None if busy else round(float(lists[2].sum()) / done / 1e9, 1),
+            "gb_s": None if busy else round(float(counts.sum()) / done / 1e9, 1),
             "product_us": round(product_us(submit)), "product_alone_us": round(alone),
         }), flush=True)  # fmt: skip
     return int(wrong)

@@ -162,19 +162,17 @@ class ResidentLayer:
 
     def _submit(self, wave: Wave) -> None:
         experts, slots, counts = _runs(wave)
-        number = int(experts[0]) // self.experts
-        both = [stack.places(number) for stack in (self.gate_up, self.down)] if self._many is not None else [None]
-        if self._many is None or any(each is None for each in both):
+        number, stacks = int(experts[0]) // self.experts, (self.gate_up, self.down)
+        places = [] if self._many is None else [each for stack in stacks if (each := stack.places(number)) is not None]
+        if self._many is None or len(places) < len(stacks):
             for expert, slot, count in zip(experts.tolist(), slots.tolist(), counts.tolist(), strict=True):
-                for stack in (self.gate_up, self.down):
+                for stack in stacks:
                     stack.copy(expert, slot, count)
             return
-        to, sources, sizes = np.concatenate(both, axis=1)  # type: ignore[arg-type]
-        within, first, many = (
-            each.astype(np.uint64)[:, None] for each in (experts - number * self.experts, slots, counts)
-        )
-        places = to + first * sizes, sources + within * sizes, many * sizes  # [runs, tensors]
-        self._many.copy_many(*(each.ravel() for each in places))
+        to, sources, sizes = np.concatenate(places, axis=1)  # [tensors]
+        runs = experts - number * self.experts, slots, counts
+        within, first, many = (each.astype(np.uint64)[:, None] for each in runs)
+        self._many.copy_many((to + first * sizes).ravel(), (sources + within * sizes).ravel(), (many * sizes).ravel())
 
     def _await_copies(self, wave: Wave) -> None:
         for event in _distinct(map(self._copied.__getitem__, wave.slots.values())):

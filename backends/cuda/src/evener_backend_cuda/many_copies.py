@@ -105,11 +105,11 @@ class ManyCopies:
         Raises:
             RuntimeError: the driver refused one.
         """
-        large, every = sizes >= self._large, (to, sources, sizes)
+        large = sizes >= self._large
         if large.any():
-            self._by_engines(*(each[large] for each in every), stream)
+            self._by_engines(to[large], sources[large], sizes[large], stream)
         if not large.all():
-            self._by_kernel(*(each[~large] for each in every), stream)
+            self._by_kernel(to[~large], sources[~large], sizes[~large], stream)
 
     def _by_engines(self, to: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
         driver = self._open()
