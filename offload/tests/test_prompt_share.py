@@ -16,6 +16,7 @@ from evener_conformance.reference.engine import play
 from evener_offload.captured_experts import HostWork
 from evener_offload.expert_costs import ExpertCosts, least_streamed
 from evener_offload.prompt_share import PromptShare
+from evener_offload.resident_layer import ResidentLayer
 
 pytestmark = pytest.mark.usefixtures("few_slots")
 KEYS = {"infer.cpu_layer_num": 2, "offload.stream_prompts": "auto"}
@@ -84,6 +85,31 @@ def test_the_host_and_the_device_together_give_the_tokens_of_one_device(configur
     for name in ("host_expert_streamed_bytes", "host_expert_read_bytes", "host_expert_microseconds"):
         assert after[name] > before[name], name
     assert "the host computes those with few rows meanwhile" in "\n".join(ready.info.manifest["notes"])
+
+
+def test_experts_that_the_host_will_compute_are_not_copied_ahead(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, _ = build_controller(configured(**KEYS, **{"infer.use_cuda_graph": False}))
+    share = share_of(worker_of(controller).assembly.placement)
+    chosen, guessed = list[list[int]](), list[set[int]]()
+    choose, ahead = PromptShare.choose, ResidentLayer.ahead
+
+    def noted(own: PromptShare, *given: Any) -> Any:
+        found = choose(own, *given)
+        chosen.append(found.tolist())
+        return found
+
+    def copied(layer: ResidentLayer, experts: Any, wave: Any) -> None:
+        if share.active:  # steps are timed without the host's part, too
+            guessed.append({expert % layer.experts for expert in experts})
+            assert not guessed[-1].intersection(chosen[-1])
+        ahead(layer, experts, wave)
+
+    monkeypatch.setattr(PromptShare, "choose", noted)
+    monkeypatch.setattr(ResidentLayer, "ahead", copied)
+    assert not play(controller, traffic()["messages"][:2]).dead
+    assert any(guessed) and any(chosen)
 
 
 def test_a_block_is_that_of_one_device_up_to_rounding(configured: Configured, way: str) -> None:

@@ -262,11 +262,11 @@ class StreamedLayers:
         before the ``last`` products of this layer are submitted, which takes the host as long as some copies."""
         slots, copied, share = place.slots, place.slots.residents.copied, self._share
         counts = np.bincount(guessed.ravel(), minlength=slots.experts)
-        likely = (-counts).argsort(kind="stable")[: np.count_nonzero(counts)]
         if share is not None and share.active:
-            likely = likely[: len(likely) - len(share.choose(slots.nbytes, likely, counts[likely]))]
-        likely = np.sort(likely[: slots.residents.half]) + place.number * slots.experts
-        slots.ahead(likely.tolist(), last)
+            (likely,) = counts.nonzero()
+            counts[share.choose(slots.nbytes, likely, counts[likely])] = 0
+        most = (-counts).argsort(kind="stable")[: min(slots.residents.half, np.count_nonzero(counts))]
+        slots.ahead((np.sort(most) + place.number * slots.experts).tolist(), last)
         self._note_copies(slots, slots.residents.copied - copied)
 
     def _note_copies(self, slots: ResidentLayer, count: int) -> None:
