@@ -157,7 +157,7 @@ def test_without_a_compiler_the_driver_copies_and_nobody_asks_again(caplog: pyte
     copy(many, SIZES)
     copy(many, SIZES)
     assert kernels.asked == 1 and driver.calls == [len(SIZES)] * 2
-    assert "there is no NVRTC; small experts are copied by calls of the driver" in caplog.text
+    assert "there is no NVRTC; small tensors of experts are copied by calls of the driver" in caplog.text
 
 
 def test_the_default_stream_takes_no_batches() -> None:

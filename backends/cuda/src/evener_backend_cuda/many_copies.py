@@ -142,5 +142,5 @@ class ManyCopies:
                 self._launch = self._kernels.kernel(code, "copy_many", self._programs, THREADS, 0, early=False)
             except (OSError, RuntimeError) as error:
                 self._compiles = False
-                log.warning("%s; small experts are copied by calls of the driver, which is slower", error)
+                log.warning("%s; small tensors of experts are copied by calls of the driver, which is slower", error)
         return self._launch
