@@ -242,6 +242,14 @@ def test_a_layer_reads_the_stream_from_memory_if_it_is_another_tensor() -> None:
     assert [each.before for each in model.step()] == [0, 0]
 
 
+def test_a_layer_reads_the_stream_from_memory_if_the_one_before_has_other_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of another size: it would wait for messages that nobody sends."""
+    monkeypatch.setattr(Messages, "of", lambda self, count: torch.zeros(count, dtype=torch.int64))
+    assert [each.before for each in Model().step()] == [0, 0]
+
+
 def test_long_state_is_computed_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = Model(), list[str]()
 

@@ -108,8 +108,8 @@ struct Layer {
     u32 site, wide_slots, page_bits;
 };
 
-// Copies of what all programs read. With 2, 4 or 16 a layer of Qwen3-0.6B takes as long.
-#define COPIES 8
+// Copies of what all programs read.
+#define COPIES 4
 // Tiles that are under way at once, of one program. Who asks memory for more makes messages wait behind the rest.
 #define FLIGHT 1
 // Nanoseconds between looks at the layer before.
@@ -138,22 +138,19 @@ __device__ __noinline__ void give_up(u32* report, u32 code) {
     __trap();
 }
 
-// Every wait ends: after PATIENCE cycles the launch fails. (Reading the time in nanoseconds takes longer than a look at a
-// message.)
-__device__ __forceinline__ void too_long(u64& since, u32* report, u32 code) {
-    const u64 time = clock64();
-    if (!since) since = time;
-    else if (time - since > PATIENCE) give_up(report, code);
+// Every wait ends: after PATIENCE looks the launch fails.
+__device__ __forceinline__ void too_long(u32& looks, u32* report, u32 code) {
+    if (++looks == PATIENCE) give_up(report, code);
 }
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity, u32* report, u32 code) {
     u32 done = 0;
-    u64 since = 0;
+    u32 looks = 0;
     while (true) {
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
                      "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
         if (done) break;
-        too_long(since, report, code);
+        too_long(looks, report, code);
     }
 }
 __device__ __forceinline__ void arrive(u32 barrier) {
@@ -184,14 +181,11 @@ __device__ __forceinline__ uint4 look_wide(const u64* at) {
                  "mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
     return v;
 }
-__device__ __forceinline__ u32 take(const u64* at, u32 flag, u32* report, u32 code) {
-    u64 since = 0;
-    while (true) {
-        u32 value, mark;
-        asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(value), "=r"(mark) : "l"(at) : "memory");
-        if (mark == flag) return value;
-        too_long(since, report, code);
-    }
+// A message's value and mark.
+__device__ __forceinline__ uint2 look(const u64* at) {
+    uint2 v;
+    asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+    return v;
 }
 __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 template <typename T>
@@ -222,7 +216,11 @@ __device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u
 #pragma unroll 1
     for (int first = 0; first < MANY; first += CHUNK) {
         uint4 v[CHUNK];
-        u64 since = 0;
+        u32 looks = 0;
+        // One lane of a warp looks until its message is there: looks of all lanes would make messages slower.
+        if (threadIdx.x % 32 == 0 && threadIdx.x + first * THREADS < ALL)
+            while (look_wide(from + (threadIdx.x + first * THREADS) * 2).w != flag) too_long(looks, report, code);
+        __syncwarp();
         while (true) {
             bool all = true;
 #pragma unroll
@@ -233,7 +231,7 @@ __device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u
 #pragma unroll
             for (int n = 0; n < CHUNK; n++) all = all && (threadIdx.x + (first + n) * THREADS >= ALL || v[n].w == flag);
             if (all) break;
-            too_long(since, report, code);
+            too_long(looks, report, code);
         }
 #pragma unroll
         for (int n = 0; n < CHUNK; n++) {
@@ -246,10 +244,11 @@ __device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u
     }
 }
 
-// sums [16, 8] += left [16, 16] x right [16, 8] in bfloat16; all rows of the left one are the same, so rows 8 to 15 may be 0.
-__device__ __forceinline__ void product(float (&sums)[4], u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
-                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a), "r"(0), "r"(b), "r"(c), "r"(d));
+// sums [16, 8] += left [16, 16] x right [16, 8] in bfloat16.
+__device__ __forceinline__ void product(float (&sums)[4], const uint4& left, const uint2& right) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(left.x), "r"(left.y), "r"(left.z), "r"(left.w), "r"(right.x), "r"(right.y));
 }
 
 struct Ring {
@@ -284,56 +283,73 @@ __device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u3
 }
 
 // Products of one program's rows with the vector [K] at `vector` in shared memory. A warp has an eighth of the columns of
-// each tile; its sums go to AT_ROWS. On the tensor cores, a tile is the right operand, eight columns of it; the vector is
-// every row of the left one. Columns are taken in the order in which lanes read them: it is the same on both sides.
+// each tile; its sums go to AT_ROWS. A lane reads 16 bytes of a row at a time: four pairs of columns, in the order in which
+// the tensor cores take their left operand. So a row is two of that operand's, 1 and 9: of its pairs 0 and 2, and 1 and 3.
+// Of the right operand, even columns are the vector's pairs 0 and 2, odd ones 1 and 3.
+// Two tiles are in registers at a time: two of the same columns, or two pieces of the only one.
 template <int K, int TILES>
-__device__ __forceinline__ void multiply(Ring& ring, u32 full, u32 empty, u32 vector, u32* report) {
-    constexpr int C = WIDE(K), STEP = AT_ONCE(TILES), LOADS = C / 256, SETS = STEP > 4 ? 1 : STEP > 2 ? 2 : 4;
-    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+struct Product {
+    static constexpr int C = WIDE(K), LOADS = C / 256, STEP = K == C ? MIN(TILES, 2) : AT_ONCE(TILES), PIECES = STEP == 1 ? 2 : 1;
+    static constexpr int SETS = STEP > 2 ? 1 : 2;  // a second set of sums waits less for the first
+    uint4 w[2][LOADS];
+
+    // Is there the n-th tile of the two that begin with tile t and this piece?
+    __device__ __forceinline__ static bool there(int t, int piece, int n) { return PIECES == 2 ? piece + n < K / C : t + n < TILES && t % STEP + n < STEP; }
+
+    // Take two tiles out of the ring, which then has room for others: the first two before the vector is there.
+    __device__ __forceinline__ void take(Ring& ring, u32 full, u32 empty, u32* report, int t = 0, int piece = 0) {
+        const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        u32 done[2];
 #pragma unroll
-    for (int first = 0; first < TILES; first += STEP) {
-        float sums[STEP][SETS][4];  // a second set waits less for the first
+        for (int n = 0; n < 2; n++) {
+            if (!there(t, piece, n)) continue;
+            wait(full + ring.stage * 8, ring.parity, report, 2);
+            const unsigned char* tile = shared + AT_RING + ring.stage * STAGE_BYTES + lane / 4 * PITCH(C) + warp * (C / 4) + lane % 4 * 16;
 #pragma unroll
-        for (int t = 0; t < STEP; t++)
-#pragma unroll
-            for (int n = 0; n < 4 * SETS; n++) sums[t][n / 4][n % 4] = 0.f;
-#pragma unroll(K / C <= 4 && TILES <= 2 ? K / C : 1)
-        for (int piece = 0; piece < K / C; piece++) {
-            uint4 x[LOADS];
-            const u32 at = warp * (C / 4) + lane % 4 * 16;
-#pragma unroll
-            for (int j = 0; j < LOADS; j++) x[j] = *(const uint4*)(shared + vector + piece * C * 2 + at + j * 64);
-#pragma unroll
-            for (int t = 0; t < STEP; t++) {
-                if (first + t >= TILES) break;
-                wait(full + ring.stage * 8, ring.parity, report, 2);
-                const unsigned char* tile = shared + AT_RING + ring.stage * STAGE_BYTES + lane / 4 * PITCH(C) + at;
-                uint4 w[LOADS];
-#pragma unroll
-                for (int j = 0; j < LOADS; j++) w[j] = *(const uint4*)(tile + j * 64);
-#pragma unroll
-                for (int j = 0; j < LOADS; j++) {
-                    product(sums[t][2 * j % SETS], x[j].x, x[j].y, w[j].x, w[j].y);
-                    product(sums[t][(2 * j + 1) % SETS], x[j].z, x[j].w, w[j].z, w[j].w);
-                }
-                __syncwarp();
-                if (lane == 0) arrive(empty + ring.stage * 8);
-                ring.next();
-            }
+            for (int j = 0; j < LOADS; j++) w[n][j] = *(const uint4*)(tile + j * 64);
+            done[n] = empty + ring.stage * 8;
+            ring.next();
         }
-        if (lane < 4) {
+        __syncwarp();
 #pragma unroll
-            for (int t = 0; t < STEP; t++) {
-#pragma unroll
-                for (int n = 1; n < SETS; n++) sums[t][0][0] += sums[t][n][0], sums[t][0][1] += sums[t][n][1];
-                if (first + t < TILES)
-                    *(float2*)(shared + AT_ROWS + (warp * MOST_ROWS + (first + t) * 8 + lane * 2) * 4) =
-                        make_float2(sums[t][0][0], sums[t][0][1]);
-            }
-        }
+        for (int n = 0; n < 2; n++)
+            if (lane == 0 && there(t, piece, n)) arrive(done[n]);
     }
-    together();
-}
+
+    // After `take` of the first two.
+    __device__ __forceinline__ void multiply(Ring& ring, u32 full, u32 empty, u32 vector, u32* report) {
+        const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        const unsigned char* pairs = shared + vector + warp * (C / 4) + lane % 4 * 16 + lane / 4 % 2 * 4;
+#pragma unroll 1
+        for (int first = 0; first < TILES; first += STEP) {
+            float sums[STEP][SETS][4] = {};
+#pragma unroll(K / C <= 4 && TILES <= 2 ? K / C : 1)
+            for (int piece = 0; piece < K / C; piece += PIECES)
+#pragma unroll
+                for (int t = 0; t < STEP; t += 2) {
+                    if (first || piece || t) take(ring, full, empty, report, first + t, piece);
+#pragma unroll
+                    for (int j = 0; j < LOADS; j++)
+#pragma unroll
+                        for (int n = 0; n < 2; n++) {
+                            if (!there(first + t, piece, n)) continue;
+                            const unsigned char* at = pairs + (PIECES == 2 ? piece + n : piece) * C * 2 + j * 64;
+                            const uint2 x = make_uint2(*(const u32*)at, *(const u32*)(at + 8));
+                            product(sums[PIECES == 2 ? 0 : t + n][PIECES == 2 ? n : j % SETS], w[n][j], x);
+                        }
+                }
+#pragma unroll
+            for (int t = 0; t < STEP; t++) {
+                float sum = 0.f;
+#pragma unroll
+                for (int n = 0; n < SETS; n++) sum += sums[t][n][0] + sums[t][n][3];
+                if (lane % 4 == 0 && first + t < TILES)
+                    *(float*)(shared + AT_ROWS + (warp * MOST_ROWS + (first + t) * 8 + lane / 4) * 4) = sum;
+            }
+        }
+        together();
+    }
+};
 
 __device__ __forceinline__ float row_sum(u32 row) {
     float sum = 0.f;
@@ -486,16 +502,18 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     const float qkv_bias = p.qkv_bias && tid < QKV_ROWS ? widen(p.qkv_bias[qkv_row(head, rank, tid)]) : 0.f;
     const float o_bias = p.o_bias && tid < OUT_ROWS ? widen(p.o_bias[program * OUT_ROWS + tid]) : 0.f;
 
+    Product<HIDDEN, QKV_TILES> qkv;
+    qkv.take(ring, full, empty, p.report);
     float total[EACH];
     if (p.before) {
         // The launch before the last has ended, and the last one is of another site.
         count = ((volatile u32*)p.messages)[p.site];
         if (warp == 0) {  // most of the time is spent here, so one place is asked, and rarely
-            u64 since = 0;
+            u32 looks = 0;
             const u64* at = p.messages + AT_NEXT + (program % COPIES * PROGRAMS + (program + PROGRAMS / 2) % PROGRAMS) * MESSAGES(NEXT_WORDS) * 2;
             while (look_wide(at).w != p.before) {
                 __nanosleep(NAP);
-                too_long(since, p.report, 12);
+                too_long(looks, p.report, 12);
             }
         }
         together();
@@ -522,10 +540,11 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     STAMP(1);
     enter(total, weights, tid, 0);
     STAMP(2);
-    multiply<HIDDEN, QKV_TILES>(ring, full, empty, AT_VECTOR, p.report);
+    const float qkv_scale = scale_of(0, EPS);
+    qkv.multiply(ring, full, empty, AT_VECTOR, p.report);
     if (tid < UP(QKV_ROWS, 32) * 32) {
         const int i = tid;
-        const float sum = i < QKV_ROWS ? row_sum(i) * scale_of(0, EPS) + qkv_bias : 0.f, next = __shfl_down_sync(~0u, sum, 1);
+        const float sum = i < QKV_ROWS ? row_sum(i) * qkv_scale + qkv_bias : 0.f, next = __shfl_down_sync(~0u, sum, 1);
         if (i < QKV_ROWS && i % 2 == 0) {
             int word = (rank * Q_ROWS + i) / 2;
             if (i >= Q_ROWS) word = (GROUP * D + rank * K_ROWS + i - Q_ROWS) / 2;
@@ -543,11 +562,18 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     if (warp <= GROUP + 1) {  // queries, the key, the value
         const u64* from = p.messages + AT_QKV + head * HEAD_WORDS + warp * (D / 2);
         u32 first[MANY_WORDS], second[MANY_WORDS];
+        u32 looks = 0;
+        for (bool all = false; !all;) {
+            all = true;
 #pragma unroll
-        for (int n = 0; n < MANY_WORDS; n++) {
-            const int word = lane + 32 * n;
-            first[n] = word < HALF ? take(from + word, flag, p.report, 6) : 0;
-            second[n] = word < HALF ? take(from + HALF + word, flag, p.report, 6) : 0;
+            for (int n = 0; n < MANY_WORDS; n++) {
+                const int word = lane + 32 * n;
+                const uint2 none = make_uint2(0, flag), a = word < HALF ? look(from + word) : none;
+                const uint2 b = word < HALF ? look(from + HALF + word) : none;
+                first[n] = a.x, second[n] = b.x;
+                all = all && a.y == flag && b.y == flag;
+            }
+            if (!all) too_long(looks, p.report, 6);
         }
         __syncwarp();
         STAMP(4);
@@ -698,12 +724,12 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
                       three[0], three[1], three[2], flag);
     }
     if (tid < SHARE * PART_MESSAGES) {
-        u64 since = 0;
+        u32 looks = 0;
         uint4 v;
         while (true) {
             v = look_wide(p.messages + AT_PART_MESSAGES + (program * SHARE * PART_MESSAGES + tid) * 2);
             if (v.w == flag) break;
-            too_long(since, p.report, 8);
+            too_long(looks, p.report, 8);
         }
         u32* to = (u32*)(shared + AT_PARTS) + tid * 3;
         to[0] = v.x, to[1] = v.y, to[2] = v.z;
@@ -743,18 +769,22 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         }
     }
     tell<ATTENDED_WORDS, THREADS>(p.messages + AT_ATTENDED, program, flag);
+    Product<ATTENDED, OUT_TILES> output;
+    output.take(ring, full, empty, p.report);
     STAMP(8);
     hear<ATTENDED_WORDS>(p.messages + AT_ATTENDED, program, flag, p.report, 9, [](int word, u32 value) {
         ((u32*)(shared + AT_WIDE))[word] = value;
     });
     together();
     STAMP(9);
-    multiply<ATTENDED, OUT_TILES>(ring, full, empty, AT_WIDE, p.report);
+    output.multiply(ring, full, empty, AT_WIDE, p.report);
     if (tid < OUT_ROWS) {
         const u32 v = pack(row_sum(tid) + o_bias, 0.f);
         ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
     }
     tell<OUT_WORDS, OUT_ROWS>(p.messages + AT_STREAM, program, flag);
+    Product<HIDDEN, INNER_TILES> gate_up;
+    gate_up.take(ring, full, empty, p.report);
     STAMP(10);
     hear<OUT_WORDS>(p.messages + AT_STREAM, program, flag, p.report, 10, [](int word, u32 value) {
         ((u32*)(shared + AT_VECTOR))[word] = value;
@@ -776,21 +806,24 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     }
     STAMP(11);
     enter(total, mlp_weights, tid, 1);
-    multiply<HIDDEN, INNER_TILES>(ring, full, empty, AT_VECTOR, p.report);
+    const float mlp_scale = scale_of(1, MLP_EPS);
+    gate_up.multiply(ring, full, empty, AT_VECTOR, p.report);
     if (tid < INNER_ROWS) {
         const u32 at = tid / 8 * 16 + tid % 8;
-        const float scale = scale_of(1, MLP_EPS), gate = rounded(row_sum(at) * scale), up = rounded(row_sum(at + 8) * scale);
+        const float gate = rounded(row_sum(at) * mlp_scale), up = rounded(row_sum(at + 8) * mlp_scale);
         const u32 v = pack(__fdividef(gate, 1.f + power(-1.44269504f * gate)) * up, 0.f);
         ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
     }
     tell<INNER_WORDS, INNER_ROWS>(p.messages + AT_INNER, program, flag);
+    Product<INNER, OUT_TILES> down;
+    down.take(ring, full, empty, p.report);
     STAMP(12);
     hear<INNER_WORDS>(p.messages + AT_INNER, program, flag, p.report, 11, [](int word, u32 value) {
         ((u32*)(shared + AT_WIDE))[word] = value;
     });
     together();
     STAMP(13);
-    multiply<INNER, OUT_TILES>(ring, full, empty, AT_WIDE, p.report);
+    down.multiply(ring, full, empty, AT_WIDE, p.report);
     if (tid < OUT_ROWS) {
         const float y = rounded(row_sum(tid));
         ((float*)(shared + AT_WORDS))[tid] = ((const float*)(shared + AT_OWN))[tid] + y;

@@ -36,7 +36,7 @@ from evener_kernels_triton.tuning import Tuning, number_of
 
 #: As in one_token.cu.
 PROGRAMS, SHARE, WARPS, THREADS = 128, 16, 8, 320
-_KV_STAGES, _CONTROL, _COPIES = 2, 256, 8
+_KV_STAGES, _CONTROL, _COPIES = 2, 256, 4
 #: Bytes of a layer's weights. With more, reading takes most of the time: with 368 MiB several launches are faster.
 _MOST_BYTES = 40 << 20
 #: Layers that one device's messages serve: the kernel keeps a counter for each.
@@ -48,8 +48,8 @@ _TILE = 8 * (_COLUMNS * 2 + 64)
 _LEAST_STAGES, _MOST_STAGES = 3, 5
 #: What the hardware keeps of each program's shared memory.
 _RESERVED = 1024
-#: Cycles, some 20 seconds: a wait that takes longer has lost its partner, and the launch then fails.
-_PATIENCE = 40_000_000_000
+#: Looks of a wait, some 20 seconds of them at messages: one that needs more has lost its partner, and the launch fails.
+_PATIENCE = 1 << 26
 KV_HEADS = PROGRAMS // SHARE
 GROUPS, HEAD_DIMS = (1, 2, 4), (64, 128)
 
@@ -137,13 +137,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class _Last:
-    """The last launch in a capture: what it returned, the place after it, its layer, and the mark of its messages."""
+    """The last launch in a capture: what it returned, the place after it, its layer, its messages, and their mark."""
 
     x: torch.Tensor
     stream: torch.Tensor
     after: Place
     layer: tuple[str, int]
     site: int
+    room: torch.Tensor
     flag: int
 
 
@@ -276,7 +277,7 @@ class _Layer:
         self._launch(place.stream, argument)
         if place.capture:
             after = self._launch.place(x.device)
-            self._messages.last = _Last(x, stream, after, self._layer, argument.site, argument.after)
+            self._messages.last = _Last(x, stream, after, self._layer, argument.site, self._room, argument.after)
         return x, stream
 
     def _before(self, x: torch.Tensor, residual: torch.Tensor | None, place: Place) -> int:
@@ -285,7 +286,8 @@ class _Layer:
         if last is None or last.x is not x or last.stream is not residual or last.after != place:
             return 0
         (before, number), (name, own) = last.layer, self._layer
-        return last.flag if before == name and number + 1 == own and last.site != self._argument.site else 0
+        same = before == name and number + 1 == own and last.room is self._room
+        return last.flag if same and last.site != self._argument.site else 0
 
     def _bind(self, attention: AttentionWeights, mlp: MLPWeights, views: PagedViews) -> None:
         argument = self._argument
@@ -314,7 +316,7 @@ def defines(static: DecoderLayerStatic, stages: int) -> dict[str, object]:
         "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.heads, "KV_HEADS": KV_HEADS, "D": sizes.head_dim,
         "EPS": f"{attention['eps']!r}f", "MLP_EPS": f"{mlp['eps']!r}f", "OFFSET": f"{float(attention['offset'])!r}f",
         "QK_NORM": int(attention["qk_norm"]), "SCALE": f"{scale!r}f", "MOST": _COLUMNS, "STAGES": stages,
-        "PATIENCE": f"{_PATIENCE}ull",
+        "PATIENCE": f"{_PATIENCE}u",
     }  # fmt: skip
 
 
