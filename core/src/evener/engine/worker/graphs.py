@@ -177,10 +177,10 @@ class StepGraphs:
         inputs: Inputs = PromptInputs(*sizes, kind.prompt) if kind.prompt else DecodeInputs(*sizes)
         stream_buffer = None if stages is None else stages.stream_buffer(kind.size)
         slots, positions = inputs.sample_slots, inputs.sample_positions
-        ids, rows = torch.zeros_like(slots), torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+        rows = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
 
         # The second segment reads the logits where the first left them: copying them would cost more than sampling.
-        outputs, masks = {"ids": ids}, None
+        outputs, masks = dict[str, torch.Tensor](), None
         if kind.masked:
             words = -(-runner.model.vocab_size // 32)
             outputs["masks"] = torch.full((len(slots), words), -1, dtype=torch.int32, device=slots.device)
@@ -197,20 +197,20 @@ class StepGraphs:
             hidden = hidden if inputs.last is None else hidden.index_select(0, inputs.last)
             # Where no row needs a part of sampling, each takes the id of its largest logit.
             if not any(kind[4:]) and (best := runner.greedy(hidden, step)) is not None:
-                outputs["best"] = best
+                outputs["ids"] = best
             else:
                 outputs["logits"] = runner.logits(hidden, step)
 
         def sample() -> None:
-            if "best" in outputs:
-                ids.copy_(outputs["best"])
-            else:
-                floats, ints = (t.index_select(0, slots) for t in (runner.tables.floats, runner.tables.ints))
-                penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
+            if any(kind[4:]):
                 tables, logits = runner.tables, outputs["logits"]
+                floats, ints = (t.index_select(0, slots) for t in (tables.floats, tables.ints))
+                penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
                 logits = runner.sampler.adjust(logits, tables, slots, positions, kind.length, penalized, biased)
-                ids.copy_(runner.sampler.ids(logits, floats, ints, positions, random, outputs.get("masks")))
-            runner.tables.tokens[slots, positions] = ids
+                outputs["ids"] = runner.sampler.ids(logits, floats, ints, positions, random, outputs.get("masks"))
+            elif "logits" in outputs:
+                outputs["ids"] = runner.sampler.likeliest(outputs["logits"])
+            runner.tables.tokens[slots, positions] = outputs["ids"]
 
         segments = (forward, sample) if stages is None or stages.world.last_stage else (forward,)
         return _CapturedStep(inputs, stream_buffer, (), outputs, segments, masks)
