@@ -293,16 +293,18 @@ struct Product {
     static constexpr int SETS = STEP > 2 ? 1 : 2;  // a second set of sums waits less for the first
     uint4 w[2][LOADS];
 
-    // Is there the n-th tile of the two that begin with tile t and this piece?
-    __device__ __forceinline__ static bool there(int t, int piece, int n) { return PIECES == 2 ? piece + n < K / C : t + n < TILES && t % STEP + n < STEP; }
+    // Is there the n-th tile of the two that begin with tile first + t and this piece?
+    __device__ __forceinline__ static bool there(int first, int t, int piece, int n) {
+        return PIECES == 2 ? piece + n < K / C : t + n < STEP && (TILES % STEP == 0 || first + t + n < TILES);
+    }
 
     // Take two tiles out of the ring, which then has room for others: the first two before the vector is there.
-    __device__ __forceinline__ void take(Ring& ring, u32 full, u32 empty, u32* report, int t = 0, int piece = 0) {
+    __device__ __forceinline__ void take(Ring& ring, u32 full, u32 empty, u32* report, int first = 0, int t = 0, int piece = 0) {
         const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         u32 done[2];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            if (!there(t, piece, n)) continue;
+            if (!there(first, t, piece, n)) continue;
             wait(full + ring.stage * 8, ring.parity, report, 2);
             const unsigned char* tile = shared + AT_RING + ring.stage * STAGE_BYTES + lane / 4 * PITCH(C) + warp * (C / 4) + lane % 4 * 16;
 #pragma unroll
@@ -313,7 +315,7 @@ struct Product {
         __syncwarp();
 #pragma unroll
         for (int n = 0; n < 2; n++)
-            if (lane == 0 && there(t, piece, n)) arrive(done[n]);
+            if (lane == 0 && there(first, t, piece, n)) arrive(done[n]);
     }
 
     // After `take` of the first two.
@@ -327,12 +329,12 @@ struct Product {
             for (int piece = 0; piece < K / C; piece += PIECES)
 #pragma unroll
                 for (int t = 0; t < STEP; t += 2) {
-                    if (first || piece || t) take(ring, full, empty, report, first + t, piece);
+                    if (first || piece || t) take(ring, full, empty, report, first, t, piece);
 #pragma unroll
                     for (int j = 0; j < LOADS; j++)
 #pragma unroll
                         for (int n = 0; n < 2; n++) {
-                            if (!there(first + t, piece, n)) continue;
+                            if (!there(first, t, piece, n)) continue;
                             const unsigned char* at = pairs + (PIECES == 2 ? piece + n : piece) * C * 2 + j * 64;
                             const uint2 x = make_uint2(*(const u32*)at, *(const u32*)(at + 8));
                             product(sums[PIECES == 2 ? 0 : t + n][PIECES == 2 ? n : j % SETS], w[n][j], x);
