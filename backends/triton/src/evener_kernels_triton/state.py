@@ -173,8 +173,8 @@ class PagedState(AttentionProvider, QuantizedState):
         tile = self._tuning.decode_tile(max(power_of_two(t.shape[1]) for t in (key, value)), _size(attention.dtype))[0]
         longest = step.max_kv if spec.window is None else min(step.max_kv, spec.window + tile)
         splits = self._tuning.splits(step.requests * key.shape[0], longest, tile)
-        # Products of one token ask for their weights before they wait.
-        early = step.requests == 1 and self._tuning.at_once(key.shape[0] * splits)
+        # All programs run at the same time, and products of one token ask for their weights before they wait.
+        early = step.requests == 1 and key.shape[0] * splits <= self._tuning.units
         launches, tiles = _decode_launches(self._tuning, spec, attention, block_size, splits, early)
         even = even_queries(self._tuning, step, spec, attention)
         return Decode(launches, (step.requests, tiles, splits), attention.heads, value.shape[1], even)

@@ -125,17 +125,6 @@ class EvenTile:
     registers: int
 
 
-@dataclass(frozen=True)
-class StoredToken:
-    """Sizes of one token's product with float8_e4m3fn in shared memory: ``spans`` of 128 columns side by side, ``unit``
-    of them after each other in each of ``places``, ``programs`` for each unit."""
-
-    spans: int
-    unit: int
-    places: int
-    programs: int
-
-
 Sizes = TypeVar("Sizes", Product, Grouped)
 Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
@@ -260,10 +249,6 @@ class Tuning:
         """Extra arguments of a launch whose kernel itself waits for the previous one."""
         return {"launch_pdl": True} if self.overlap else {}
 
-    def at_once(self, programs: int) -> bool:
-        """Whether so many programs run at the same time, one on each unit."""
-        return programs <= self.units
-
     @memoized
     def persistent_gemv(self, rows: int, columns: int, halves: int, stored: bool = False) -> Product | None:
         """One token, rows that fit into one tile, programs that loop over rows; ``m`` is programs for each unit. None
@@ -286,20 +271,6 @@ class Tuning:
         else:
             n, each, warps = (2, 4, 4) if k > 2048 else (4, 2, 4)
         return self._apply_changes(Product(each, n, k, warps, 1))
-
-    @memoized
-    def stored_token(self, rows: int, columns: int) -> StoredToken | None:
-        """One token over float8_e4m3fn with scales of blocks, for ``stored_token_kernel``; None where the kernels that
-        convert are for it: what is smaller was not timed, and of what is longer a program does not hold x.
-
-        A layer of Qwen3-8B took 54.2 µs on an H200 (reading takes 42.1), 63.0 with the kernels that convert. Sizes with
-        which programs of the next launch fit beside those of this one took 57 to 76.
-        """
-        if columns < 4096 or 2 * rows < 3 * 16 * self.units:
-            return None
-        unit, places = (2, 3) if columns == 4096 else (1, 4)
-        held = 2 * columns + places * unit * 16384
-        return StoredToken(8, unit, places, 2) if held <= self.shared // 2 - 2048 else None
 
     @memoized
     def gemv(self, rows: int, columns: int, halves: int, stored: bool = False) -> Product:

@@ -85,6 +85,100 @@ def _activate(x, ACT: gl.constexpr):
 
 
 @gluon.jit
+def _gains(gain, near, columns, NORM: gl.constexpr, T: gl.constexpr, SPANS: gl.constexpr):
+    """A norm's factors, which do not depend on the launch before."""
+    gains = ()
+    if NORM:
+        for t in gl.static_range(T):
+            c = t * (SPANS * SPAN) + near
+            gains = gains + (gl.load(gain + c, mask=c < columns, other=0.0),)
+    return gains
+
+
+@gluon.jit
+def _split_x(
+    x, residual, total, gains, parts, near, columns, eps, offset, ADD: gl.constexpr, NORM: gl.constexpr,
+    T: gl.constexpr, SPANS: gl.constexpr, X: gl.constexpr,
+):  # fmt: skip
+    """x in two parts of e4m3, each times a power of two, into ``parts``; what sums are multiplied by."""
+    loaded = ()
+    added = ()
+    for t in gl.static_range(T):
+        c = t * (SPANS * SPAN) + near
+        loaded = loaded + (gl.load(x + c, mask=c < columns, other=0.0),)
+        if ADD:
+            added = added + (gl.load(residual + c, mask=c < columns, other=0.0),)
+    squares = gl.zeros([SPANS, SPAN], gl.float32, X)
+    most = gl.zeros([SPANS, SPAN], gl.float32, X)
+    values = ()
+    for t in gl.static_range(T):
+        v = loaded[t].to(gl.float32)
+        if ADD:
+            v += added[t].to(gl.float32)
+            if gl.program_id(0) == 0:
+                c = t * (SPANS * SPAN) + near
+                gl.store(total + c, v.to(total.dtype.element_ty), mask=c < columns)
+        if NORM:
+            squares += v * v
+            v = v * (gains[t].to(gl.float32) + offset)
+        most = gl.maximum(most, gl.abs(v))
+        if ADD or NORM:
+            values = values + (v,)
+    # The largest is between 128 and 256 afterwards. What is no number stays none.
+    high = gl.maximum(gl.cast(gl.max(gl.max(most, 1), 0), gl.int32, bitcast=True) >> 23, 15)
+    lift = gl.cast((261 - high) << 23, gl.float32, bitcast=True)
+    back = gl.cast(gl.where(high == 255, 0x7FC00000, (high - 7) << 23), gl.float32, bitcast=True)
+    for t in gl.static_range(T):
+        if ADD or NORM:
+            v = values[t] * lift
+        else:
+            # Once more, from the nearest cache: of long rows, registers do not hold all.
+            c = t * (SPANS * SPAN) + near
+            v = gl.load(x + c, mask=c < columns, other=0.0).to(gl.float32) * lift
+        first = v.to(gl.float8e4nv)
+        second = ((v - first.to(gl.float32)) * FINE).to(gl.float8e4nv)
+        both = gl.permute(gl.join(first, second), (0, 2, 1))
+        parts.index(t).store(gl.reshape(both, [2 * SPANS, SPAN]))
+    fence_async_shared()
+    if NORM:
+        back = back * gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) / columns + eps)
+    return back
+
+
+@gluon.jit
+def _finish(
+    sums, back, scales, bias, y, tile, rows, BIAS: gl.constexpr, ACT: gl.constexpr, SPANS: gl.constexpr,
+    HIGH: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Store a tile's results from its sums."""
+    HALVES: gl.constexpr = 2 if ACT != "" else 1
+    SIZE: gl.constexpr = ROWS // HALVES
+    RESULT: gl.constexpr = gl.BlockedLayout([1], [32], [SPANS], [0])
+    sums = gl.convert_layout(sums, RESULT) * back
+    n, inside = _rows(tile, rows, gl.arange(0, ROWS, RESULT), HALVES)
+    if WIDE == 0:
+        sums *= gl.load(scales + n // HIGH, mask=inside, other=0.0)
+    if BIAS:
+        sums += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
+    if HALVES == 2:
+        PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [SPANS, 1], [1, 0])
+        gate, up = gl.split(gl.convert_layout(gl.permute(gl.reshape(sums, [2, SIZE]), (1, 0)), PAIRS))
+        n = tile * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, PAIRS))
+        gl.store(y + n, (_activate(gate, ACT) * up).to(y.dtype.element_ty), mask=n < rows)
+    else:
+        gl.store(y + n, sums.to(y.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _product(ring, parts, place, now, u, M: gl.constexpr, SPANS: gl.constexpr, C: gl.constexpr):
+    """Begin the product of a step of a place of the ring."""
+    none = gl.zeros([M, 2 * SPANS], gl.float32, C)
+    return warpgroup_mma(
+        ring.index(place + u), parts.index(now + u).permute((1, 0)), none, use_acc=False, is_async=True
+    )  # fmt: skip
+
+
+@gluon.jit
 def stored_token_kernel(
     x, residual, total, gain, w, scales, bias, y, rows, columns, blocks, eps, offset,
     ADD: gl.constexpr, NORM: gl.constexpr, BIAS: gl.constexpr, ACT: gl.constexpr, SPANS: gl.constexpr, T: gl.constexpr,
@@ -102,7 +196,6 @@ def stored_token_kernel(
     C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [SPANS, 1], [16, 2 * SPANS, 32])
     LINES: gl.constexpr = gl.SliceLayout(1, C)
     X: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [SPANS, 1], [1, 0])
-    RESULT: gl.constexpr = gl.BlockedLayout([1], [32], [SPANS], [0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     HALVES: gl.constexpr = 2 if ACT != "" else 1
     SIZE: gl.constexpr = ROWS // HALVES
@@ -125,54 +218,10 @@ def stored_token_kernel(
             s = s + (_scales(scales, tile, rows, blocks, step, HALVES, LINES, SPANS, HIGH, WIDE, EVEN),)
     span = gl.arange(0, SPANS, gl.SliceLayout(1, X)) * SPAN
     near = span[:, None] + gl.arange(0, SPAN, gl.SliceLayout(0, X))[None, :]
-    gains = ()
-    if NORM:
-        for t in gl.static_range(T):
-            c = t * (SPANS * SPAN) + near
-            gains = gains + (gl.load(gain + c, mask=c < columns, other=0.0),)
+    gains = _gains(gain, near, columns, NORM, T, SPANS)
     if OVERLAP:
         gdc_wait()
-    loaded = ()
-    added = ()
-    for t in gl.static_range(T):
-        c = t * (SPANS * SPAN) + near
-        loaded = loaded + (gl.load(x + c, mask=c < columns, other=0.0),)
-        if ADD:
-            added = added + (gl.load(residual + c, mask=c < columns, other=0.0),)
-    squares = gl.zeros([SPANS, SPAN], gl.float32, X)
-    most = gl.zeros([SPANS, SPAN], gl.float32, X)
-    values = ()
-    for t in gl.static_range(T):
-        v = loaded[t].to(gl.float32)
-        if ADD:
-            v += added[t].to(gl.float32)
-            if tile == 0:
-                c = t * (SPANS * SPAN) + near
-                gl.store(total + c, v.to(total.dtype.element_ty), mask=c < columns)
-        if NORM:
-            squares += v * v
-            v = v * (gains[t].to(gl.float32) + offset)
-        most = gl.maximum(most, gl.abs(v))
-        if ADD or NORM:
-            values = values + (v,)
-    # x times a power of two, so that the largest is between 128 and 256. What is no number stays none.
-    high = gl.maximum(gl.cast(gl.max(gl.max(most, 1), 0), gl.int32, bitcast=True) >> 23, 15)
-    lift = gl.cast((261 - high) << 23, gl.float32, bitcast=True)
-    back = gl.cast(gl.where(high == 255, 0x7FC00000, (high - 7) << 23), gl.float32, bitcast=True)
-    for t in gl.static_range(T):
-        if ADD or NORM:
-            v = values[t] * lift
-        else:
-            # Once more, from the nearest cache: of long rows, registers do not hold all.
-            c = t * (SPANS * SPAN) + near
-            v = gl.load(x + c, mask=c < columns, other=0.0).to(gl.float32) * lift
-        first = v.to(gl.float8e4nv)
-        second = ((v - first.to(gl.float32)) * FINE).to(gl.float8e4nv)
-        both = gl.permute(gl.join(first, second), (0, 2, 1))
-        parts.index(t).store(gl.reshape(both, [2 * SPANS, SPAN]))
-    fence_async_shared()
-    if NORM:
-        back = back * gl.rsqrt(gl.sum(gl.sum(squares, 1), 0) / columns + eps)
+    back = _split_x(x, residual, total, gains, parts, near, columns, eps, offset, ADD, NORM, T, SPANS, X)
     column = gl.arange(0, 2 * SPANS, gl.SliceLayout(0, C))[None, :]
     own = (gl.arange(0, M, LINES) // ROWS)[:, None] == column // 2
     factor = gl.where(column % 2 == 1, 1.0 / FINE, 1.0)
@@ -185,16 +234,10 @@ def stored_token_kernel(
                 async_copy.wait_group(PLACES - 2)
                 fence_async_shared()
                 now = base + near_step
-                none = gl.zeros([M, 2 * SPANS], gl.float32, C)
-                d = warpgroup_mma(
-                    ring.index(place * U), parts.index(now).permute((1, 0)), none, use_acc=False, is_async=True
-                )
+                d = _product(ring, parts, place * U, now, 0, M, SPANS, C)
                 e = d
                 if U == 2:
-                    e = warpgroup_mma(
-                        ring.index(place * U + 1), parts.index(now + 1).permute((1, 0)), none, use_acc=False,
-                        is_async=True,
-                    )  # fmt: skip
+                    e = _product(ring, parts, place * U, now, 1, M, SPANS, C)
                 _copy(ring, w, coming, rows, columns, at, free, HALVES, SPANS, U, EVEN)
                 at += U
                 coming = gl.where(at == T, coming + jump, coming)
@@ -221,18 +264,5 @@ def stored_token_kernel(
                         acc += e
         # What lines made of other spans' x may be no number, so it is not multiplied by zero.
         sums = gl.sum(gl.reshape(gl.sum(gl.where(own, acc * factor, 0.0), 1), [SPANS, ROWS]), 0)
-        sums = gl.convert_layout(sums, RESULT) * back
-        n, inside = _rows(tile, rows, gl.arange(0, ROWS, RESULT), HALVES)
-        if WIDE == 0:
-            sums *= gl.load(scales + n // HIGH, mask=inside, other=0.0)
-        if BIAS:
-            sums += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
-        if HALVES == 2:
-            PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [SPANS, 1], [1, 0])
-            pair = gl.permute(gl.reshape(sums, [2, SIZE]), (1, 0))
-            gate, up = gl.split(gl.convert_layout(pair, PAIRS))
-            n = tile * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, PAIRS))
-            gl.store(y + n, (_activate(gate, ACT) * up).to(y.dtype.element_ty), mask=n < rows)
-        else:
-            gl.store(y + n, sums.to(y.dtype.element_ty), mask=inside)
+        _finish(sums, back, scales, bias, y, tile, rows, BIAS, ACT, SPANS, HIGH, WIDE)
         tile += jump
