@@ -212,7 +212,10 @@ def _stored(tuning: Tuning, kind: torch.dtype) -> None:
         for tokens in (1, 64, 256, 1024):
             product = few_tokens_linear if tokens <= MAX_OWN_TOKENS_STORED else dequantized_linear
             product(tuning, kind, torch.empty(tokens, 12288, dtype=kind, device=META), matrix(4096, 12288))
-        skinny(tuning, torch.empty(16, 4096, dtype=kind, device=META), matrix(24576, 4096), kind, activation="silu")
+        for tokens, product in ((1, gemv), (16, skinny)):
+            product(
+                tuning, torch.empty(tokens, 4096, dtype=kind, device=META), matrix(24576, 4096), kind, activation="silu"
+            )  # fmt: skip
         for tokens in (2, 1024):
             slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
             x = torch.empty(tokens, 2048, dtype=kind, device=META)

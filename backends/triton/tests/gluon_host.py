@@ -26,6 +26,10 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.flat, self.at + offset)
 
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self.flat.dtype)
+
 
 class Box:
     """A tensor and the boxes that are copied of it."""
@@ -88,6 +92,10 @@ class Memory:
         assert isinstance(self.data, torch.Tensor)
         self.data.copy_(value)
 
+    def permute(self, order: tuple[int, int]) -> Memory:
+        assert isinstance(self.data, torch.Tensor)
+        return Memory(self.data.permute(order), self.line)
+
     def get(self) -> torch.Tensor:
         assert isinstance(self.data, torch.Tensor)
         return self.data
@@ -141,6 +149,15 @@ class Host(threading.local):
 
     def __init__(self) -> None:
         self.products: list[Product] = []
+        #: Copies that are not in a group yet, and groups that nobody waited for.
+        self.copies: list[tuple[Memory, Pointer, Any]] = []
+        self.groups: list[list[tuple[Memory, Pointer, Any]]] = []
+
+
+def bits(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The bits of a number of 32, as another type."""
+    found = tensor(value)
+    return (found if found.is_floating_point() else found.to(torch.int32)).view(dtype)
 
 
 def tensor(value: Any) -> torch.Tensor:
@@ -174,6 +191,11 @@ class Language:
             SwizzledSharedLayout=layout,
             num_warps=lambda: 4, expand_dims=lambda x, axis: x.unsqueeze(axis),
             associative_scan=lambda x, axis, function: x.cumsum(axis), atomic_add=atomic_add,
+            zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype), float8e4nv=torch.float8_e4m3fn,
+            join=lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1), split=lambda x: x.unbind(-1),
+            reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order), abs=torch.abs,
+            exp=torch.exp, erf=torch.erf, rsqrt=lambda x: torch.rsqrt(tensor(x)),
+            cast=lambda x, dtype, bitcast=False: tensor(x).to(dtype) if not bitcast else bits(x, dtype),
             convert_layout=lambda x, layout: x, load=load, store=store, allocate_shared_memory=self.allocate,
             warp_specialize=self.warp_specialize,
         )  # fmt: skip
@@ -181,12 +203,31 @@ class Language:
             MBarrierLayout=layout, init=init, expect=lambda b, size: bare(b).change(1, size),
             arrive=lambda b: bare(b).change(1, 0), wait=lambda b, phase: bare(b).wait(int(phase)),
         )  # fmt: skip
+        begin_copy, groups = self.copies()
         return {
-            "gl": gl, "mbarrier": barrier, "tma": SimpleNamespace(store_wait=lambda pending: None),
+            "gl": gl, "mbarrier": barrier, "async_copy": groups, "_begin_copy": begin_copy,
+            "tma": SimpleNamespace(store_wait=lambda pending: None),
             "warpgroup_mma": self.product, "warpgroup_mma_wait": self.wait, "fence_async_shared": lambda: None,
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None, "_sync": lambda: None,
             "_copy_in": copy_in, "_copy_out": copy_out, "LINE": self.line, "RENAMED": True,
         }  # fmt: skip
+
+    def copies(self) -> tuple[Callable[..., None], Any]:
+        """Asynchronous copies. What they write is there once their group was waited for, and not before."""
+
+        def copy(target: Memory, source: Pointer, mask: Any) -> None:
+            self.host.copies.append((target, source, mask))
+
+        def commit() -> None:
+            self.host.groups.append(self.host.copies)
+            self.host.copies = []
+
+        def wait(pending: int) -> None:
+            while len(self.host.groups) > pending:
+                for target, source, mask in self.host.groups.pop(0):
+                    target.store(load(source, mask))
+
+        return copy, SimpleNamespace(commit_group=commit, wait_group=wait)
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Memory:
         if dtype is torch.int64:

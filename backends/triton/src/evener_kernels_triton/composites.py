@@ -19,6 +19,7 @@ from evener_kernels_triton.kernel import ACTIVATIONS, rotation_refusal
 from evener_kernels_triton.linear import (
     Matrix,
     ProductKernel,
+    enters_gemv,
     gemv,
     is_packed,
     is_stored,
@@ -110,8 +111,7 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
         return some
     if is_packed(weight):
         return packed if enters_token(tuning, weight.parts, dtype.itemsize, halves) else some
-    fits = tuning.persistent_gemv(weight.rows // halves, s["hidden"], halves, is_stored(weight)) is not None
-    return one if fits else some
+    return one if enters_gemv(tuning, weight, halves, dtype) else some
 
 
 class _Composite(ProductKernel):

@@ -24,6 +24,7 @@ from evener_kernels_triton.primitives import rows_of
 from evener_kernels_triton.rounded import rounded_bytes, rounded_linear, rounds
 from evener_kernels_triton.rounded_values import round_values, rounded_values_bytes, rounds_values
 from evener_kernels_triton.stored import STORED, WORD, Form, StoredMatrix, form_of, in_words, pieces, words
+from evener_kernels_triton.stored_token import reads_stored_token, stored_token
 from evener_kernels_triton.tuning import MAX_COLUMNS, Product, Sizes, Tuning, memoized
 from evener_kernels_triton.variants import packed_products, products, rounded_products, stored_products
 
@@ -38,9 +39,13 @@ def persistent_gemv(
     bias: torch.Tensor | None = None, activation: str = "", residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None, gain: torch.Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """One token [1, columns] to [1, rows], if ``Tuning.persistent_gemv`` has sizes for it; see
-    ``persistent_gemv_kernel``."""
+    """One token [1, columns] to [1, rows], if ``enters_gemv``; see ``persistent_gemv_kernel``."""
     wide, columns = weight.shape
+    if isinstance(weight, StoredMatrix) and reads_stored_token(tuning, weight.form, wide, columns, x.dtype):
+        return stored_token(
+            tuning, x, weight, out, bias=bias, activation=activation, residual=residual, total=total, gain=gain,
+            eps=eps, offset=offset,
+        )  # fmt: skip
     elements, scales, blocks, form = words(weight)
     launch, grid, rows = _persistent_gemv(
         tuning, wide, columns, blocks, form, activation, residual is not None, gain is not None, bias is not None, eps,
@@ -52,6 +57,14 @@ def persistent_gemv(
         gain if gain is not None else x, elements, scales, bias if bias is not None else x, y,
     )  # fmt: skip
     return y
+
+
+def enters_gemv(tuning: Tuning, weight: LinearWeight, halves: int, dtype: torch.dtype) -> bool:
+    """Whether ``persistent_gemv`` is for a weight that is not packed, of ``halves`` parts."""
+    stored = is_stored(weight)
+    if stored and reads_stored_token(tuning, form_of(weight.parts), weight.rows, weight.columns, dtype):
+        return True
+    return tuning.persistent_gemv(weight.rows // halves, weight.columns, halves, stored) is not None
 
 
 @memoized
@@ -79,7 +92,8 @@ def gemv(
     """One token [1, columns] to [1, rows]."""
     halves, (wide, columns) = 2 if activation else 1, weight.shape
     elements, scales, blocks, form = words(weight)
-    if tuning.persistent_gemv(wide // halves, columns, halves, bool(form.kind)) is not None:
+    mine = isinstance(weight, StoredMatrix) and reads_stored_token(tuning, form, wide, columns, x.dtype)
+    if mine or tuning.persistent_gemv(wide // halves, columns, halves, bool(form.kind)) is not None:
         return persistent_gemv(tuning, x, weight, out, bias=bias, activation=activation)
     launch, grid, rows = _gemv(tuning, wide, columns, blocks, form, activation, bias is not None)
     y = torch.empty(1, rows, dtype=out, device=x.device)

@@ -63,9 +63,14 @@ def _tile_of(tuning: Tuning, spec: StateSpec, attention: AttentionSpec) -> LongT
     return tuning.long_tile(spec.tensors[0].shape[1]) if has_warpgroup_kernels(tuning, spec, attention) else None
 
 
+def compiler_has_warpgroups() -> bool:
+    """Whether the compiler has what kernels for warp groups are written with."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= _SINCE
+
+
 def has_warpgroup_kernels(tuning: Tuning, spec: StateSpec, attention: AttentionSpec) -> bool:
     """Whether the kernels of this module and of ``even.py`` compute a group, some sizes of heads apart."""
-    if not tuning.warpgroups or tuple(map(int, triton.__version__.split(".")[:2])) < _SINCE:
+    if not tuning.warpgroups or not compiler_has_warpgroups():
         return False
     (_, d), (_, dv) = (tensor.shape for tensor in spec.tensors)
     plain = not (attention.softcap or attention.sinks) and attention.slopes is None and attention.scale > 0

@@ -173,7 +173,9 @@ class PagedState(AttentionProvider, QuantizedState):
         tile = self._tuning.decode_tile(max(power_of_two(t.shape[1]) for t in (key, value)), _size(attention.dtype))[0]
         longest = step.max_kv if spec.window is None else min(step.max_kv, spec.window + tile)
         splits = self._tuning.splits(step.requests * key.shape[0], longest, tile)
-        launches, tiles = _decode_launches(self._tuning, spec, attention, block_size, splits)
+        # All programs run at the same time, and products of one token ask for their weights before they wait.
+        early = step.requests == 1 and key.shape[0] * splits <= self._tuning.units
+        launches, tiles = _decode_launches(self._tuning, spec, attention, block_size, splits, early)
         even = even_queries(self._tuning, step, spec, attention)
         return Decode(launches, (step.requests, tiles, splits), attention.heads, value.shape[1], even)
 
@@ -313,7 +315,7 @@ def _common(tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_siz
 
 @memoized
 def _decode_launches(
-    tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, splits: int
+    tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, splits: int, early: bool
 ) -> tuple[tuple[PreparedLaunch, PreparedLaunch], int]:
     """The launches without and with sinks, and the number of tiles of heads."""
     (kv_heads, d), dv = spec.tensors[0].shape, spec.tensors[1].shape[1]
@@ -325,8 +327,8 @@ def _decode_launches(
         stages = min(stages, 2)
     m = max(16, min(64, power_of_two(group)))
     sizes = {
-        "SPLITS": splits, "M": m, "N": n, "MIN_TILES": MIN_TILES, "OVERLAP": tuning.overlap, "num_warps": warps,
-        "num_stages": stages, **tuning.launch,
+        "SPLITS": splits, "M": m, "N": n, "MIN_TILES": MIN_TILES, "OVERLAP": tuning.overlap, "EARLY": early,
+        "num_warps": warps, "num_stages": stages, **tuning.launch,
     }  # fmt: skip
     without, given = (
         PreparedLaunch(decode_kernel, **_common(tuning, spec, attention, block_size, sinks), **sizes)

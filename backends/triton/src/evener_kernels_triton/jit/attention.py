@@ -92,11 +92,14 @@ def decode_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Program (request, tile of the heads of one key head, split). A split has at least MIN_TILES tiles, so short
     requests are not split: the first program then has the result. Otherwise each program stores its sums in ``parts``
-    and ``stats``, and the last one merges them."""
+    and ``stats``, and the last one merges them. EARLY: all programs run at the same time, and the next launch asks for
+    its weights meanwhile."""
+    if OVERLAP and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -133,7 +136,7 @@ def decode_kernel(
             slope, length - 1, valid[None, :], PAGE, D, DV, DP, DVP, CAP, SLOPES, True, PRECISION, KIND, PTX,
         )  # fmt: skip
     # Dependents that start earlier would occupy units that this launch still needs.
-    if OVERLAP:
+    if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     finish = split == 0
     if SPLITS > 1:
