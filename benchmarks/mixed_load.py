@@ -181,7 +181,7 @@ def limit_of(controller: Controller, folder: str, keys: Mapping[str, Any], max_r
 
 def run(
     controller: Controller, limit: StepLimit, args: argparse.Namespace, budget: str, rate: float, seconds: float
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """One budget under one load."""
     inner = controller.executor.inner if isinstance(controller.executor, TimedExecutor) else controller.executor
     controller.scheduler.limit, controller.executor = limit, TimedExecutor(inner, limit)

@@ -47,9 +47,7 @@ Layer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 class Apart(Tuning):
     """Packed weights as with many tokens: no norm and no activation in the product."""
 
-    def packed_token(
-        self, rows: int, columns: int, halves: int, group: int, table: bool = False
-    ) -> Product | None:  # fmt: skip
+    def packed_token(self, rows: int, columns: int, halves: int, group: int, table: bool = False) -> Product | None:
         """No sizes."""
         return None
 

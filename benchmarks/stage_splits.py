@@ -84,9 +84,7 @@ def hold(free: float) -> Any:
     return torch.empty(more, dtype=torch.uint8, device=device)
 
 
-def measure(
-    folder: Path, keys: dict[str, Any], cases: Sequence[tuple[int, int]], vocab: int
-) -> list[dict[str, Any]]:  # fmt: skip
+def measure(folder: Path, keys: dict[str, Any], cases: Sequence[tuple[int, int]], vocab: int) -> list[dict[str, Any]]:
     """A row for each case; one row with the reason if the model does not start."""
 
     def seconds(batch: int, prompt: int, new: int, seed: int) -> float:

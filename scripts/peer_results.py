@@ -188,7 +188,7 @@ def page(tests: Sequence[Record], clients: Sequence[Record]) -> str:
             *_table(("difference", "why", "tests"), _counted(tests, DIFFERENT, "what", "why")),
             "",
         ]
-    )  # fmt: skip
+    )
 
 
 def deploy_page(records: Sequence[Record]) -> str:

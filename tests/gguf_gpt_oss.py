@@ -95,7 +95,7 @@ def keys_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_gpt_oss(
     folder: Path, path: Path, kind: Callable[[str], str] = lambda name: "F32", drop: str = "$", **more: Any
-) -> Path:  # fmt: skip
+) -> Path:
     """The file of the gpt-oss in ``folder``.
 
     Args:

@@ -21,7 +21,7 @@ VOCABULARY, MOST = 37, 9
 OPTIONS = [
     BeamOptions(beams, penalty, early)
     for beams, penalty, early in itertools.product((2, 4), (-1.0, 0.0, 1.0, 2.5), (True, False, "never"))
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)

@@ -294,7 +294,7 @@ def test_ksanas_command_is_understood() -> None:
         ("--model m --request-rat 1", "unrecognized arguments"),
         *((f"--model m {flag} 1", reason) for flag, reason in NOT_HERE.items()),
     ],
-)  # fmt: skip
+)
 def test_options_that_cannot_be_used_say_why(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(options.split())

@@ -124,7 +124,7 @@ def byte_level(family: str) -> dict[str, Any]:
 BESIDE: dict[str, Any] = {
     "tokenizer_config.json": {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "chat_template": "old"},
     "generation_config.json": {"eos_token_id": [1, 264], "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1},
-}  # fmt: skip
+}
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 
 

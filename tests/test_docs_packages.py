@@ -325,12 +325,11 @@ def test_a_failing_or_hanging_probe_stops_start_up_unless_another_backend_is_nam
 @pytest.mark.parametrize(
     ("error", "edits"),
     [
-        ("hook", (KERNELS, "def evener_kernels", "def evener_kernals",
-                  HOOKS, "evener_kernels", "evener_kernals")),
+        ("hook", (KERNELS, "def evener_kernels", "def evener_kernals", HOOKS, "evener_kernels", "evener_kernals")),
         ("module", (DEVICE, "import torch", "raise RuntimeError('driver too old')")),
         ("announce", (INIT, '"rms_norm",', '"rms_norm", "rotary",')),
     ],
-)  # fmt: skip
+)
 def test_a_backend_whose_module_is_faulty_does_not_start(
     error: str, edits: tuple[str, ...], spoilt: Callable[..., Place]
 ) -> None:

@@ -60,7 +60,7 @@ ELSEWHERE = {
     "srun": "tests/test_many_processes.py",
     "sudo": "tests/test_systemd_unit.py",
     "torchrun": "tests/test_many_processes.py",
-}  # fmt: skip
+}
 #: Packages of others that the documents install.
 OTHERS = {"torch", "torch-npu", "pyyaml", "triton-ascend", "sglang-router", "vllm-router", "ai-dynamo"}
 #: What a command needs that is not here: hardware, several machines, or a network. Its keys are read.

@@ -202,7 +202,7 @@ def test_a_text_longer_than_the_context_is_refused_before_any_runs(qwen: tuple[P
         ({"config": {"use_bidirectional_attention": True}}, ArchitectureError, "attention to later tokens"),
         ({"config": {"is_causal": False}}, ArchitectureError, "attention to later tokens"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_that_wants_what_we_do_not_compute_or_is_broken_is_refused(
     copy: Path, change: dict[str, Any], error: type[Exception], match: str
 ) -> None:

@@ -264,7 +264,7 @@ def described(server: InProcess, mode: str, label: str, count: int) -> None:
 DESCRIBED = [
     *((mode, f"POST {path}") for mode in ("positive", "negative") for path in (CHAT, COMPLETIONS)),
     *(("negative", f"POST {path}") for path in (RESPONSES, MESSAGES, COUNT)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("mode", "label"), [DESCRIBED[0], DESCRIBED[4]])

@@ -160,7 +160,7 @@ def test_the_forward_command_shows_numbers(served: Served, oracle: Oracle, capsy
 
 def test_the_perplexity_of_a_file_is_the_offline_one(
     served: Served, oracle: Oracle, folder: Path, capsys: Any, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     file = tmp_path / "text.txt"
     file.write_text(TEXT[:90])
     found = json.loads(client(served, capsys, "perplexity", "--file", str(file), "--json"))

@@ -54,10 +54,10 @@ def test_cpp_mutants_change_code_and_leave_comments_strings_and_templates_alone(
         ("off by one", "for (; i + 15 <= n; i += 16) put(y + i, bias ? x[i] + wide(bias[i]) : x[i]);"),
         ("dropped addend", "for (; i + 16 <= n; i += 16) put(y + i, bias ? x[i] : x[i]);"),
         ("ignored condition", "for (; i + 16 <= n; i += 16) put(y + i, false ? x[i] + wide(bias[i]) : x[i]);"),
-        ("wrong dtype",
-         "for (; i + 16 <= n; i += 16) put(y + i, rounded1<bf16>(bias ? x[i] + wide(bias[i]) : x[i]));"),
-        ("stride", "return x + i * (n + 1);"), ("swapped operator", "return x - i * n;"),
-    }  # fmt: skip
+        ("wrong dtype", "for (; i + 16 <= n; i += 16) put(y + i, rounded1<bf16>(bias ? x[i] + wide(bias[i]) : x[i]));"),
+        ("stride", "return x + i * (n + 1);"),
+        ("swapped operator", "return x - i * n;"),
+    }
 
 
 def test_python_mutants_change_what_is_computed_and_leave_refusals_and_launch_speed_alone() -> None:

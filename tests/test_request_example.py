@@ -69,5 +69,5 @@ def test_both_plugins_do_what_they_say(site: Path, tmp_path: Path) -> None:
     assert found["errors"] == [
         "RequestError: there is no picture gone",
         "RequestError: there are 17 pictures in the prompt, and at most 16 are allowed",
-    ]  # fmt: skip
+    ]
     assert found["kept"] == [0]

@@ -37,16 +37,14 @@ GEMMA = {
     "blk.0.post_attention_norm": ("model.layers.0.post_attention_layernorm", (WIDTH,)),
     "blk.0.ffn_norm": ("model.layers.0.pre_feedforward_layernorm", (WIDTH,)),
     "blk.0.post_ffw_norm": ("model.layers.0.post_feedforward_layernorm", (WIDTH,)),
-}  # fmt: skip
-HEAD_NORMS = {
-    f"blk.0.attn_{x}_norm": (f"model.layers.0.self_attn.{x}_norm", (DIM,)) for x in "qk"
-}  # fmt: skip
+}
+HEAD_NORMS = {f"blk.0.attn_{x}_norm": (f"model.layers.0.self_attn.{x}_norm", (DIM,)) for x in "qk"}
 MODELS = {
     "llama": ("LlamaForCausalLM", TENSORS, {}),
     "qwen2": ("Qwen2ForCausalLM", TENSORS, {}),
     "qwen3": ("Qwen3ForCausalLM", TENSORS | HEAD_NORMS, {}),
     "gemma3": ("Gemma3ForCausalLM", TENSORS | HEAD_NORMS | GEMMA, {"attention.sliding_window": 8}),
-}  # fmt: skip
+}
 
 
 def drawn(table: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
@@ -143,10 +141,12 @@ def test_llama_3_scaling_is_recognised_by_its_divisors(write_gguf: Write) -> Non
     [
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         ({"rope.scaling.type": "none"}, None),
-        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.original_context_length": 64},
-         {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.original_context_length": 64},
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        ),
     ],
-)  # fmt: skip
+)
 def test_scaling_of_angles_is_passed_on(keys: Any, scaling: Any, write_gguf: Write) -> None:
     own = drawn(TENSORS)
     config = open_checkpoint(write_gguf("qwen2", KEYS | keys, converted("qwen2", own, TENSORS))).config

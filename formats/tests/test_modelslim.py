@@ -103,7 +103,7 @@ def spoilt(tensors: Tensors, ending: str, value: torch.Tensor | None) -> Tensors
         ("W4A8_DYNAMIC", {"packed": False, "second": 4}, "offset_second", torch.ones(48, 4), "two scales"),
         ("WFP8AFP8_DYNAMIC", {}, "weight_offset", torch.ones(48, 1), "no offsets"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_do_not_fit_are_refused(
     kind: str, how: Mapping[str, Any], ending: str, value: torch.Tensor | None, message: str
 ) -> None:

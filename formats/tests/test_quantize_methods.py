@@ -140,7 +140,7 @@ def rounded(bits: int, symmetric: bool, order: Any = "none") -> tuple[Rounded, Q
 @pytest.mark.parametrize(
     ("bits", "symmetric", "order"),
     [(4, True, "static"), (4, False, "groups"), (3, True, "groups"), (2, False, "none"), (8, False, "none")],
-)  # fmt: skip
+)
 def test_gptq_tensors_are_those_of_an_independent_writer(bits: int, symmetric: bool, order: Any) -> None:
     made, as_stored = rounded(bits, symmetric, order)
     settings = Settings("gptq", bits, GROUP, symmetric, order)

@@ -256,17 +256,13 @@ def test_a_template_of_the_folder_is_rendered_and_its_special_tokens_are_ids(fol
         ({"9999": {"content": "<far>"}}, "have the ids 9999, which do not follow"),
     ],
 )
-def test_impossible_ids_are_errors_that_name_the_files(
-    listed: dict[str, Any], said: str, folder: Folder
-) -> None:  # fmt: skip
+def test_impossible_ids_are_errors_that_name_the_files(listed: dict[str, Any], said: str, folder: Folder) -> None:
     with pytest.raises(CheckpointError, match=said):
         load(folder("Llama", {**LLAMA, "added_tokens_decoder": listed}))
 
 
 @pytest.mark.parametrize("name", ["fewer spaces", "other characters"])
-def test_a_model_that_changes_text_is_refused_if_only_the_first_part_gets_a_space(
-    name: str, folder: Folder
-) -> None:  # fmt: skip
+def test_a_model_that_changes_text_is_refused_if_only_the_first_part_gets_a_space(name: str, folder: Folder) -> None:
     with pytest.raises(CheckpointError, match=r'tokenizer.model replaces .* "legacy": false .*; save the tokenizer as'):
         load(folder(name, NOT_LEGACY))
 

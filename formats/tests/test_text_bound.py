@@ -54,7 +54,7 @@ FEW = {"a": 0, "b": 1, "?": 2}
         (of_model(models.BPE(FEW, [], unk_token="?"), pre_tokenizers.WhitespaceSplit()), "a" + " " * 100_000),
         (of_model(models.BPE(FEW, [], unk_token="?"), pre_tokenizers.Split("-", "removed")), "a" + "-" * 100_000),
     ],
-)  # fmt: skip
+)
 def test_a_text_that_a_tokenizer_shrinks_is_not_refused(tokenizer: Tokenizer, text: str) -> None:
     count = len(tokenizer.encode(text))
     assert count <= 80 < len(text.encode())

@@ -76,7 +76,7 @@ def asks(name: str, prompt: int, answer: int) -> NewRequest:
 
 def under_load(
     limit: StepLimit, rate: float, seconds: float, waiting: int = 32, aborted: float = 0.0, skip: float = 8.0
-) -> Load:  # fmt: skip
+) -> Load:
     """Requests with prompts of 200 to 8,000 tokens; those that find ``waiting`` others waiting are refused. So many of
     the others are ``aborted``, at random."""
     made, noise = random.Random(5), random.Random(6)

@@ -52,13 +52,11 @@ def matchers(library: LlguidanceLibrary, other: XgrammarLibrary) -> dict[str, Ma
         "reasoning alone": library.compile(spec("structural_tag", {"reasoning": REASONED["reasoning"]})),
         "bad words": library.compile(spec("regex", "[a-d]{30}", forbidden=forbidden)),
         "bad words alone": library.compile(spec("any", "", forbidden=forbidden)),
-        "no repeats": NoRepeats(
-            PromptSequences((2, 3), list(b"abcabdd")), ForbiddenTokens(((1,),), VOCAB_SIZE, None)
-        ),
+        "no repeats": NoRepeats(PromptSequences((2, 3), list(b"abcabdd")), ForbiddenTokens(((1,),), VOCAB_SIZE, None)),
         "no repeats of a grammar": NoRepeats(
             PromptSequences((3, 0), list(b"aab")), library.compile(spec("regex", "[ab]{0,30}"))
         ),
-    }  # fmt: skip
+    }
 
 
 def drafts(matcher: Matcher, draw: random.Random) -> list[int]:

@@ -99,9 +99,7 @@ print(json.dumps({"parameters": count, "declared": len(build.weights), "values":
 
 
 def test_the_published_671b_config_is_declared_without_torch_and_has_671_billion_parameters() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _DECLARE, str(V3_CONFIG)], capture_output=True, text=True, check=True
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", _DECLARE, str(V3_CONFIG)], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["parameters"] == pytest.approx(671.03e9, rel=1e-4)
     assert (found["layers"], found["values"], found["torch"]) == (61, 576, False)

@@ -35,7 +35,7 @@ def rows_of(plan: Plan) -> Rows:
         ([(1, 30, 1), (2, 8, 100), (3, 9, 1)], [(1, 30, 1), (2, 8, 56)], [(2, 64, 44), (3, 9, 1)]),
         ([(1, 0, 50), (2, 0, 50)], [(1, 0, 50)], [(2, 0, 50)]),
     ],
-)  # fmt: skip
+)
 def test_rows_are_divided_near_the_middle_between_requests_or_blocks(rows: Rows, first: Rows, second: Rows) -> None:
     found = half_plans(plan_of(rows), 16)
     assert found is not None and [rows_of(half) for half in found] == [first, second]

@@ -32,7 +32,7 @@ def share_of(controller: Any) -> HostShare:
 @pytest.mark.parametrize(
     ("family", "rule"),
     [("Qwen3Moe", "auto"), *((family, "2") for family in ("Qwen3Moe", "GptOss", "DeepseekV3"))],
-)  # fmt: skip
+)
 @pytest.mark.slow
 def test_the_host_and_the_device_together_give_the_tokens_of_a_device_that_holds_all(
     configured: Configured, family: str, rule: str

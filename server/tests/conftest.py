@@ -236,9 +236,7 @@ def make_api(folder: Path) -> Iterator[Callable[..., Api]]:
 def make_server(folder: Path) -> Iterator[Callable[..., LiveServer]]:
     made: list[LiveServer] = []
 
-    def make(
-        engine: FakeEngine | None = None, limits: BodyLimits | None = None, model: Path = folder
-    ) -> LiveServer:  # fmt: skip
+    def make(engine: FakeEngine | None = None, limits: BodyLimits | None = None, model: Path = folder) -> LiveServer:
         made.append(LiveServer(model, engine or FakeEngine(), limits or BodyLimits()))
         return made[-1]
 
@@ -256,8 +254,9 @@ def says(make_api: Callable[..., Api], tmp_path: Path) -> Callable[..., Api]:
     def make(text: str, model: Path = folder, options: ServerOptions | None = None, **settings: Any) -> Api:
         engine = FakeEngine(
             lambda request: [*encode(text, add_special_tokens=False).ids, 258],
-            info_overrides={"max_model_len": 4096}, **settings,
-        )  # fmt: skip
+            info_overrides={"max_model_len": 4096},
+            **settings,
+        )
         return make_api(engine, model=model, options=options)
 
     return make

@@ -302,7 +302,7 @@ def test_a_wrong_request_to_generate_says_what_to_send(api: Any, fields: Any, pa
         ({"target_name": "logits", "slice_pos": [[0, 3]]}, ".slice_pos", "send -2 or less"),
         ({"target_name": "logits", "slice_pos": [[0, -1]]}, ".slice_pos", "send -2 or less"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_target_says_what_to_send(api: Any, target: Any, param: str, says: str) -> None:
     response = forward(api, target)
     found = wrong(response)

@@ -82,7 +82,7 @@ def changed(name: str, content: bytes, compression: int = zipfile.ZIP_STORED) ->
         (changed("data/0", b"\0" * 48, zipfile.ZIP_DEFLATED), "compressed"),
         (saved(ROWS)[:300], "not a tensor"),
     ],
-)  # fmt: skip
+)
 def test_a_hostile_file_runs_nothing_and_is_refused(data: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_matrix(data, 3, WIDTH)
@@ -153,7 +153,7 @@ def test_embeddings_stand_in_a_chat_where_their_part_does(rows_api: Any) -> None
         ({"type": "prompt_embeds", "data": "not base64!"}, "messages[0].content[0].data"),
         ({"type": "prompt_embeds", "data": "aGk="}, "messages[0].content[0].data"),
     ],
-)  # fmt: skip
+)
 def test_a_part_that_cannot_be_used_is_refused(rows_api: Any, error: Any, part: dict[str, Any], param: str) -> None:
     answer = rows_api.chat(messages=[{"role": "user", "content": [part]}])
     assert answer.status_code == 400 and error(answer)["param"] == param

@@ -397,7 +397,7 @@ def test_spans_may_be_printed(make_api: Any, capsys: pytest.CaptureFixture[str])
         ({"messages": CHAT["messages"], "max_tokens": 2}, "chat"),
         ({"prompt": "hi", "max_tokens": 2}, "text_completion"),
     ],
-)  # fmt: skip
+)
 def test_a_request_by_sagemakers_name_is_called_what_it_asks_for(
     make_api: Any, collector: Collector, body: dict[str, Any], operation: str
 ) -> None:

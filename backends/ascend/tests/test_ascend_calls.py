@@ -376,8 +376,7 @@ def test_the_fused_latent_attention_refuses_what_its_kernel_does_not_take_with_t
 
 
 def test_the_fused_latent_attention_takes_no_bias_and_says_what_serves_it_L1() -> None:
-    static = {"hidden": 7168, "dtype": "bfloat16", "eps": 1e-6, "offset": 0.0,
-              "state": SimpleNamespace(provider=None)}  # fmt: skip
+    static = {"hidden": 7168, "dtype": "bfloat16", "eps": 1e-6, "offset": 0.0, "state": SimpleNamespace(provider=None)}
     run = NpuLatentAttentionBlock().build(OpCall("latent_attention_block", static, Bucket(1, 1), A2))
     nothing = torch.zeros(0)
     weights = LatentWeights(*(Any for _ in range(6)), down_bias=nothing)  # type: ignore[arg-type]
@@ -428,9 +427,7 @@ def compare_state(
             found.append(each.attend(views, meta, query))
         torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
     blocks = torch.arange(1, 42, dtype=torch.int32)
-    for mine, other in zip(
-        provider.export_blocks(ours, blocks), reference.export_blocks(theirs, blocks), strict=True
-    ):  # fmt: skip
+    for mine, other in zip(provider.export_blocks(ours, blocks), reference.export_blocks(theirs, blocks), strict=True):
         assert torch.equal(mine, other)
 
 
@@ -460,9 +457,12 @@ def test_state_of_310p_equals_the_reference_L1(npu: None, rows: torch.Generator)
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"dtype": "float32"}, "in float16, not in float32"), ({"sinks": True}, "neither sinks"),
-     ({"heads": 7}, "no kernel for 7 query heads")],
-)  # fmt: skip
+    [
+        ({"dtype": "float32"}, "in float16, not in float32"),
+        ({"sinks": True}, "neither sinks"),
+        ({"heads": 7}, "no kernel for 7 query heads"),
+    ],
+)
 def test_state_that_310p_cannot_hold_is_refused_with_the_reason_L1(
     npu: None, change: dict[str, Any], reason: str
 ) -> None:

@@ -104,8 +104,7 @@ class Cases:
         tokens, top = self._size(40), self._rng.randint(1, experts)
         matrices = [[WeightPart("w", rows, columns, stored_as(self._dtype), {"weight": self._draw(rows, columns)})]]
         weight = PLAIN.pack_stack(matrices * experts, experts, self._dtype, CPU)
-        run = self._built("grouped_linear", experts=experts, rows=rows, columns=columns,
-                          dtype=self._dtype)  # fmt: skip
+        run = self._built("grouped_linear", experts=experts, rows=rows, columns=columns, dtype=self._dtype)
         bias = self._draw(experts, rows) if self._rng.random() < 0.5 else None
 
         def make() -> tuple[Any, ...]:
@@ -138,14 +137,14 @@ class Cases:
                           dtype=self._dtype, alpha=1.0, limit=0.0)  # fmt: skip
         yield "act_and_mul", act, lambda: (self._draw(tokens, 2 * width),)
         mix, top = self._built("mix_experts", hidden=width, dtype=self._dtype), self._rng.randint(1, 9)
-        yield "mix_experts", mix, lambda: (
-            self._draw(tokens, top, width), self._draw(tokens, top, dtype=torch.float32))  # fmt: skip
+        yield "mix_experts", mix, lambda: (self._draw(tokens, top, width), self._draw(tokens, top, dtype=torch.float32))
 
     def _rotary(self) -> Case:
         size, heads, kv_heads = 2 * self._size(40), self._size(5), self._size(3)
         dim, tokens, length = 2 * self._rng.randint(0, size // 2), self._size(50), self._size(99)
-        run = self._built("rotary", head_dim=size, rotary_dim=dim, interleaved=self._rng.random() < 0.5,
-                          dtype=self._dtype)  # fmt: skip
+        run = self._built(
+            "rotary", head_dim=size, rotary_dim=dim, interleaved=self._rng.random() < 0.5, dtype=self._dtype
+        )
         wide = self._rng.choice((torch.int32, torch.int64))
 
         def make() -> tuple[Any, ...]:

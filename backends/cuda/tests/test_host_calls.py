@@ -238,7 +238,7 @@ def test_two_devices_are_answered_side_by_side(chip: Chip, calls: HostCalls) -> 
 
 def test_a_call_that_raises_or_is_gone_does_not_stop_the_device(
     chip: Chip, calls: HostCalls, caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
+) -> None:
     layer, raised = Layer(1), list[str]()
 
     def raises() -> None:

@@ -215,7 +215,7 @@ def _stored(tuning: Tuning, kind: torch.dtype) -> None:
         for tokens, product in ((1, gemv), (16, skinny)):
             product(
                 tuning, torch.empty(tokens, 4096, dtype=kind, device=META), matrix(24576, 4096), kind, activation="silu"
-            )  # fmt: skip
+            )
         for tokens in (2, 1024):
             slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
             x = torch.empty(tokens, 2048, dtype=kind, device=META)

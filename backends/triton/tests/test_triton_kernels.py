@@ -156,7 +156,7 @@ def test_few_tokens_have_the_activation_in_the_product_with_stored_gate_and_up(
     monkeypatch.setattr(composites, "act_rows", act)
     results = check_composite(
         kernel, every, HostDevice(0), host_states(), linears, ("float32",), kinds=("float8 quantized",)
-    )  # fmt: skip
+    )
     assert {r.outcome for r in results if r.case != "all"} <= {"passed", "not applicable"} and bool(asked) == apart
     assert "passed" in {r.outcome for r in results}
 

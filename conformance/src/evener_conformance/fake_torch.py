@@ -110,6 +110,4 @@ def install_vendor_fork_backend(
     values = {"name": name, "package": package, "namespace": namespace, "marks": marks, "score": score}
     for file, text in (("__init__", _BACKEND), ("probe", _PROBE)):
         (folder / package / f"{file}.py").write_text(text.format(**values))
-    return write_distribution(
-        folder, f"evener-backend-{name}", {"evener.backends": {name: f"{package}:descriptor"}}
-    )  # fmt: skip
+    return write_distribution(folder, f"evener-backend-{name}", {"evener.backends": {name: f"{package}:descriptor"}})

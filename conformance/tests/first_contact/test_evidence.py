@@ -205,7 +205,7 @@ def _write_wheel(path: Path) -> Path:
         ("\x1b[31mred\x1b[0m\x07", "?red??"),
         ("versions 2.13.0 and 1.2.3.4.5, [1, 2], 3/4", "versions 2.13.0 and 1.2.3.4.5, [1, 2], 3/4"),
     ],
-)  # fmt: skip
+)
 def test_private_data_is_removed_and_the_rest_is_left(text: str, expected: str) -> None:
     assert Redactor(("alice", "node17"))(text) == expected
 

@@ -36,9 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def contact(
-    site: Path, out: Path, fails: str, *words: str, timeout: float = 240
-) -> tuple[int, Evidence | None, str]:  # fmt: skip
+def contact(site: Path, out: Path, fails: str, *words: str, timeout: float = 240) -> tuple[int, Evidence | None, str]:
     """Exit code, evidence and progress of a run, which ends within ``timeout`` seconds."""
     environ = {
         **os.environ,
@@ -92,8 +90,9 @@ def test_with_two_jobs_each_check_has_a_process_and_the_file_has_the_same_cases(
 
 
 def test_what_is_private_does_not_reach_the_file(site: Path, tmp_path: Path) -> None:
-    code, evidence, progress = contact(site, tmp_path / "e.json", "the device does not open", "--part", "primitives",
-                                       "--part", "device")  # fmt: skip
+    code, evidence, progress = contact(
+        site, tmp_path / "e.json", "the device does not open", "--part", "primitives", "--part", "device"
+    )
     text = (tmp_path / "e.json").read_text()
     outcome, said = part(evidence, "device")
     assert (code, outcome) == (1, "failed")

@@ -45,7 +45,7 @@ EVERY = (*SHAPES, *QUANTIZED)
         *(pytest.param(dtype, EVERY, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16", "float16")),
     ],
     ids=["bfloat16, a third of them", "float32", "bfloat16", "float16"],
-)  # fmt: skip
+)
 def test_the_reference_keeps_the_contract_for_every_shape(dtype: str, shapes: Sequence[Shape]) -> None:
     report = check_provider(ReferenceState(), HostDevice(0), dtype, shapes)
     assert report.problems == [] and len(report.checked) == len(shapes) + 2

@@ -63,7 +63,7 @@ def naive(config: Any) -> NaiveModel:
         ("Llama", "int8", {"infer.step_tokens": 9, "infer.depth": 3}),
         ("Gemma3", "int8", {"infer.step_tokens": 7}),
     ],
-)  # fmt: skip
+)
 def test_tokens_match_the_naive_engine(
     family: str, stored: str, options: dict[str, Any], make_lively: Any, play: Any, shrink_pool: Any, tmp_path: Path,
     one_thread: None,

@@ -102,7 +102,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "tp", "pp"), CASES)
 def test_ranks_give_the_tokens_of_one_rank(
     family: str, tp: int, pp: int, make_lively: Any, play: Any, ranked: Any
-) -> None:  # fmt: skip
+) -> None:
     config = make_lively(family, FAMILIES[family])
     messages = requests()
     arrivals = {m.id: 3 * i for i, m in enumerate(messages)}
@@ -141,9 +141,7 @@ def test_stages_give_the_tokens_of_one_rank_under_preemption_and_aborts(
     depth: int, make_lively: Any, play: Any, ranked: Any, shrink_pool: Any
 ) -> None:
     config = make_lively("Llama", FAMILIES["Llama"], **{"infer.step_tokens": 16})
-    messages = [
-        NewRequest(id=f"r{i}", prompt=[i + 5, *range(13)], max_tokens=14, sampling=GREEDY) for i in range(6)
-    ]  # fmt: skip
+    messages = [NewRequest(id=f"r{i}", prompt=[i + 5, *range(13)], max_tokens=14, sampling=GREEDY) for i in range(6)]
     expected = play(build_controller(config)[0], messages)
     several = ranked(same_model(config, pp_size=2, depth=depth))
     shrink_pool(several, 5)
@@ -237,7 +235,7 @@ def test_layers_that_cannot_be_divided_are_refused(
 
 def test_a_model_without_pipeline_support_is_rejected(
     make_config: Any, ranked: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("evener.layers.builder.Builder.layers", lambda self, count: range(count))
     with pytest.raises(ArchitectureError, match="LlamaForCausalLM does not divide its layers"):
         ranked(make_config("Llama", **{"infer.pp_size": 2}))

@@ -186,7 +186,7 @@ def test_a_truncated_last_bucket_uses_the_full_bucket_s_measurement() -> None:
         (other(packages={"acme": "1.1"}), "it was measured with acme 1.1, here is 1.2"),
         (other(packages={"other": "3"}), "it was measured with other 3, here is none"),
     ],
-)  # fmt: skip
+)
 def test_a_tuning_file_applies_only_to_the_same_device_versions_and_packages(
     there: BenchEnvironment, reason: str | None, cache: Path
 ) -> None:

@@ -63,7 +63,7 @@ class Replica:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(
             base_url=self._engine.url, timeout=httpx.Timeout(None, connect=5.0), limits=limits, trust_env=False
-        )  # fmt: skip
+        )
 
     async def ask(self, question: Question) -> AsyncIterator[Head | bytes]:
         """The server's answer."""

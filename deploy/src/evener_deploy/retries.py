@@ -68,7 +68,7 @@ def error_body(message: str) -> bytes:
     """An error in OpenAI's shape."""
     return json.dumps(
         {"error": {"message": message, "type": "server_error", "param": None, "code": "replica_lost"}}
-    ).encode()  # fmt: skip
+    ).encode()
 
 
 async def _close(answer: AsyncIterator[Head | bytes]) -> None:

@@ -74,9 +74,9 @@ def open_source(config: Config) -> Source:
     family: type[Architecture] = target.load()
     schemes = [provided.value for provided in loaded.quant_schemes()]
     length = facts_of(config.model, checkpoint.config, family.max_positions).max_positions or 2
-    checkpoint, scheme = view_checkpoint(ViewRequest(
-        checkpoint, family, schemes, min(length, 4096), config.quant, config.weight_map, config.options
-    ))  # fmt: skip
+    checkpoint, scheme = view_checkpoint(
+        ViewRequest(checkpoint, family, schemes, min(length, 4096), config.quant, config.weight_map, config.options)
+    )
     source = Source(config, checkpoint, family, scheme)
     build = declare(source, World())
     check_match(build.weights, checkpoint.headers, scheme, where=str(path), **match_context(build))

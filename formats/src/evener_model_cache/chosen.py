@@ -75,9 +75,7 @@ def numbered(items: Sequence[Weight | LinearWeight]) -> dict[str, Weight | Linea
     return {f"{number} {item.name}": item for number, item in enumerate(items)}
 
 
-def tensors_of(
-    items: Mapping[str, Weight | LinearWeight], packings: Mapping[str, Packing]
-) -> ChosenTensors:  # fmt: skip
+def tensors_of(items: Mapping[str, Weight | LinearWeight], packings: Mapping[str, Packing]) -> ChosenTensors:
     """The tensors of loaded weights; weights whose packing saves none are left out, and with them those that share a
     tensor of the checkpoint with one: they would no longer share memory."""
     saved: dict[str, Sequence[torch.Tensor]] = {}

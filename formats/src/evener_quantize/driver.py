@@ -91,9 +91,7 @@ def quantize(
 class _Layers:
     """The layers of one run, and their files in its folder."""
 
-    def __init__(
-        self, folder: Path, config: Config, chosen: Chosen, settings: Settings, ids: Sequence[int]
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, config: Config, chosen: Chosen, settings: Settings, ids: Sequence[int]) -> None:
         self._folder, self._config, self._chosen, self._settings = folder, config, chosen, settings
         self._maker, self._observer = LayerMaker(settings, chosen), Observer()
         self._windows = [ids[at : at + settings.window] for at in range(0, len(ids), settings.window)]
@@ -212,8 +210,9 @@ def _check_room(folder: Path, rest: _Rest, chosen: Chosen) -> None:
     needed = sum(Stored(*each).nbytes for each in headers.values() if hasattr(torch, each[0]))
     free = shutil.disk_usage(folder).free + sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
     if needed > free:
-        raise ConfigError(f"{folder.parent} has {free:,} bytes free, and the result needs {needed:,}; choose another "
-                          "place")  # fmt: skip
+        raise ConfigError(
+            f"{folder.parent} has {free:,} bytes free, and the result needs {needed:,}; choose another place"
+        )
 
 
 def _batches(keys: Mapping[Key, int], most: int) -> Iterator[dict[Key, int]]:

@@ -77,7 +77,7 @@ class CapturedExperts:
 
     def __init__(
         self, device: Device, host: Device, threads: int, attribution: Attribution, first: str, work: HostWork
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._device, self._host, self._attribution = device, host, attribution
         self._threads = threads
         self._first, self._work, self.steps = first, work, 0
@@ -151,9 +151,7 @@ class CapturedExperts:
 
         return wait
 
-    def _call(
-        self, begins: bool, compute: Callable[[int], None], expert_bytes: int, ids: np.ndarray[Any, Any]
-    ) -> None:  # fmt: skip
+    def _call(self, begins: bool, compute: Callable[[int], None], expert_bytes: int, ids: np.ndarray[Any, Any]) -> None:
         """The function that the device calls."""
         if begins:
             self._rows = self._submitted.popleft() if self._submitted else None

@@ -67,9 +67,7 @@ class ResidentLayer:
         self._used: list[Any] = [None] * count
         self._copied: list[Any] = [None] * count
 
-    def waves(
-        self, needed: Iterable[int], elsewhere: Collection[int] = (), together: bool = False
-    ) -> Sequence[Wave]:  # fmt: skip
+    def waves(self, needed: Iterable[int], elsewhere: Collection[int] = (), together: bool = False) -> Sequence[Wave]:
         """How the ``needed`` experts are computed; all of that must then be ``filled``. Experts that are on the device
         come first. Those that are computed ``elsewhere`` are left out. ``together``: all in one wave, if there are
         slots for all."""

@@ -135,7 +135,7 @@ class SlotProducts:
 
     def _weights(
         self, w: MoEWeights, slot_of: torch.Tensor, copies: torch.Tensor, expert_of: torch.Tensor
-    ) -> MoEWeights:  # fmt: skip
+    ) -> MoEWeights:
         biases = _chosen([w.gate_up_bias, w.down_bias], expert_of)
         return w._replace(
             gate_up=self._layer.gate_up.value, down=self._layer.down.value, slots=slot_of, copies=copies,

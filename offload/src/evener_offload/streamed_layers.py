@@ -211,8 +211,7 @@ class StreamedLayers:
         if place is None or (self._least is not None and bucket.high < self._least):
             return None
         device, slots = self._device, place.slots
-        products = SlotProducts(slots, place.number, device, self._resolver, f"{path} streamed", static, bucket,
-                                True)  # fmt: skip
+        products = SlotProducts(slots, place.number, device, self._resolver, f"{path} streamed", static, bucket, True)
         following, guess = self._following(path), None
         if following is not None:
             guess = self._next[path].resolve(self._resolver, bucket)

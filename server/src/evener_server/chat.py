@@ -192,7 +192,7 @@ class ChatJob(Job):
                 only_calls=self._held.forced,
             )
             for _ in range(generation.n)
-        ]  # fmt: skip
+        ]
 
     def _prompt_end(self, stream: Stream) -> str:
         tokenizer = self._service.llm.tokenizer

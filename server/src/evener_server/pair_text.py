@@ -19,9 +19,7 @@ _QWEN3 = (
 _QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-async def pair_text(
-    service: Service, query: str, document: str, instruction: str | None
-) -> str | tuple[str, str]:  # fmt: skip
+async def pair_text(service: Service, query: str, document: str, instruction: str | None) -> str | tuple[str, str]:
     """The text of a pair, by the folder's template if that has the roles ``query`` and ``document``, as
     sentence-transformers saves it, or by Qwen3-Reranker's; for a model whose tokenizer joins them, both texts.
 
@@ -36,8 +34,9 @@ async def pair_text(
         if instruction is not None and "instruction" not in template:
             raise RequestError("the model's template reads no instruction: leave it out", "instruction")
         messages: list[dict[str, Any]] = [
-            {"role": "query", "content": query}, {"role": "document", "content": document}
-        ]  # fmt: skip
+            {"role": "query", "content": query},
+            {"role": "document", "content": document},
+        ]
         variables = None if instruction is None else {"instruction": instruction}
         text = await asyncio.to_thread(chat.prompt, messages, template_kwargs=variables)
         assert not isinstance(text, MediaPrompt), "texts have no images"

@@ -60,7 +60,7 @@ class VersionHeader:
 
 def add_weights(
     app: FastAPI, service: Service, folder: str, schema: dict[str, Any], responses: dict[int | str, dict[str, Any]]
-) -> None:  # fmt: skip
+) -> None:
     """Add the routes. ``schema`` and ``responses`` describe ``UpdateWeightsBody`` and errors for people."""
     llm = service.llm
 

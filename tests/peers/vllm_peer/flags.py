@@ -102,7 +102,7 @@ FLAGS: Mapping[str, Meaning] = {
     "--tool-call-parser": Key("server.tool_parser", names=_TOOLS),
     "--tool-server": Elsewhere("tools that the server runs; with evener, clients run them"),
     "--watermark-config": Key("server.watermark_key_file"),
-}  # fmt: skip
+}
 
 
 def settings(model: str, flags: Sequence[str]) -> dict[str, str]:

@@ -185,7 +185,7 @@ def _require_int8(
 
 def write_pages(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
-) -> None:  # fmt: skip
+) -> None:
     """Write key [T, heads, D] and value [T, heads, E] to keys [pages, 128, heads, D] and values [pages, 128, heads, E].
     Mutates the pages."""
     name = "npu_scatter_pa_kv_cache"
@@ -292,7 +292,7 @@ def as_fractal_nz(x: torch.Tensor) -> torch.Tensor:
 
 def write_blocked(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
-) -> None:  # fmt: skip
+) -> None:
     """Write key and value [T, heads, D], float16, to keys and values [pages, heads * D / 16, 128, 16]. Mutates the
     pages."""
     name = "_npu_reshape_and_cache"

@@ -28,9 +28,7 @@ _BUS = ("19e5:d100", "19e5:d500", "19e5:d801", "19e5:d802", "19e5:d803")
 _SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
-def marks(
-    dev: Path = Path("/dev"), torch: TorchMarks | None = None, extension: str | None = None
-) -> Marks:  # fmt: skip
+def marks(dev: Path = Path("/dev"), torch: TorchMarks | None = None, extension: str | None = None) -> Marks:
     """A device node with its manager's, and a torch_npu of torch's version.
 
     Args:

@@ -194,7 +194,7 @@ class _Routed:
 
     def __init__(
         self, device: Any, function: Any, aside: Any, static: ExpertsStatic, layouts: Mapping[str, str]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._device, self._function, self._site = device, function, _Stacks(static, layouts)
         self._aside = aside
         self._hidden, self._top, self._dtype = static["hidden"], static["top"], getattr(torch, static["dtype"])
@@ -234,7 +234,7 @@ class _Routed:
 
     def _checked(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
-    ) -> tuple[int, int, int, int]:  # fmt: skip
+    ) -> tuple[int, int, int, int]:
         self._last = (None, None, None, None)
         rows, pairs = (x.shape[0], self._hidden), (x.shape[0], self._top)
         return (

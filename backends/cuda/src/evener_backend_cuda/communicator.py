@@ -64,9 +64,7 @@ class PeerCommunicator(TorchCommunicator):
         return tensor
 
 
-def open_communicator(
-    name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str
-) -> Communicator:  # fmt: skip
+def open_communicator(name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str) -> Communicator:
     """This rank's communicator of a group. Tensor parallel ranks ("tp") read each other's memory if they can."""
     base = open_torch_communicator("nccl", name, ranks, rank, world_size, init_method, NCCL_CAPABILITIES)
     if name != "tp":

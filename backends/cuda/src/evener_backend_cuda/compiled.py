@@ -100,9 +100,7 @@ class CompiledKernel:
         early: it may start before the launch ahead of it has ended (programmatic dependent launch).
     """
 
-    def __init__(
-        self, binary: bytes, name: str, grid: int, threads: int, shared: int, early: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, binary: bytes, name: str, grid: int, threads: int, shared: int, early: bool = True) -> None:
         lib, self._module, self._function = _cuda(), ctypes.c_void_p(), ctypes.c_void_p()
         _check(lib.cuModuleLoadData(ctypes.byref(self._module), binary))
         _check(lib.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
@@ -164,6 +162,6 @@ class Driver:
 
     def kernel(
         self, code: bytes, name: str, grid: int, threads: int, shared: int, early: bool = True
-    ) -> CompiledKernel:  # fmt: skip
+    ) -> CompiledKernel:
         """Load it. Raises RuntimeError if the driver refuses."""
         return CompiledKernel(code, name, grid, threads, shared, early)

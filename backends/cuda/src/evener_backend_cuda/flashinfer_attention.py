@@ -88,9 +88,9 @@ class FlashInferState(PagedLibrary):
             self._partial = torch.empty(_PARTIAL, dtype=torch.uint8, device=where)
         if group not in self._rings:
             made = self.library.load().BatchPrefillWithPagedKVCacheWrapper
-            self._rings[group] = _Ring([
-                made(float_workspace_buffer=self._partial, kv_layout="NHD", backend="fa2") for _ in range(_RING)
-            ])  # fmt: skip
+            self._rings[group] = _Ring(
+                [made(float_workspace_buffer=self._partial, kv_layout="NHD", backend="fa2") for _ in range(_RING)]
+            )
         return self._rings[group]
 
     def attend(

@@ -92,7 +92,7 @@ class ManyCopies:
 
     def __init__(
         self, kernels: Driver, driver: Callable[[], Any] = open_driver, large: int = LARGE, programs: int = PROGRAMS
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._kernels, self._open, self._large, self._programs = kernels, driver, large, programs
         self._launch: CompiledKernel | None = None
         self._compiles = self._batches = True

@@ -138,9 +138,7 @@ class GcuIntegers(VendorKernel):
             )  # fmt: skip
             return found
         out = x.new_empty(x.shape[0], rows)
-        self.ops.function(EIGHT)(
-            output=out, input=x, qweight=data[0], bias=bias, scale=data[1], group_size=group or -1
-        )  # fmt: skip
+        self.ops.function(EIGHT)(output=out, input=x, qweight=data[0], bias=bias, scale=data[1], group_size=group or -1)
         return out
 
 

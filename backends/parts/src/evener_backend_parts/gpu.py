@@ -77,14 +77,12 @@ def gpu_graphs(device: Device, kind: type[TorchGraphs] = TorchGraphs) -> GraphCa
     """Captures of steps in one memory pool."""
     assert isinstance(device, TorchDevice), "it is this backend's device"
     # Other threads move state while a step is captured; what they do must not end the capture.
-    return kind(
-        device, torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle, capture_error_mode="thread_local"
-    )  # fmt: skip
+    return kind(device, torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle, capture_error_mode="thread_local")
 
 
 def open_gpu_communicator(
     name: str, ranks: Sequence[int], rank: int, world_size: int, init_method: str
-) -> Communicator:  # fmt: skip
+) -> Communicator:
     """This rank's end of a group over the vendor's collectives library. Pairs are connected now, except those of
     tensor parallel ranks, which send each other nothing."""
     base: TorchCommunicator = open_torch_communicator(

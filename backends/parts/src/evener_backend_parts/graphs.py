@@ -34,9 +34,7 @@ class TorchGraphs(GraphCapture):
 
     replay: type[TorchReplay] = TorchReplay
 
-    def __init__(
-        self, device: TorchDevice, graph: Callable[[], Any], pool: Callable[[], Any], **begin: Any
-    ) -> None:  # fmt: skip
+    def __init__(self, device: TorchDevice, graph: Callable[[], Any], pool: Callable[[], Any], **begin: Any) -> None:
         self.device, self._graph, self._pool, self._begin = device, graph, pool, begin
         self._stream: Any = None
         self._shared_pool: Any = None

@@ -73,7 +73,7 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
 
     def packed(
         x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: PackedMatrix, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x, more, total = rows_of(x), None, None
         if residual is not None:
             more, total = rows_of(residual), torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -85,7 +85,7 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
 
     def some(
         x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: Matrix, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
         after = x.float() if total is None else total
         # Measured: of plain numbers, for more tokens, gate and up rows in one tile are slower.
@@ -98,7 +98,7 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
 
     def rounding(
         x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: StoredMatrix, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, total, _ = norm_round(tuning, x, residual, norm, eps, offset, dtype, w)
         wide = rounded_product(tuning, dtype, rows, w, bias)
         made = act_rows(tuning, wide, w.shape[0] // 2, activation) if activation else wide

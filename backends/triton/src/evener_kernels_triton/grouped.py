@@ -51,7 +51,7 @@ def group_pieces(part: WeightPart, form: PackedForm, first: int, stop: int, devi
         ("weight", stored, (torch.uint8, (part.rows, columns // 2))),
         ("scale", scale, (getattr(torch, str(part.format.scale)), (part.rows, groups))),
         ("zero", zero, (torch.uint8, (part.rows, groups)) if part.format.zero else None),
-    ):  # fmt: skip
+    ):
         found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
         if wanted is not None and found != wanted:
             raise ValueError(f"{role} of {part.name} is {found}, not {wanted}")

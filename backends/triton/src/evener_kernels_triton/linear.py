@@ -166,7 +166,7 @@ def _skinny(
 @memoized
 def _skinny_launch(
     tuning: Tuning, p: Product, rows: int, columns: int, each: int, splits: int, form: Form, bias: bool, activation: str
-) -> PreparedLaunch:  # fmt: skip
+) -> PreparedLaunch:
     """The same for all numbers of tokens that have the same sizes."""
     kernel, more = skinny_kernel, dict[str, Any]()
     if form.kind:
@@ -184,9 +184,7 @@ def _grid(p: Product, tokens: int, rows: int, columns: int) -> tuple[int, int, i
     return -(-rows // p.n), -(-tokens // p.m), each, -(-columns // each)
 
 
-def partial_sums(
-    tuning: Tuning, call: OpCall, rows: int, columns: int, stored: bool = False, wide: int = 0
-) -> int:  # fmt: skip
+def partial_sums(tuning: Tuning, call: OpCall, rows: int, columns: int, stored: bool = False, wide: int = 0) -> int:
     """Bytes of the partial sums of ``few_tokens_linear``, if it serves the tokens of ``call``. ``wide``: of the form of
     stored elements."""
     tokens = call.bucket.high

@@ -511,9 +511,7 @@ class Tuning:
     @memoized
     def even_tile(self, wide: int) -> EvenTile | None:
         """For heads of ``wide`` 16-bit numbers; None where there are no sizes. Measured on a GPU with 132 units."""
-        sizes = {
-            64: EvenTile(128, 2, 2, 32, 128), 128: EvenTile(128, 2, 2, 64, 128), 256: EvenTile(64, 2, 2, 64, 168)
-        }  # fmt: skip
+        sizes = {64: EvenTile(128, 2, 2, 32, 128), 128: EvenTile(128, 2, 2, 64, 128), 256: EvenTile(64, 2, 2, 64, 168)}
         tile = sizes.get(wide)
         fits = tile is not None and (64 + 2 * tile.stages * tile.n) * wide * 2 + 2048 <= self.shared
         return tile if fits else None

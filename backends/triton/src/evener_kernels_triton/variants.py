@@ -55,7 +55,7 @@ def _single_token(tuning: Tuning, rows: int, columns: int, halves: int, stored: 
 
 def stored_products(
     tuning: Tuning, call: OpCall, rows: int, columns: int, most: int, halves: int = 1
-) -> Sequence[Variant]:  # fmt: skip
+) -> Sequence[Variant]:
     """As ``products``, for weights of one byte an element; ``most`` as in ``Tuning.stored``."""
     tokens, element = call.bucket.high, _size(call)
     if tokens == 1 and columns % WORD == 0:
@@ -87,9 +87,7 @@ def rounded_products(tuning: Tuning, call: OpCall, rows: int, columns: int) -> S
     return [*tried, {"splits": own.splits // 2}] if own.splits > 1 else tried
 
 
-def packed_products(
-    tuning: Tuning, call: OpCall, parts: Sequence[WeightPart], halves: int = 1
-) -> Sequence[Variant]:  # fmt: skip
+def packed_products(tuning: Tuning, call: OpCall, parts: Sequence[WeightPart], halves: int = 1) -> Sequence[Variant]:
     """As ``products``, for packed weights of these parts; the same changes for each segment."""
     tokens, columns = call.bucket.high, parts[0].columns
     rows, form = max(segments_of(parts), key=lambda of: of[0])

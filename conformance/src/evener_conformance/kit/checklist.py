@@ -291,7 +291,7 @@ class Checklist:
         linears = [p.value for p in subject.kernels if p.value.op in ("linear", "grouped_linear")]
         return check_composite(
             kernel, list(subject.schemas.values()), subject.device, states, linears, dtypes, seed=seed, watch=watch
-        )  # fmt: skip
+        )
 
     def _formats(self) -> Iterator[Check]:
         subject = self.subject

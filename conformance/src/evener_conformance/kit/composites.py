@@ -104,7 +104,7 @@ class TinyModel:
                 family.norm,
             )
             for i in range(2)
-        ]  # fmt: skip
+        ]
         norms = norm_common(build, family.hidden, family.eps, family.offset, family.norm)
         self.head = LMHead(build, "head.weight", "norm", family.vocab, norms, cap=family.cap, scale=family.scale)
         for slot in build.slots if family.state else ():
@@ -184,9 +184,7 @@ class TinyModel:
         found = random_part(storage_of(part.format), part.rows, part.columns, noise)
         return replace(part, tensors=found.tensors)
 
-    def _read(
-        self, weight: Weight, made: list[torch.Tensor], parts: dict[str, torch.Tensor]
-    ) -> list[torch.Tensor]:  # fmt: skip
+    def _read(self, weight: Weight, made: list[torch.Tensor], parts: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """A plain weight may be another view of a matrix that a linear layer has, or be computed from several."""
         if weight.make is not None:
             return [weight.make([parts[name] for name in weight.sources])]
@@ -235,8 +233,9 @@ class TinyModel:
         )  # fmt: skip
         metas = tuple(
             slot.provider.metadata(state, slot.spec, slot.attention, self.block)
-            for slot in self._groups.values() if slot.provider is not None
-        )  # fmt: skip
+            for slot in self._groups.values()
+            if slot.provider is not None
+        )
         step = _Step(bucket_index(len(at)), state.positions, state.positions, metas)
         stream = self._memory.copy(x.to(getattr(torch, self.dtype)), "the hidden states")
         residual: torch.Tensor | None = None
@@ -365,9 +364,10 @@ def check_composite(
         return outcome != "not applicable"
 
     names = [
-        f.name for f in families()
+        f.name
+        for f in families()
         if f.calls(kernel.op) and (not kinds or f.name in kinds) and (not f.storage or _takes(kernel, f.storage))
-    ]  # fmt: skip
+    ]
     for dtype in dtypes:
         fitting = [f.for_dtype(dtype) for f in families() if f.name in names]
         for provider in providers or (ReferenceState(),):
@@ -497,9 +497,7 @@ def _run(model: TinyModel, inputs: Sequence[_Input]) -> _Found:
 
 
 @lru_cache(maxsize=512)
-def _expected(
-    family: Family, steps: Sequence[Sequence[int]], dtype: str, seed: int, schemas: _Schemas
-) -> _Found:  # fmt: skip
+def _expected(family: Family, steps: Sequence[Sequence[int]], dtype: str, seed: int, schemas: _Schemas) -> _Found:
     """What the reference gives in float32, with weights that were rounded to ``dtype``: the same for all kernels and
     devices, so it is computed once."""
     weights = TinyModel(HostDevice(0), dtype, family, (), ReferenceState(), schemas, seed=seed)
@@ -509,7 +507,7 @@ def _expected(
 
 def _differences(
     model: TinyModel, inputs: Sequence[_Input], want: _Found, near: _Found | None, close: float
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """What is further from the reference than ``close``, or, with ``near``, than the reference of nearly the same input
     allows: see ``_JUMPS``."""
     before = model.contents()
@@ -517,9 +515,10 @@ def _differences(
     others = near.steps if near is not None else [(None, None)] * len(inputs)
     for number, (each, gots, wants, more) in enumerate(zip(inputs, got.steps, want.steps, others, strict=True)):
         found = [
-            text for what, a, b, c in zip(("hidden states", "logits"), gots, wants, more, strict=True)
+            text
+            for what, a, b, c in zip(("hidden states", "logits"), gots, wants, more, strict=True)
             for text in _describe_error(f"step {number} of {len(each.x)} rows: {what}", a, b, _limit(close, b, c))
-        ]  # fmt: skip
+        ]
         yield from found
         if found:  # later steps follow from it
             break

@@ -264,9 +264,7 @@ class _PackingCheck:
         )
         generator = torch.Generator().manual_seed(tokens)
         made = make_case(self._schema.name, matrices, tokens, dtype, generator, unbiased)
-        found = check_case(
-            self._kernel, self._schema, self._device, dtype, made, packing, self._held, self._watch
-        )  # fmt: skip
+        found = check_case(self._kernel, self._schema, self._device, dtype, made, packing, self._held, self._watch)
         more = ", no bias, out=float32" if unbiased and self._schema.name == "linear" else ", no bias" * unbiased
         yield replace(found, case=f"{tokens} tokens, {case}{more}")
 
@@ -304,9 +302,11 @@ class _PackingCheck:
     ) -> list[str]:
         """Compare the attributes of what ``pack`` returns with what was announced and with the tensors."""
         facts = (
-            ("layout", packed.layout, self._packing.layout), ("shape", tuple(packed.shape), shape),
-            ("nbytes", packed.nbytes, nbytes), ("formats", packed.formats, formats),
-        )  # fmt: skip
+            ("layout", packed.layout, self._packing.layout),
+            ("shape", tuple(packed.shape), shape),
+            ("nbytes", packed.nbytes, nbytes),
+            ("formats", packed.formats, formats),
+        )
         names = {"nbytes": "nbytes(parts, dtype), which the memory plan uses, says"}
         found = [
             f"{by} returned {what} {have}, but {names.get(what, 'it should be')} {want}"

@@ -107,7 +107,7 @@ class GuardedMemory:
 
     def _empty(
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, name: str, flush: bool = False
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         row = count * dtype.itemsize // max(1, shape[0] if shape else 1)
         before = -(-_LEAST // self._alignment) * self._alignment

@@ -66,9 +66,7 @@ def kernel_memory(
             yield check.result(f"{CASE}, {_ROWS} rows", *_outcome(most, problems), dtype)
 
 
-def _cases(
-    kernel: Kernel, schema: OpSchema, dtype: str, seed: int
-) -> Iterator[tuple[str, OpCase, Packing | None]]:  # fmt: skip
+def _cases(kernel: Kernel, schema: OpSchema, dtype: str, seed: int) -> Iterator[tuple[str, OpCase, Packing | None]]:
     """The op's own cases; for an op with weights also one case for each format and packing, so wide that a whole
     dequantized weight is seen."""
     generator = torch.Generator().manual_seed(seed)
@@ -157,7 +155,7 @@ def provider_memory(
 
 def _measure_attention(
     provider: StateProvider, device: Device, shape: Shape, dtype: str, seed: int
-) -> tuple[int, list[str]]:  # fmt: skip
+) -> tuple[int, list[str]]:
     most, problems = 0, list[str]()
     for requests, before, count in _STEPS:
         run = large_step(provider, device, shape, dtype, seed, [before] * requests, [count] * requests)

@@ -107,7 +107,7 @@ def _tokens(check: Check, subject: Subject, folder: Path, dtype: str, seed: int)
         differ = describe_divergence(asked, {"at first": answers, "again": again})
         yield check.result(
             "the same prompts again, from the prefix cache", "failed" if differ else "passed", differ, dtype
-        )  # fmt: skip
+        )
 
 
 def describe_divergence(asked: Sequence[Sequence[int]], said: Mapping[str, Sequence[Sequence[int]]]) -> str:

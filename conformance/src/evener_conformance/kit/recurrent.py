@@ -27,9 +27,9 @@ def recurrent_problems(
     for key_heads, heads, key_dim, value_dim, width in _SHAPES:
         channels = 2 * key_heads * key_dim + heads * value_dim
         tensors = (
-            StateTensor("conv", (channels, width - 1), dtype), StateTensor("delta", (heads, key_dim, value_dim),
-                                                                           "float32"),
-        )  # fmt: skip
+            StateTensor("conv", (channels, width - 1), dtype),
+            StateTensor("delta", (heads, key_dim, value_dim), "float32"),
+        )
         spec = StateSpec("recurrent", tensors, per="request")
         how = AttentionSpec(heads, key_dim, 1.0, dtype=dtype, algorithm="gated_delta")
         label = f"recurrent {key_heads}/{heads} heads of {key_dim}/{value_dim}"

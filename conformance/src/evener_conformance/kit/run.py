@@ -31,7 +31,7 @@ def run(
 
 def run_on(
     subject: Subject, request: CheckRequest, mode: str = "test", say: Callable[[str], None] = lambda _: None
-) -> Result:  # fmt: skip
+) -> Result:
     """As ``run``, for a backend that is open already."""
     checklist = Checklist(subject, request)
     wanted = checklist.checks_in(mode)

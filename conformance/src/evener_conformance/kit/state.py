@@ -147,7 +147,7 @@ class _Pool:
 
     def __init__(
         self, provider: StateProvider, device: Device, spec: StateSpec, size: int, blocks: int, memory: GuardedMemory
-    ) -> None:  # fmt: skip
+    ) -> None:
         alignment = device.capabilities.alignment
         self.used = provider.bytes_per_block(spec, size)
         page = 0 if provider.owns_memory else -(-self.used // alignment) * alignment + alignment

@@ -165,9 +165,7 @@ class SimulatedPaged(AttentionProvider, QuantizedState):
         """What a kernel reads of a step; core has aligned it."""
         return step.query_start, step.kv_lens, step.block_table
 
-    def _on_host(
-        self, meta: PagedMeta, starts: torch.Tensor, ends: torch.Tensor, table: torch.Tensor
-    ) -> StateStep:  # fmt: skip
+    def _on_host(self, meta: PagedMeta, starts: torch.Tensor, ends: torch.Tensor, table: torch.Tensor) -> StateStep:
         """The step as the kernel sees it: its lengths are those of the host, where the chip wants them there."""
         queries, keys, given = starts.diff().tolist(), ends.tolist(), meta.lengths
         if self._constraints.host_lengths and (given.queries, given.keys) != (queries, keys):

@@ -71,6 +71,6 @@ class AsyncWeightCommands(ABC):
 
     async def update_weights(
         self, folder: str | Path, version: str | None = None, timeout: float | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As ``LLM.update_weights``; with running requests as ``sleep``."""
         await find_commands("weights").async_front(self).update(folder, version, timeout)

@@ -79,7 +79,7 @@ class InferConfig(Section):
     )  # fmt: skip
     dp_size: int = option(
         1, "int", "Data-parallel ranks of attention.", minimum=1, supported=(1,), missing="data parallelism is"
-    )  # fmt: skip
+    )
     ep_size: int = option(1, "int", "Groups of tensor-parallel ranks that divide a layer's experts among them; 1: "
                           "all ranks share each expert; infer.tp_size: each has whole ones.", minimum=1)  # fmt: skip
     task: str = option("auto", "str", "What the model is for; auto: what its folder says.",
@@ -115,7 +115,7 @@ class InferConfig(Section):
     )  # fmt: skip
     index_topk: int | Auto = option(
         "auto", "int", "Number of earlier tokens that sparse attention reads; 0: all.", auto=True, minimum=0
-    )  # fmt: skip
+    )
     kv_dtype: str = option(
         "auto", "str", "Dtype of stored keys, values and latents; auto: as the checkpoint says, or the compute dtype.",
         choices=("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"), words={"fp8": "fp8_e4m3"}
@@ -128,11 +128,11 @@ class InferConfig(Section):
     )  # fmt: skip
     snapshot_every: int = option(
         512, "int", "Tokens between snapshots of recurrent state in the prefix cache.", minimum=1
-    )  # fmt: skip
+    )
     block_size: int | Auto = option("auto", "int", "Tokens in one block of the KV cache.", auto=True, minimum=1)
     kv_memory: int | float | Auto = option(
         "auto", "size", "Memory for KV cache and other state: bytes, or a fraction of what is free at start.", auto=True
-    )  # fmt: skip
+    )
     step_tokens: int | Auto = option("auto", "int", "Token budget of one step, over all requests.",
                                      auto=True, minimum=1)  # fmt: skip
     step_target: float = option(0.25, "float", "Seconds that a server's step should take at most, if infer.step_tokens "
@@ -149,7 +149,7 @@ class InferConfig(Section):
                                minimum=1, maximum=16)  # fmt: skip
     lora_modules: tuple[str, ...] = option(
         (), "names", "Adapters (LoRA) to load at start, as in sql=/data/sql-lora,chat=/data/chat-lora."
-    )  # fmt: skip
+    )
     max_loras: int = option(0, "int", "Adapters on the device at a time; 0: as many as infer.lora_modules has.",
                             minimum=0, maximum=256)  # fmt: skip
     max_lora_rank: int = option(16, "int", "The largest rank of an adapter.", minimum=1, maximum=512)
@@ -168,7 +168,7 @@ class InferConfig(Section):
     prefix_cache: bool = option(True, "bool", "Reuse the KV cache of prompts with a common prefix.")
     heartbeat_timeout: float = option(
         20.0, "float", "Seconds without a heartbeat after which a process counts as dead; 0: no limit.", minimum=0
-    )  # fmt: skip
+    )
     step_timeout: float = option(
         300.0, "float", "Seconds that one step may take in worker processes, before the engine stops; 0: no limit.",
         minimum=0
@@ -198,7 +198,7 @@ class ServeConfig(Section):
     api_keys: tuple[str, ...] = option((), "names", "API keys, one of which a request must have.", secret=True)
     served_model_name: str | None = option(
         None, "str", "The model's name in the API; none: the folder's name.", none=True
-    )  # fmt: skip
+    )
     allowed_hosts: tuple[str, ...] = option((), "names", "Names that a Host header may have; *: any. By default "
                                             "localhost and its addresses if serve.host is one, else any.")  # fmt: skip
     max_connections: int = option(4096, "int", "Maximum number of open connections.", minimum=1)
@@ -254,29 +254,29 @@ class Config(Section):
 
     model: str = option(
         dataclasses.MISSING, "path", "The model: a folder, a file such as model.gguf, or its id on a hub (org/name)."
-    )  # fmt: skip
+    )
     dtype: str = option(
         "auto", "str", "Compute dtype; auto: the checkpoint's own.",
         choices=("auto", "bfloat16", "float16", "float32"), words=DTYPE_ALIASES
     )  # fmt: skip
     load: str = option(
-        "auto", "str", "Source of the weights: auto: the checkpoint; dummy: random numbers.",
-        choices=("auto", "dummy")
-    )  # fmt: skip
+        "auto", "str", "Source of the weights: auto: the checkpoint; dummy: random numbers.", choices=("auto", "dummy")
+    )
     quant: str = option(
         "auto", "str", "Quantization scheme; auto: that of the checkpoint; none: unquantized; or an installed one."
     )
     backend: str | None = option(
         None, "str", "The backend to run on; none: the best one that is installed and fits this machine.", none=True
-    )  # fmt: skip
+    )
     max_fallback: str = option(
-        "any", "str",
+        "any",
+        "str",
         "Ops that may run on the slow reference: any; listed: any, with a warning for each at start; none.",
-        choices=("any", "listed", "none")
-    )  # fmt: skip
+        choices=("any", "listed", "none"),
+    )
     seed: int = option(
         0, "int", "Seed of random weights, and of requests without a seed.", minimum=0, maximum=2**31 - 1
-    )  # fmt: skip
+    )
     trust_model_code: bool = option(
         False, "bool", "Run Python code from the model's folder.", supported=(False,),
         missing="code from a model's folder is"
@@ -284,7 +284,7 @@ class Config(Section):
     tokenizer: str | None = option(None, "path", "Folder or file with the tokenizer; none: the model's.", none=True)
     weight_map: str | None = option(
         None, "path", "JSON file of regular expressions that rename a checkpoint's tensors.", none=True
-    )  # fmt: skip
+    )
     model_cache: str | None = option(
         None, "path", "Folder in which the first start leaves each rank's weights, ready for the device, for the next; "
         "auto: in the user's cache folder; none: no cache.", auto=True, none=True

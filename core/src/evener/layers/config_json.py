@@ -27,7 +27,7 @@ def require(config: Mapping[str, Any], key: str) -> Any:
 
 def read_int(
     config: Mapping[str, Any], key: str, most: int = 1 << 24, least: int = 1, default: int | None = None
-) -> int:  # fmt: skip
+) -> int:
     """The value of ``key``, a whole number from ``least`` to ``most``; if it is missing or null, ``default``.
 
     Raises:
@@ -41,7 +41,7 @@ def read_int(
 
 def read_float(
     config: Mapping[str, Any], key: str, above: float = 0.0, most: float = 1e18, default: float | None = None
-) -> float:  # fmt: skip
+) -> float:
     """The value of ``key``, a number above ``above`` and at most ``most``; if it is missing or null, ``default``.
 
     Raises:

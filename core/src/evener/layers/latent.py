@@ -142,7 +142,7 @@ class LatentAttention:
         parts = self._absorb != "none" and top is None
         attention = AttentionSpec(
             self._heads.size, c.rank + c.rope_dim, scale, dtype=self._build.dtype, top=top, split_decode=parts
-        )  # fmt: skip
+        )
         return self._build.state(self._module, spec, attention)
 
     def _declare_products(self) -> dict[str, Any]:

@@ -429,7 +429,7 @@ class GptOss(Llama):
         return {
             "attention_bias": "blk.0.attn_q.bias" in self.tensors,
             "sliding_window": self.count("attention.sliding_window"),
-        }  # fmt: skip
+        }
 
     def rope(self) -> dict[str, Any]:
         found = super().rope()

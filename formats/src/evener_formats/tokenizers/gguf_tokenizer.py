@@ -47,7 +47,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
         "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
     ),
     "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
-}  # fmt: skip
+}
 #: Kinds for which a word that is a token is not merged from letters, and text begins with BOS by default.
 WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"})
 #: Kinds whose own tokenizers compose characters first (NFC), which the file does not say.

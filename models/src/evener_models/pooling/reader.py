@@ -60,7 +60,7 @@ def read(request: PoolingRequest) -> PoolingAnswer | None:
         pooling=pooling,  # type: ignore[arg-type]  # one of the key's choices
         normalize=not modules or "Normalize" in modules,
         sizes=[n for n in sizes[:1024] if isinstance(n, int)] if isinstance(sizes, list) else [],
-    )  # fmt: skip
+    )
     return PoolingAnswer(settings, EncoderHead() if encoder else FinalNorm)
 
 

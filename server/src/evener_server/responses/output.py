@@ -100,9 +100,7 @@ class ResponseOutput:
         self._open, item = False, self.items[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            yield self._event(
-                "response.function_call_arguments.done", arguments=item["arguments"], name=item["name"]
-            )  # fmt: skip
+            yield self._event("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
         else:
             (part,) = item["content"]
             done: Event = {"content_index": 0, "text": part["text"]}

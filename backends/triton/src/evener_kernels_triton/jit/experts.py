@@ -310,7 +310,7 @@ def _load_down_weights(w, n, slot, hidden, inner, first, KIND: tl.constexpr, BK:
 @triton.jit
 def _down_scales(
     scales, n, slot, hidden, blocks, scale_each, first, HIGH: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr
-):  # fmt: skip
+):
     """As ``step_scales``, of output rows ``n`` and matrices ``slot``, from column ``first``: [BN, TP, BK / STEP or
     1]."""
     g = (first + tl.arange(0, BK // STEP) * STEP) // WIDE if WIDE > 0 else tl.arange(0, 1)
@@ -372,20 +372,20 @@ def single_token_down_kernel(
     acc = tl.zeros([BN, TP, BK if KIND == "" else BK // STEP], tl.float32)
     acc = _accumulate(
         acc, a0, x, k, 0, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
-    )  # fmt: skip
+    )
     if AHEAD > 1:
         acc = _accumulate(
             acc, a1, x, k, BK, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
-        )  # fmt: skip
+        )
     if AHEAD > 2:
         acc = _accumulate(
             acc, a2, x, k, 2 * BK, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
-        )  # fmt: skip
+        )
     for first in range(AHEAD * BK, inner, BK):
         a = _load_down_weights(w, n, slot, hidden, inner, first, KIND, BK)
         acc = _accumulate(
             acc, a, x, k, first, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
-        )  # fmt: skip
+        )
     each = dropped(tl.sum(acc, 2), KIND, CAST)
     inside = n < hidden
     if BIAS:

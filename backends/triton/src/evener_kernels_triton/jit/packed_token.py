@@ -158,9 +158,7 @@ def _whole_numbers(v0, v1, v2, v3, PTX: tl.constexpr):
     a1, b1, c1, d1, t1 = _tile_bytes(v1, scale, PTX)
     a2, b2, c2, d2, t2 = _tile_bytes(v2, scale, PTX)
     a3, b3, c3, d3, t3 = _tile_bytes(v3, scale, PTX)
-    return (
-        a0, b0, a1, b1, a2, b2, a3, b3, c0, d0, c1, d1, c2, d2, c3, d3, t0, t1, t2, t3, back
-    )  # fmt: skip
+    return (a0, b0, a1, b1, a2, b2, a3, b3, c0, d0, c1, d1, c2, d2, c3, d3, t0, t1, t2, t3, back)
 
 
 @triton.jit
@@ -219,15 +217,17 @@ def _dot(a, table, up, low, tile: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _tile_sums(
-    a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, PTX: tl.constexpr
-):  # fmt: skip
+def _tile_sums(a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15, PTX: tl.constexpr):
     """Sums of products of a piece, for each tile."""
     if PTX:
         y0, y1, y2, y3 = tl.inline_asm_elementwise(
-            _SUMS, _SUMS_TYPES, [a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+            _SUMS,
+            _SUMS_TYPES,
+            [a, b, w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
     else:
         y0 = _dot(a, a, w0, w1, 0, "q4") + _dot(b, a, w8, w9, 0, "q4")
         y1 = _dot(a, a, w2, w3, 1, "q4") + _dot(b, a, w10, w11, 1, "q4")

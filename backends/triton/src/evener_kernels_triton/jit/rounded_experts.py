@@ -84,16 +84,14 @@ def rounded_grouped_kernel(
             right = next_right
             left = next_left
             left_up = next_up
-        sums = scaled(
-            acc, own_scales, x_scales, tokens, gate_row, inside, m, there, columns, blocks, HIGH, WIDE, GROUP
-        )  # fmt: skip
+        sums = scaled(acc, own_scales, x_scales, tokens, gate_row, inside, m, there, columns, blocks, HIGH, WIDE, GROUP)
         own_bias = bias + matrix.to(tl.int64) * rows * halves
         if BIAS:
             sums += tl.load(own_bias + gate_row).to(tl.float32)[:, None]
         if ACT != "":
             up = scaled(
                 high, own_scales, x_scales, tokens, up_row, inside, m, there, columns, blocks, HIGH, WIDE, GROUP
-            )  # fmt: skip
+            )
             if BIAS:
                 up += tl.load(own_bias + up_row).to(tl.float32)[:, None]
             sums = gated(sums, up, alpha, limit, ACT)

@@ -175,7 +175,7 @@ def _product(ring, parts, place, now, u, M: gl.constexpr, SPANS: gl.constexpr, C
     none = gl.zeros([M, 2 * SPANS], gl.float32, C)
     return warpgroup_mma(
         ring.index(place + u), parts.index(now + u).permute((1, 0)), none, use_acc=False, is_async=True
-    )  # fmt: skip
+    )
 
 
 @gluon.jit

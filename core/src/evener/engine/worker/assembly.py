@@ -95,7 +95,7 @@ class StoredModel(NamedTuple):
 
 def assemble(
     config: Config, search: BackendSearch, serving: bool = False, ranks: RankGroups | RankPlacement | None = None
-) -> Assembly:  # fmt: skip
+) -> Assembly:
     """Choose the backend, open its device, connect to the other ``ranks``, declare this rank's part of the model and
     resolve it.
 
