@@ -178,6 +178,8 @@ def test_the_host_takes_part_in_steps_of_a_size_where_that_was_sooner(monkeypatc
     assert [step(128, 2.0, 1.0) for _ in range(8)] == [True, False, True, False, True, False, False, False]
     assert [step(2048, 1.0, 2.0) for _ in range(8)] == [True, False, True, False, True, False, True, True]
     assert not step(200, 2.0, 1.0), "as large as those of 128 tokens"
+    assert step(4096, 0.1, 1.0), "a warm-up, whose tokens choose few experts"
+    assert [step(4096, 3.0, 2.0) for _ in range(7)] == [False, True, False, True, False, False, False]
     share.close()
 
 

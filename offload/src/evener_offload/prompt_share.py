@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from statistics import median
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -146,13 +147,14 @@ class PromptShare:
 
     def begin(self, tokens: int) -> None:
         """A step of so many tokens reaches its first streamed layer: settle whether the host takes part. The first
-        steps of each size (a power of two of tokens) are timed both ways, in turns."""
+        steps of each size (a power of two of tokens) are timed both ways, in turns. Medians decide: the first step of a
+        way sets things up, and a warm-up's tokens, all equal, choose few experts."""
         self._size, self._began = tokens.bit_length(), time.perf_counter()
         with_host, without = self._seconds.setdefault(self._size, ([], []))
         if len(without) < _TRIALS:
             self.active = len(with_host) <= len(without)
         else:
-            self.active = min(with_host) <= min(without)
+            self.active = median(with_host) <= median(without)
 
     def end(self) -> None:
         """The step's last streamed layer has been submitted. Waits for the host's part.
