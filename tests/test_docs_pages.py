@@ -41,12 +41,15 @@ def test_each_result_says_what_was_measured_where_when_and_by_which_command(path
 
 
 def test_a_ratio_says_how_many_times_as_fast_we_are_whatever_the_unit() -> None:
-    ours = {"h200": ("Qwen3-0.6B", "0.58 ms", "vLLM 0.24.0: 1.63", "2.79", "46%"),
-            "cpu-zen5": ("SmolLM2-135M-Instruct, bfloat16", "362.7 tokens/s", "padded: 94.3", "3.85", "|")}  # fmt: skip
-    for name, cells in ours.items():
-        first = table(name).splitlines()[2]
-        assert all(cell in first for cell in cells), first
-    assert records("h200")[0]["theirs"] == 1.63
+    for name, unit, floor in (("h200", "ms", True), ("cpu-zen5", "tokens/s", False)):
+        record, row = records(name)[0], table(name).splitlines()[2]
+        ours, theirs = record["ours"], record["theirs"]
+        times = theirs / ours if unit == "ms" else ours / theirs
+        assert record["unit"] == unit and times > 1
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[0] == record["model"] and cells[2].endswith(unit) and f"{theirs:g}" in cells[3], row
+        assert float(cells[4]) == pytest.approx(times, abs=0.006), row
+        assert cells[5] == (f"{record['floor'] / ours:.0%}" if floor else ""), row
 
 
 def test_a_table_of_the_performance_page_without_an_end_is_an_error() -> None:
