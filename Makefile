@@ -85,7 +85,7 @@ serve: $(SERVED)  ## serve a real model until Ctrl-C (PORT=21002, MODEL=folder, 
 	@exec $(PY) scripts/demo.py $(if $(MODEL),--model $(call quoted,$(value MODEL))) --serve --port $(PORT) -- $(ARGS)
 
 # Otherwise each process of the tests would compile them, all at the same time.
-kernels: install  ## compile the CPU backend's kernels for this machine, once: a minute or two (ISA=...: of that level)
+kernels: install  ## compile what the tests share, the CPU backend's kernels and the simulated device: a minute or two (ISA=...: of that level)
 	@$(PY) scripts/compile_kernels.py
 
 # One more than two cores: quick tests also wait, for processes and for time to pass.

@@ -794,7 +794,7 @@ def test_a_machine_without_the_checker_is_told_where_it_comes_from(
 
 
 @pytest.mark.parametrize("form", quantized_checkpoint.QUANTIZATION)
-@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("model", [pytest.param("qwen3-8b", marks=pytest.mark.slow), "qwen3-30b-a3b"])
 def test_a_written_folder_of_8_bit_weights_is_read_as_it_is_stored(model: str, form: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
     small = {"intermediate_size": 384, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}

@@ -183,8 +183,9 @@ def test_the_cpu_keeps_the_numbers_packed(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["gptq 3 act", "nvfp4", "nf4",
-     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("awq", "gptq 4", "gptq 4 act", "packed 4 act"))],
+    ["gptq 3 act", "nf4",
+     *(pytest.param(kind, marks=pytest.mark.slow)
+       for kind in ("awq", "gptq 4", "gptq 4 act", "packed 4 act", "nvfp4"))],
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Qwen3", marks=pytest.mark.slow)])
 def test_two_ranks_cut_the_groups_and_give_the_same_tokens(

@@ -115,9 +115,10 @@ def logits(folder: Path, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("Qwen2", GPTQ), ("Qwen2", AWQ), ("Qwen3", AWQ))),
-        pytest.param("Gemma3", AWQ, marks=pytest.mark.slow),
-        ("Qwen3Moe", GPTQ),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("Qwen2", GPTQ), ("Qwen2", AWQ), ("Qwen3", AWQ), ("Qwen3Moe", GPTQ), ("Gemma3", AWQ))
+        ),
         ("Qwen3", Settings("gptq", 3, 32, symmetric=False, order="groups", tokens=1200, window=128)),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.method}{value.bits}",
@@ -231,8 +232,8 @@ def test_config_tokenizer_and_source_come_along_and_the_command_says_what_it_wro
     }
 
 
-# In the first layer; in the second one, which is written, before its stream is; in the last one.
-@pytest.mark.parametrize("at", [pytest.param(("run", 4), marks=pytest.mark.slow), ("run", 17), ("replace", 10)])
+# In the first layer; in the last one; in the second one, which is written, before its stream is.
+@pytest.mark.parametrize("at", [*(pytest.param(("run", i), marks=pytest.mark.slow) for i in (4, 17)), ("replace", 10)])
 def test_interrupted_it_goes_on_behind_the_last_written_layer_and_the_result_is_the_same(
     at: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:

@@ -71,7 +71,9 @@ def fresh(folder: Path) -> list[int]:
         return tokens(llm)
 
 
-@pytest.mark.parametrize("ranks", RANKS, ids=["one", "tp", "pp"])
+@pytest.mark.parametrize(
+    "ranks", [RANKS[0], pytest.param(RANKS[1], marks=pytest.mark.slow), RANKS[2]], ids=["one", "tp", "pp"]
+)
 def test_new_weights_give_the_tokens_of_an_engine_that_started_with_them(
     ranks: dict[str, Any], old: Path, new: Path
 ) -> None:

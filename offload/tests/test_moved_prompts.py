@@ -45,8 +45,8 @@ BACKENDS = (("simulated", "cpu"), ("cpu", "simulated"), ("simulated", "simulated
 
 @pytest.mark.parametrize(
     ("family", "backends"),
-    # Between unlike ones, in both directions; all pairs are slow.
-    [(f, b) if i == j < 2 else pytest.param(f, b, marks=pytest.mark.slow)
+    # Between unlike ones; the other direction and all pairs are slow.
+    [(f, b) if i == j == 1 else pytest.param(f, b, marks=pytest.mark.slow)
      for i, f in enumerate(FAMILIES) for j, b in enumerate(BACKENDS)],
 )  # fmt: skip
 def test_an_answer_begun_on_one_backend_goes_on_on_another(family: str, backends: Any, pair: Any) -> None:

@@ -52,7 +52,13 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("storage", FORMS)
+#: A table of sixteen numbers is looked up in another quick test (``test_triton_tables.py``).
+LOOKED_UP = ("nf4 by 64", "fp4 by 128")
+
+
+@pytest.mark.parametrize(
+    "storage", [pytest.param(form, marks=pytest.mark.slow) if form in LOOKED_UP else form for form in FORMS]
+)
 def test_a_norm_before_and_an_activation_after_are_in_the_launch(storage: str) -> None:
     """Programs with several tiles of rows, and with one."""
     draw = torch.Generator().manual_seed(7)

@@ -90,7 +90,10 @@ def tiny_tensors(one_thread: None) -> None:
 
 
 #: What other cases have too, each with something else beside it; an index is kept in blocks as latent state is.
-ALONE = ("full", "full, one plan in flight", "full, three plans in flight", "latent", "recurrent", "sparse")
+ALONE = (
+    "full", "full, one plan in flight", "full, three plans in flight", "latent", "latent in 8 bits", "recurrent",
+    "sparse",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in ALONE else c for c in CASES])

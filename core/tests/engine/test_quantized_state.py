@@ -60,7 +60,7 @@ def naive(config: Any) -> NaiveModel:
     ("family", "stored", "options"),
     [
         pytest.param("Llama", "fp8_e4m3", {}, marks=pytest.mark.slow),
-        ("Llama", "int8", {"infer.step_tokens": 9, "infer.depth": 3}),
+        pytest.param("Llama", "int8", {"infer.step_tokens": 9, "infer.depth": 3}, marks=pytest.mark.slow),
         ("Gemma3", "int8", {"infer.step_tokens": 7}),
     ],
 )

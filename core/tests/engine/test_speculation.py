@@ -47,8 +47,7 @@ def drafted(controller: Controller, length: int = 4, drafter: type[Drafter] = Kn
 @pytest.mark.parametrize(
     ("family", "changes", "depth"),
     [
-        ("Llama", {"num_hidden_layers": 2}, 1),
-        pytest.param("Llama", {"num_hidden_layers": 2}, 2, marks=pytest.mark.slow),
+        *(pytest.param("Llama", {"num_hidden_layers": 2}, depth, marks=pytest.mark.slow) for depth in (1, 2)),
         ("Gemma2", {"sliding_window": 6}, 2),
         pytest.param("DeepseekV3", {"num_hidden_layers": 2, "first_k_dense_replace": 2}, 2, marks=pytest.mark.slow),
         pytest.param("Qwen3Next", {"num_experts": 0}, 1, marks=pytest.mark.slow),
