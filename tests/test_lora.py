@@ -150,13 +150,19 @@ def test_three_adapters_of_different_ranks_share_a_step_with_rows_without_one(zo
     assert_equal(played, merged_answers(zoo, requests))
 
 
+def written_places(controller: Controller) -> list[int]:
+    """The places that adapters are written to from now on; more than there are adapters, if one was evicted."""
+    written: list[int] = []
+    write = controller.scheduler.adapters.writes
+    controller.scheduler.adapters.writes = lambda: [written.append(w.slot) or w for w in write()]  # type: ignore
+    return written
+
+
 def test_more_adapters_than_places_take_turns(zoo: Zoo) -> None:
     controller, info = start(zoo.model, slots=2)
     names = [*zoo.adapters, *zoo.adapters, "", *zoo.adapters]
     requests = [request(f"{i}-{name}", name, prompt(i)) for i, name in enumerate(names)]
-    steps, written = mixed_steps(controller), []
-    write = controller.scheduler.adapters.writes
-    controller.scheduler.adapters.writes = lambda: [written.append(w.slot) or w for w in write()]  # type: ignore
+    steps, written = mixed_steps(controller), written_places(controller)
     played = play(controller, [*loads(zoo, info.adapters), *requests], arrivals={"3-small": 30, "7-small": 70})
     assert max(map(max, steps)) == 1 and len(written) > 3, "an adapter was evicted and came back"
     assert_equal(played, merged_answers(zoo, requests))
@@ -259,8 +265,9 @@ def test_two_ranks_give_the_tokens_of_merged_weights(zoo: Zoo, impl: str) -> Non
     requests = [request(f"{i}{name}", name, prompt(i + len(name))) for i in range(2) for name in zoo.names()]
     keys = {**SMALL, "infer.max_loras": 2, "infer.tp_size": 2, "infer.op_impl": impl}
     with rank_threads(from_overrides(str(zoo.model), keys)) as (controller, executor):
-        limits = executor.facts.info.adapters
+        limits, written = executor.facts.info.adapters, written_places(controller)
         played = play(controller, [*loads(zoo, limits), *requests])
+    assert len(zoo.adapters) == 3 and len(written) > 3, "an adapter was evicted and came back"
     assert limits == start(zoo.model)[1].adapters, "sizes are those of whole weights"
     assert_equal(played, merged_answers(zoo, requests))
 
