@@ -22,12 +22,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     processor = usable()
     with ThreadPoolExecutor() as pool:
-        work = {
-            f"CPU kernels ({processor.variant})": pool.submit(load, processor),
-            "simulated device": pool.submit(compiled),
-        }
-    for name, done in work.items():
-        found = done.result()
+        kernels, device = pool.submit(load, processor), pool.submit(compiled)
+    for name, found in (f"CPU kernels ({processor.variant})", kernels.result()), ("simulated device", device.result()):
         print(f"{name}:", found.reason if isinstance(found, Unavailable) else "ready")
     return 0
 

@@ -94,26 +94,56 @@ def test_the_core_imports_no_distribution_built_on_it_and_no_web_server_or_vendo
     assert violations(CORE, lambda target: not target.startswith(FOREIGN_TO_CORE)) == []
 
 
-def test_contracts_import_nothing_of_evener_but_contracts_and_errors() -> None:
-    contracts = inside("evener.contracts", CORE)
-    assert contracts
-    # A signature may name a type of the core that an implementer is handed and does not build: type checkers only.
-    assert violations(contracts, allow_of_evener("evener.contracts", "evener.errors")) == []
-
-
-#: Parts of the core and what they must not know: server → engine → layers → contracts.
+#: What starts the engine or talks to people; little of the core may know it.
+COMMANDS = ("evener.cli", "evener.llm", "evener.async_llm")
+OUTSIDE = ("evener.engine", "evener.frontend", *COMMANDS)
+#: Rooms of the core and what they must not know, as in the table of CONTRIBUTING.md.
 UPWARD = {
-    "evener.ops": ("evener.layers", "evener.engine", "evener.frontend", "evener.cli", "evener.plugins"),
-    "evener.layers": ("evener.engine", "evener.frontend", "evener.cli", "evener.plugins"),
-    "evener.plugins": ("evener.layers", "evener.engine", "evener.frontend", "evener.cli"),
-    "evener.engine": ("evener.frontend", "evener.cli", "evener.llm", "evener.async_llm"),
-    "evener.frontend": ("evener.layers", "evener.cli", "evener.llm", "evener.async_llm"),
-}
+    "evener.plugins": ("evener.layers", *OUTSIDE),
+    "evener.ops": ("evener.layers", "evener.plugins", *OUTSIDE),
+    "evener.builtin": ("evener.layers", *OUTSIDE),
+    "evener.backend": ("evener.engine",),
+    "evener.layers": ("evener.plugins", *OUTSIDE),
+    "evener.tuning_files": ("evener.layers", *OUTSIDE),
+    "evener.resolution": OUTSIDE,
+    "evener.loading": OUTSIDE,
+    "evener.distributed": OUTSIDE,
+    "evener.engine": ("evener.frontend", *COMMANDS),
+    "evener.engine.wire": tuple(f"evener.engine.{room}" for room in (
+        "batching", "controller", "quantized", "sampling", "worker", "processes")),
+    "evener.engine.batching": tuple(f"evener.engine.{room}" for room in (
+        "controller", "quantized", "sampling", "worker", "processes")),
+    "evener.engine.controller": ("evener.engine.worker", "evener.engine.processes"),
+    "evener.engine.quantized": ("evener.engine.worker", "evener.engine.controller", "evener.engine.processes"),
+    "evener.engine.sampling": ("evener.engine.worker", "evener.engine.controller", "evener.engine.processes"),
+    "evener.engine.worker": ("evener.engine.processes",),
+    "evener.tuning": ("evener.engine.controller", "evener.engine.processes", "evener.frontend", *COMMANDS),
+    "evener.frontend": ("evener.layers", *COMMANDS),
+    "evener.api": ("evener.engine.processes", "evener.layers", *COMMANDS),
+}  # fmt: skip
+#: Rooms that import nothing of evener but these and themselves.
+CLOSED = {
+    "evener.contracts": ("evener.errors",), "evener.exits": (), "evener.folders": ("evener.errors",),
+    "evener.state_pages": ("evener.contracts",),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("part", UPWARD)
-def test_imports_inside_the_core_point_towards_the_contracts(part: str) -> None:
-    assert violations(inside(part, CORE), lambda target: not belongs(target, *UPWARD[part])) == []
+@pytest.mark.parametrize("room", UPWARD)
+def test_imports_inside_the_core_point_towards_the_contracts(room: str) -> None:
+    modules = inside(room, CORE)
+    assert modules and violations(modules, lambda target: not belongs(target, *UPWARD[room]), typing=True) == []
+
+
+@pytest.mark.parametrize("room", CLOSED)
+def test_a_closed_room_imports_itself_and_what_it_names(room: str) -> None:
+    modules = inside(room, CORE)
+    assert modules and violations(modules, allow_of_evener(room, *CLOSED[room]), typing=True) == []
+
+
+def test_the_table_of_rooms_has_a_row_for_each_that_is_held_to_it() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    rooms = {room.removeprefix("evener.").replace(".", "/") for room in (*UPWARD, *CLOSED)} - {"engine"}
+    assert [room for room in sorted(rooms) if f"| `{room}` |" not in page] == []
 
 
 def test_formats_import_only_contracts_errors_and_where_the_cache_folder_is() -> None:
@@ -231,7 +261,7 @@ def test_models_import_only_layers_contracts_errors_and_readers_of_tokenizer_fil
 def test_the_server_imports_neither_models_nor_backends_nor_what_lies_below_the_engine() -> None:
     below = ("evener_models", "evener_backend", "evener_kernels", "evener.layers", "evener.ops", "torch")
     allowed = lambda target: not belongs(target, *below) and not target.startswith(below[1:3])  # noqa: E731
-    assert violations(inside("evener_server", SERVER), allowed) == []
+    assert violations(inside("evener_server", SERVER), allowed, typing=True) == []
 
 
 def test_ranks_of_torchrun_import_only_keys_and_what_starts_workers_and_torch_later() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
 from evener.contracts.declared import StateSlot
+from evener.contracts.state import StoredStateProvider
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.messages import Sampling
 from evener.engine.wire.plan import Admission, Plan, TableUpdate
@@ -80,7 +82,8 @@ class Windows:
                 continue
             used = self._slabs[number][: -(-count // self._facts.block_size)]
             blocks = torch.tensor([slab * group.cut for slab in used], dtype=ids).to(where)
+            provider = cast(StoredStateProvider, group.provider)
             for slot in group.slots:
-                parts = group.provider.export_blocks(slot.views, blocks)
+                parts = provider.export_blocks(slot.views, blocks)
                 key, value = (part.flatten(0, 1)[:count] for part in parts)
                 see(slot, key, value)

@@ -57,15 +57,6 @@ class WholeTextAttention(WholeTextProvider):
         texts = zip(*(part.split(list(meta.counts)) for part in (query, key, value)), strict=True)
         return torch.cat([_attend(meta, *text) for text in texts])
 
-    def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        pass
-
-    def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return ()
-
-    def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        pass
-
     def workspace(self, spec: StateSpec, attention: AttentionSpec, max_tokens: int, max_kv: int) -> int:
         row = attention.heads * attention.head_dim * torch.empty(0, dtype=getattr(torch, attention.dtype)).itemsize
         pieces = -(-max_kv // _QUERIES) if spec.window is not None else 0

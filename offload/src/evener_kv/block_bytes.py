@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
 
 from evener.contracts.device import Device
 from evener.contracts.quant import DTYPE_BYTES
+from evener.contracts.state import StoredStateProvider
 from evener.engine.worker.geometry import Geometry, Group
 
 
@@ -66,6 +68,7 @@ class ExportedBlocks(BlockBytes):
     def __init__(self, device: Device, span: int, group: Group, block_size: int) -> None:
         super().__init__(device, span)
         self._group, per = group, (block_size,) if group.spec.per == "token" else ()
+        self._provider = cast(StoredStateProvider, group.provider)  # what owns memory stores blocks in it
         self._shapes = [(*per, *tensor.shape) for tensor in group.spec.tensors]
         self._dtypes = [tensor.wide or tensor.dtype for tensor in group.spec.tensors]
         sizes = [math.prod(s) * DTYPE_BYTES[d] for s, d in zip(self._shapes, self._dtypes, strict=True)]
@@ -86,13 +89,13 @@ class ExportedBlocks(BlockBytes):
     def read(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
         indices = self._indices(blocks)
         for slot, parts in zip(self._group.slots, self._parts(rows, len(blocks)), strict=True):
-            for part, value in zip(parts, self._group.provider.export_blocks(slot.views, indices), strict=True):
+            for part, value in zip(parts, self._provider.export_blocks(slot.views, indices), strict=True):
                 part.copy_(value)
 
     def write(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
         indices = self._indices(blocks)
         for slot, parts in zip(self._group.slots, self._parts(rows, len(blocks)), strict=True):
-            self._group.provider.import_blocks(slot.views, indices, [part.contiguous() for part in parts])
+            self._provider.import_blocks(slot.views, indices, [part.contiguous() for part in parts])
 
 
 def block_bytes(geometry: Geometry, storage: torch.Tensor, device: Device) -> list[BlockBytes]:

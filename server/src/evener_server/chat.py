@@ -160,7 +160,8 @@ class ChatJob(Job):
         return tokenizer.decode(ids[-PROMPT_END:], skip_special_tokens=False)[-PROMPT_END:]
 
     def _check_length(self) -> None:
-        """Before the template is rendered.
+        """Refuse texts that cannot fit before the template is rendered: rendering megabytes takes seconds. The front
+        end checks the rendered prompt.
 
         Raises:
             ContextLengthError: the texts alone do not fit the context.

@@ -89,6 +89,7 @@ def use_stored() -> None:
 
 def folders() -> Iterator[tuple[str, Path]]:
     """Installed packages that carry kernels, by their name, and their folders. A package without any is left out."""
+    # The core's catalog has plug-ins only; this group is of this package.
     for entry in importlib_metadata.entry_points(group=GROUP):
         try:
             spec = find_spec(entry.value)

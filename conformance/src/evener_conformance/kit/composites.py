@@ -21,7 +21,7 @@ from evener.contracts.declared import LinearWeight, StackedWeight, StateSlot, Ta
 from evener.contracts.device import Device
 from evener.contracts.ops import Kernel, OpCall, OpSchema
 from evener.contracts.quant import WeightPart, plain
-from evener.contracts.state import StateProvider, StateStep
+from evener.contracts.state import StateProvider, StateStep, StoredStateProvider
 from evener.engine.quantized.state import bind_slot
 from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MixerLayer
@@ -261,7 +261,7 @@ class TinyModel:
         """Every state tensor of every layer and request, by name: for state per token its tokens, for rows the last."""
         found = {}
         for slot in self.build.slots:
-            assert slot.provider is not None
+            assert isinstance(slot.provider, StoredStateProvider)
             ids = torch.int64 if self.device.capabilities.int64 else torch.int32
             blocks = self.table.flatten().to(ids).to(self.device.torch_device)
             for tensor, part in zip(slot.spec.tensors, slot.provider.export_blocks(slot.views, blocks), strict=False):

@@ -36,5 +36,6 @@ module                     for whom
 ``media``                  a request plugin: rows that replace embeddings in a prompt
 =========================  =======================================================================================
 
-None of these modules imports torch when it is imported.
+Import a name from its module: ``from evener.contracts.weights import AttentionWeights``. None of these modules imports
+torch when it is imported.
 """

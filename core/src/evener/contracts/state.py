@@ -24,8 +24,8 @@ index      key [dim]                    ``IndexProvider``         ``write``, ``s
 recurrent  as the recurrence needs      ``RecurrentProvider``     ``advance``
 ========== ============================ ========================= ==================================================
 
-A package may add a kind of state. Its provider subclasses ``StateProvider`` itself, and has the methods that the
-package's own ops call.
+A package may add a kind of state. Its provider subclasses ``StoredStateProvider``, or ``StateProvider`` if the
+kind keeps no tensors, and has the methods that the package's own ops call.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class Piece:
 
 class StateProvider(ABC):
     """Owns the layout of some kinds of state; the base of the interfaces below. Subclass the interface of each kind
-    that you serve, and this class itself only for a kind that your package adds.
+    that you serve. A kind that your package adds has ``StoredStateProvider``, or this class if it keeps no tensors.
 
     Attributes:
         name: unique in the run, e.g. "cpu.paged".
@@ -318,20 +318,6 @@ class StateProvider(ABC):
         rest = step.rows(cut, step.requests) if cut < step.requests else None
         return SplitMetadata(one, rest and self.prepare(rest, spec, attention, block_size), cut)
 
-    @abstractmethod
-    def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the blocks ``source`` to the blocks ``target`` (int32 [n] each) of one layer. Mutates the state."""
-
-    @abstractmethod
-    def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The blocks (int32 [n]) in the canonical layout: for each tensor of the spec [n, block_size, *shape], or [n,
-        *shape] for state per request. Quantized state is dequantized, to ``StateTensor.wide``."""
-
-    @abstractmethod
-    def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        """The inverse of ``export_blocks``: quantized state is quantized again, to the same elements. Mutates the
-        state."""
-
     def capture_limits(self, spec: StateSpec, attention: AttentionSpec, requests: int) -> Sequence[int]:
         """(optional) Lengths of state, in tokens, from which decode steps of ``requests`` requests, padding included,
         should have captures of their own, because it computes long state in another way. Default: none, and one capture
@@ -358,11 +344,28 @@ class StateProvider(ABC):
             max_tokens: tokens of the largest step (``infer.step_tokens``), from any number of requests.
             max_kv: tokens of the longest request (``infer.max_seq_len``).
         """
-        del spec, attention, max_tokens, max_kv
         return 0
 
 
-class AttentionProvider(StateProvider):
+class StoredStateProvider(StateProvider):
+    """Keeps tensors in blocks: the base of the interfaces of all kinds whose ``StateSpec.tensors`` is not empty."""
+
+    @abstractmethod
+    def copy_blocks(self, views: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the blocks ``source`` to the blocks ``target`` (int32 [n] each) of one layer. Mutates the state."""
+
+    @abstractmethod
+    def export_blocks(self, views: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The blocks (int32 [n]) in the canonical layout: for each tensor of the spec [n, block_size, *shape], or [n,
+        *shape] for state per request. Quantized state is dequantized, to ``StateTensor.wide``."""
+
+    @abstractmethod
+    def import_blocks(self, views: Any, blocks: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        """The inverse of ``export_blocks``: quantized state is quantized again, to the same elements. Mutates the
+        state."""
+
+
+class AttentionProvider(StoredStateProvider):
     """Keys and values of every token: the interface of the kinds "full", "window" and "chunk"."""
 
     @abstractmethod
@@ -399,7 +402,7 @@ class SparseLatentProvider(LatentProvider):
         none. Each position is at most the query's own and occurs once."""
 
 
-class IndexProvider(StateProvider):
+class IndexProvider(StoredStateProvider):
     """One key of every token, by which a sparse layer selects tokens: the interface of the kind "index"."""
 
     @abstractmethod
@@ -416,7 +419,7 @@ class IndexProvider(StateProvider):
         """
 
 
-class RecurrentProvider(StateProvider):
+class RecurrentProvider(StoredStateProvider):
     """One row of state per request: the interface of the kind "recurrent"."""
 
     @abstractmethod

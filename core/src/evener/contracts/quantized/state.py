@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.declared import StateSlot
 from evener.contracts.device import Device
-from evener.contracts.state import StateProvider, StateSpec
+from evener.contracts.state import StateProvider, StateSpec, StoredStateProvider
 
 if TYPE_CHECKING:
     import torch
 
 
-class QuantizedState(StateProvider):
+class QuantizedState(StoredStateProvider):
     """(optional) The interface of a provider that stores quantized state too, beside that of its kinds.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.device import Device, Readback
-from evener.contracts.state import StateStep
+from evener.contracts.state import StateStep, StoredStateProvider
 from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.masks import pack_masks
 from evener.engine.sampling.pending import Draw, PendingStep
@@ -122,12 +122,12 @@ class Runner:
             self.tables.update(plan.updates)
         if plan.drafts:
             self.tables.write_drafts(plan)
-        for index, group in enumerate(self.geometry.groups):
-            span = self.geometry.spans[index]
+        for index, (group, span) in enumerate(zip(self.geometry.groups, self.geometry.spans, strict=True)):
             if pairs := [(copy.source // span, copy.target // span) for copy in plan.copies if copy.group == index]:
                 source, target = (self.device.upload(part) for part in np.array(pairs, dtype=np.int32).T.copy())
+                provider = cast(StoredStateProvider, group.provider)  # what keeps no tensors has no blocks to copy
                 for slot in group.slots:
-                    group.provider.copy_blocks(slot.views, source, target)
+                    provider.copy_blocks(slot.views, source, target)
 
     def _metas(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         size, positions = self.geometry.block_size, parts["positions"]

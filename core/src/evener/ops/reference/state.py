@@ -17,9 +17,9 @@ from evener.contracts.state import (
     Piece,
     RecurrentProvider,
     SparseLatentProvider,
-    StateProvider,
     StateSpec,
     StateStep,
+    StoredStateProvider,
 )
 from evener.ops.reference.recurrence import gated_delta
 from evener.state_pages.elements import QuantizedPages
@@ -57,7 +57,7 @@ def cut_page(storage: torch.Tensor, spec: StateSpec, block_size: int) -> tuple[t
     return tuple(views)
 
 
-class PlainPages(StateProvider):
+class PlainPages(StoredStateProvider):
     """State in the canonical layout: the base of providers that differ only in how they read it."""
 
     layout = "reference"
