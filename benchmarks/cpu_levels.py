@@ -120,7 +120,8 @@ def rows(
     """Records of evener beside each other entry: prompts of jobs without decode steps, decode steps of the others."""
     with held_to(level):
         costs, labels, others = measure(path, entries, jobs, args.repeats, args.threads)
-    words = f"--parts {' '.join(args.parts)} --levels {' '.join(args.levels)} --repeats {args.repeats}"
+    parts, levels, lengths = (" ".join(map(str, given)) for given in (args.parts, args.levels, args.lengths))
+    words = f"--parts {parts} --levels {levels} --lengths {lengths} --repeats {args.repeats}"
     about: dict[str, Any] = {
         "device": f"{cpu_name()}, {args.threads} cores", "model": model, "unit": "tokens/s", "better": "higher",
         "version": f"evener {versions().get('evener', 'of the source tree')}", "level": level, "others_cores": others,

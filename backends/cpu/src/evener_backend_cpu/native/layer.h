@@ -50,7 +50,7 @@ static const long FEW = 4, MLP_PANEL = 256;
 #if defined(EVENER_AMX)
 static const long MLP_ROWS = 32;
 #elif defined(EVENER_PANELS)
-static const long MLP_ROWS = PANEL_WEIGHTS;
+static const long MLP_ROWS = GATE_ROWS;
 #else
 static const long MLP_ROWS = 16;
 #endif

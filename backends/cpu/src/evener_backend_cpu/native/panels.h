@@ -1,6 +1,7 @@
-// Products of many rows of x in float32. Rows of weights and of x are widened once each into panels that fit the caches, and a tile of four rows of
-// weights keeps its sums in registers. A sum takes the same products in the same order as in ``tile`` of gemm.h, so the bits are equal and few rows
-// may take the other way. bfloat16 goes here where the processor has no products of it, or slower ones than of float32 (isa.py).
+// Products of many rows of x in float32. Rows of weights and of x are widened into panels that fit the caches, and a tile of four rows of weights
+// keeps its sums in registers: here those of AVX-512, in half_panels.h those of AVX2. A sum takes the same products in the same order as in
+// ``tile`` of gemm.h, so the bits are equal and few rows may take the other way. bfloat16 goes here where the processor has no products of it, or
+// slower ones than of float32 (isa.py).
 #pragma once
 #include "scratch.h"
 #include "simd.h"
@@ -9,24 +10,44 @@ template <class T, class O> INLINE void put_sums(v4 sum, const T* bias, O* y, in
   for (int i = 0; i < count; i++) put(y + i, bias ? sum[i] + wide(bias[i]) : sum[i]);
 }
 
-#if defined(EVENER_LANES256) || (defined(__AVX512F__) && !defined(EVENER_PORTABLE))
-#define EVENER_PANELS 1
+// Prefetches ``bytes`` of each of some rows, which are ``ld`` bytes apart, spread over ``steps``.
+struct NextRows {
+  const char* row;
+  long ld, rows, bytes, each, done = 0;
+  NextRows(const void* from, long ld, long rows, long bytes, long steps)
+      : row((const char*)from), ld(ld), rows(rows), bytes(bytes), each((rows * (bytes / 64 + 1) + steps - 1) / steps) {}
+  MEMBER void step() {
+    for (long i = 0; i < each && rows > 0; i++) {
+      __builtin_prefetch(row + done, 0, 2);
+      done += 64;
+      if (done >= bytes) done = 0, row += ld, rows--;
+    }
+  }
+};
+
+// y = sums + bias.
+template <class T, class O> INLINE void put_line(const float* sums, long count, const T* bias, O* y) {
+  long i = 0;
+  for (; i + 16 <= count; i += 16) store(y + i, bias ? load(sums + i) + load(bias + i) : load(sums + i));
+  for (; i < count; i++) put(y + i, bias ? sums[i] + wide(bias[i]) : sums[i]);
+}
 
 // Fewer rows do not repay the copies.
 static const long PANEL_LEAST = 16;
-#ifdef EVENER_LANES256
-static const int PANEL_ROWS = 3, PANEL_PARTS = 2, PANEL_WEIGHTS = 32;  // 12 sums of half the lanes
-typedef __m256 Register;
-INLINE Register from_memory(const float* p) { return _mm256_loadu_ps(p); }
-INLINE void to_memory(float* p, Register x) { _mm256_storeu_ps(p, x); }
-INLINE Register with_product(Register sum, Register a, Register b) { return _mm256_fmadd_ps(a, b, sum); }
-#else
+
+#if defined(EVENER_LANES256)
+#define EVENER_PANELS 1
+#include "half_panels.h"
+#elif defined(__AVX512F__) && !defined(EVENER_PORTABLE)
+#define EVENER_PANELS 1
+
 static const int PANEL_ROWS = 6, PANEL_PARTS = 1, PANEL_WEIGHTS = 64;  // 24 sums
 typedef __m512 Register;
 INLINE Register from_memory(const float* p) { return _mm512_loadu_ps(p); }
 INLINE void to_memory(float* p, Register x) { _mm512_storeu_ps(p, x); }
 INLINE Register with_product(Register sum, Register a, Register b) { return _mm512_fmadd_ps(a, b, sum); }
-#endif
+// Rows of gate and up that a thread multiplies before it applies the activation.
+static const long GATE_ROWS = PANEL_WEIGHTS;
 
 #ifdef EVENER_DPBF16
 template <class T> constexpr bool in_panels = sizeof(T) == 4;
@@ -86,35 +107,11 @@ template <int R> static __attribute__((noinline)) void panel_tile(const float* w
 }
 INLINE void panel_tiles(const float* w, const float* x, long rows, long columns, float (*sum)[4][16], bool first) {
   for (; rows >= PANEL_ROWS; rows -= PANEL_ROWS, x += PANEL_ROWS * columns, sum += PANEL_ROWS) panel_tile<PANEL_ROWS>(w, x, columns, sum, first);
-#ifndef EVENER_LANES256
   if (rows == 5) panel_tile<5>(w, x, columns, sum, first);
   if (rows == 4) panel_tile<4>(w, x, columns, sum, first);
   if (rows == 3) panel_tile<3>(w, x, columns, sum, first);
-#endif
   if (rows == 2) panel_tile<2>(w, x, columns, sum, first);
   if (rows == 1) panel_tile<1>(w, x, columns, sum, first);
-}
-
-// Prefetches ``bytes`` of each of some rows, which are ``ld`` bytes apart, spread over ``steps``.
-struct NextRows {
-  const char* row;
-  long ld, rows, bytes, each, done = 0;
-  NextRows(const void* from, long ld, long rows, long bytes, long steps)
-      : row((const char*)from), ld(ld), rows(rows), bytes(bytes), each((rows * (bytes / 64 + 1) + steps - 1) / steps) {}
-  MEMBER void step() {
-    for (long i = 0; i < each && rows > 0; i++) {
-      __builtin_prefetch(row + done, 0, 2);
-      done += 64;
-      if (done >= bytes) done = 0, row += ld, rows--;
-    }
-  }
-};
-
-// y = sums + bias.
-template <class T, class O> INLINE void put_line(const float* sums, long count, const T* bias, O* y) {
-  long i = 0;
-  for (; i + 16 <= count; i += 16) store(y + i, bias ? load(sums + i) + load(bias + i) : load(sums + i));
-  for (; i < count; i++) put(y + i, bias ? sums[i] + wide(bias[i]) : sums[i]);
 }
 
 // As ``gemm`` of gemm.h; false if there is no memory.
