@@ -61,3 +61,14 @@ def test_early_names_of_longrope_mean_the_same() -> None:
     factors = {key: LONGROPE[key] for key in ("short_factor", "long_factor")}
     old = {"rope_theta": 1e4, "rope_scaling": {"type": "su", **factors}, "original_max_position_embeddings": 32}
     assert torch.equal(table({**old, "max_position_embeddings": 64}, 64), table(new, 64))
+
+
+@pytest.mark.parametrize("length", [300, 5000])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rows_that_are_made_in_parts_are_those_of_the_whole_table(name: str, length: int) -> None:
+    build = Builder("float32", length)
+    config = {"max_position_embeddings": MADE_FOR, "rope_parameters": {"rope_theta": 5000.0, **SCALINGS[name]}}
+    made = rotary(config, DIM, length).table(build, DIM)
+    starts = range(0, length, 2048)
+    parts = [build.rows[made](first, min(first + 2048, length)) for first in starts]
+    assert torch.equal(torch.cat(parts), made.make(torch.device("cpu")))

@@ -95,7 +95,7 @@ def change(worker: Worker, action: str, folder: str) -> str | None:
             if hasattr(cache, "empty_cache"):  # torch keeps freed memory of some devices
                 cache.empty_cache()
         if action == "load":
-            load_stage(source, tables=False)
+            load_stage(source)
             worker.pool = a.geometry.bind(worker.facts.blocks, a.device) if worker.pool is None else worker.pool
             worker.graphs = worker.step_graphs(a, worker.runner)
     except (EvenerError, OSError) as error:

@@ -93,7 +93,7 @@ class PinnedParts:
         launchers: ``{"torchrun": "module:Class"}``: knows the ranks that a launcher has started; called as
             ``evener_torchrun.ranks.TorchrunEnv``.
         placements: ``{"host": "module:Class"}``: a ``Placement`` of experts (``evener.contracts.placement``), as
-            ``evener.engine.worker.placement`` constructs it.
+            ``evener.engine.worker.assembly`` constructs it.
         connectors: ``{"host": "module:Class"}``: keeps state that leaves the prefix cache; see
             ``evener.contracts.connector``.
         cache_listeners: ``{"name": "module:function"}``: makes what hears of blocks that enter and leave the prefix

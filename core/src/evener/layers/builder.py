@@ -76,6 +76,8 @@ class Builder:
         self.dtype, self.max_positions, self.communicator = dtype, max_positions, communicator
         self._part_source = part_source
         self._tables: dict[tuple[Any, ...], Table] = {}
+        #: Of tables with a row for each position: makes the rows, float32, from one position up to another.
+        self.rows: dict[Table, Callable[[int, int], torch.Tensor]] = {}
         self.weights: list[Declared] = []
         self.sites: list[declared.CallSite] = []
         self.slots: list[declared.StateSlot] = []

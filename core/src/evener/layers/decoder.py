@@ -18,7 +18,7 @@ from evener.layers.builder import Builder
 from evener.layers.config_json import known_activation
 from evener.layers.experts import MoEConfig
 from evener.layers.norms import declare_norm, norm_common, norm_weight, ones_norm_weight
-from evener.layers.rotary import LogNConfig, RotaryConfig, TemperatureConfig
+from evener.layers.rotary import LogNConfig, RotaryConfig, TemperatureConfig, query_factors
 
 if TYPE_CHECKING:
     import torch
@@ -219,7 +219,7 @@ class DecoderLayer:
             q_norm=self._head_norm(a, 0, heads) if a.qk_norm else None,
             k_norm=self._head_norm(a, 1, kv_heads) if a.qk_norm else None,
             sinks=build.weight(f"{module}.sinks", heads, dummy="zeros") if a.sinks else None,
-            query_scale=a.temperature.table(build) if a.temperature else None,
+            query_scale=query_factors(build, a.temperature) if a.temperature else None,
             post_norm=self._norm_weight(a.post_norm, self._hidden),
         )  # fmt: skip
         static: AttentionStatic = {

@@ -61,10 +61,6 @@ class TemperatureConfig:
     every: int
     weight: float
 
-    def table(self, build: Builder) -> Table:
-        """The factor of each position, float32 [max_positions]."""
-        return _factors(build, self)
-
     def of(self, lengths: torch.Tensor) -> torch.Tensor:
         """The factors of the last positions of contexts of these lengths, float32."""
         import torch
@@ -80,16 +76,13 @@ class LogNConfig:
 
     trained: int
 
-    def table(self, build: Builder) -> Table:
-        """The factor of each position, float32 [max_positions]."""
-        return _factors(build, self)
-
     def of(self, lengths: torch.Tensor) -> torch.Tensor:
         """The factors of the last positions of contexts of these lengths, float32."""
         return (lengths.float().log() / math.log(self.trained)).clamp(min=1)
 
 
-def _factors(build: Builder, config: TemperatureConfig | LogNConfig) -> Table:
+def query_factors(build: Builder, config: TemperatureConfig | LogNConfig) -> Table:
+    """The factor of each position, float32 [max_positions]."""
     length = build.max_positions
 
     def make(device: torch.device) -> torch.Tensor:
@@ -187,9 +180,13 @@ class RotaryConfig:
                                     f"have {width}; choose an even number up to that (in config.json: "
                                     "partial_rotary_factor, head_dim, or their like)")  # fmt: skip
         length = build.max_positions
-        return build.table(("rotary", self, length), length * self.dim * 4, lambda device: self._angles(length, device))
+        key, nbytes = ("rotary", self, length), length * self.dim * 4
+        table = build.table(key, nbytes, lambda device: self._angles(0, length).to(device))
+        build.rows |= {table: self._angles} if self.dim else {}
+        return table
 
-    def _angles(self, length: int, device: torch.device) -> torch.Tensor:
+    def _angles(self, first: int, last: int) -> torch.Tensor:
+        """The rows of the positions from ``first`` up to ``last``, on the host."""
         import torch
 
         inverse = 1.0 / (self.base ** (torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim))
@@ -202,10 +199,10 @@ class RotaryConfig:
         if self.divisors:
             inverse = inverse / torch.tensor(self.divisors)
         # In place: a table may have some hundred megabytes, and a second of them would take as long as the sines.
-        table = torch.outer(torch.arange(length).float(), inverse.repeat(2))
+        table = torch.outer(torch.arange(first, last).float(), inverse.repeat(2))
         table[:, : self.dim // 2].cos_()
         table[:, self.dim // 2 :].sin_()
-        return table.mul_(self.amplitude).to(device)
+        return table.mul_(self.amplitude)
 
     def _yarn(self, inverse: torch.Tensor) -> torch.Tensor:
         """YaRN (Peng et al. 2023): high frequencies are kept, low ones divided by the factor, with a ramp between."""

@@ -223,7 +223,8 @@ def fill(
     matrices: Callable[[LinearWeight], Iterator[Sequence[WeightPart]]], packings: Mapping[str, Packing],
     device: torch.device, ledger: Ledger,
 ) -> WeightBytes:  # fmt: skip
-    """Fill ``value`` of every declared weight and table, in their order; returns the bytes that ``ledger`` counted.
+    """Fill ``value`` of every declared weight and table, in their order; returns the bytes that ``ledger`` counted. A
+    table that has a value keeps it.
 
     Args:
         tensor: makes the value of a weight.
@@ -235,7 +236,7 @@ def fill(
             # A quantized table and the head that is tied to it are one weight if they have one layout.
             key = item.layout, item.dtype, item.normalize_rows, item.slices, tuple(part.name for part in item.parts)
             item.value = packed[key] = packed.get(key) or _pack(item, matrices(item), packings, device)
-        else:
+        elif isinstance(item, Weight) or item.value is None:
             item.value = tensor(item) if isinstance(item, Weight) else item.make(device)
         ledger.add(item.value.data, item.value.nbytes)
     return ledger.bytes

@@ -5,9 +5,8 @@ module               holds, in reading order
 ===================  =====================================================================
 ``worker``           ``Worker``: the start of a rank from beginning to end, then its steps
 ``assembly``         choosing backend and kernels, declaring and resolving the model
-``placement``        experts that are not on the device: asks a package for them
 ``geometry``         which layers share a block table, and how the pool is cut into blocks
-``weights``          filling the weights of a rank's part of the model
+``weights``          filling the weights and tables of a rank's part of the model
 ``memory``           the memory plan that follows, and its report
 ``runner``           one plan in, one step on the device
 ``step_layout``      the arrays of a step, sent to the device in one upload

@@ -31,7 +31,6 @@ from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.installed import find_adapters
 from evener.engine.wire.pooling import choose_pooling, pooling_part
 from evener.engine.worker.geometry import Geometry, plan_geometry
-from evener.engine.worker.placement import host_placement
 from evener.errors import ArchitectureError, ConfigError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
@@ -232,6 +231,23 @@ def _divided_as_stored(config: Config, checkpoint: Checkpoint) -> tuple[Config, 
     return replace(config, infer=infer), {"infer.pp_layer_partition": "as the checkpoint was split"}
 
 
+def host_placement(config: ResolvedConfig, device: Device) -> Any | None:
+    """The ``Placement`` of experts in host memory, as a class; None if the configuration names none, or the device
+    is the host. It is constructed with the configuration, the device and its resolver, and the builders of this rank's
+    stage and of all stages. Then the weights and call sites of the experts that the configuration names have the
+    placement. Its ``settled`` says what ``auto`` means, from an assembly without it: the keys, and which one it set.
+
+    Raises:
+        ConfigError: no installed package has it.
+    """
+    infer = config.config.infer
+    key = next((k for k in ("resident_experts", "cpu_layer_num", "host_experts") if getattr(infer, k)), None)
+    if key is None or device.capabilities.host_memory:
+        return None
+    name = "resident" if infer.resident_experts else "host"
+    return installed_catalog().need("placement of experts", name, f"infer.{key}", "evener-offload")
+
+
 def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]:
     """What captures this model's decode steps, and a note for the manifest; None if steps run eagerly, and why."""
     capture = a.loaded.graph_capture(a.device)
@@ -284,8 +300,7 @@ def find_architecture(loaded: LoadedPackages, checkpoint: Checkpoint) -> type[Ar
             f"{checkpoint.path} asks for architecture {name!r}, which no installed package registers{similar} Type "
             f"`evener models` for what is installed, and pip install evener-models or the package of the model's "
             f"author{unusable}")  # fmt: skip
-    cls: type[Architecture] = target.load()
-    return cls
+    return target.load()  # type: ignore[no-any-return]
 
 
 def _resolver(config: ResolvedConfig, loaded: LoadedPackages, device: Device, encoded: int) -> Resolver:

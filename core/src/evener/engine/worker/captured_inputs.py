@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,26 +19,6 @@ class Lengths(NamedTuple):
 
     query: Sequence[int]
     kv: Sequence[int]
-
-
-class Inputs(Protocol):
-    """The inputs of one capture.
-
-    Attributes:
-        shape: the sizes that the capture is made for.
-        parts: the arrays that the runner makes a step of.
-        last: int32 [R], the hidden rows that are sampled from; None if that is every row.
-        sample_slots, sample_positions: int32 [R], where the sampled ids are written.
-    """
-
-    shape: StepShape
-    parts: dict[str, torch.Tensor]
-    last: torch.Tensor | None
-    sample_slots: torch.Tensor
-    sample_positions: torch.Tensor
-
-    def fill(self, plan: Plan) -> Lengths:
-        """Write a plan's inputs."""
 
 
 class Staging:
@@ -79,6 +59,12 @@ class DecodeInputs:
         rows: padded number of requests.
         spare: a row of the tables that belongs to no request.
         length: tokens of the longest sequence.
+
+    Attributes:
+        shape: the sizes that the capture is made for.
+        parts: the arrays that the runner makes a step of.
+        last: int32 [R], the hidden rows that are sampled from; None if that is every row.
+        sample_slots, sample_positions: int32 [R], where the sampled ids are written.
     """
 
     last: torch.Tensor | None = None
@@ -99,7 +85,7 @@ class DecodeInputs:
         self.shape = StepShape(rows, rows, 1, length, ones, ones, captured=True)
 
     def fill(self, plan: Plan) -> Lengths:
-        """As ``Inputs.fill``."""
+        """Write a plan's inputs."""
         host, rows = self._staging.next(), len(plan.slots)
         host[0, :rows], host[1, :rows] = plan.starts, plan.slots
         host[0, rows:], host[1, rows:] = 0, self._spare
@@ -116,6 +102,8 @@ class PromptInputs:
         tokens: padded number of tokens.
         spare, length: as for ``DecodeInputs``.
         samples: padded number of tokens that are sampled behind.
+
+    Attributes: as of ``DecodeInputs``.
     """
 
     def __init__(self, device: Device, tokens: int, spare: int, length: int, samples: int = 1) -> None:
@@ -135,7 +123,7 @@ class PromptInputs:
         self._write(spare, 0, tokens, samples)
 
     def fill(self, plan: Plan) -> Lengths:
-        """As ``Inputs.fill``."""
+        """Write a plan's inputs."""
         return self._write(plan.slots[0], plan.starts[0], plan.counts[0], len(plan.samples))
 
     def _write(self, slot: int, start: int, count: int, samples: int) -> Lengths:
@@ -153,3 +141,7 @@ class PromptInputs:
             host[self._places[name]] = value
         self._buffer.copy_(self._device.upload(host))
         return Lengths([count, rest], [end, rest])
+
+
+#: The inputs of one capture.
+Inputs = DecodeInputs | PromptInputs

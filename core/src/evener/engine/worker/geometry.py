@@ -15,7 +15,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from evener.contracts.declared import StateSlot
 from evener.contracts.device import Device
@@ -23,9 +24,6 @@ from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
 from evener.distributed.agreement import ALONE, Agreement
 from evener.engine.quantized.state import bind_slot
 from evener.errors import ConfigError, ResolveError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -274,11 +275,8 @@ def _blocks_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
 def _longest_request(a: Assembly, config: ResolvedConfig, blocks: int) -> int:
     """The longest request, in whole blocks, that ``blocks`` can hold; the need grows with the length."""
     size = a.geometry.block_size
-    low, high = 1, -(-config.max_seq_len // size)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if _blocks_for(a, config, middle * size) <= blocks else (low, middle - 1)
-    return low * size
+    counts = range(1, -(-config.max_seq_len // size) + 1)
+    return max(1, bisect_right(counts, blocks, key=lambda count: _blocks_for(a, config, count * size))) * size
 
 
 def _problem(

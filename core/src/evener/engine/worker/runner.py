@@ -59,6 +59,8 @@ class Runner:
         self.divided: Callable[..., torch.Tensor] | None = None
         #: Told before each replay of a captured step how many of its rows are not padding.
         self.replayed: Callable[[int], None] | None = None
+        #: Told of each plan before its step.
+        self.before: Callable[[Plan], None] | None = None
         #: What follows a step once it has sampled: gets the plan, the step, and what ``forward`` returned.
         self.after: Callable[..., PendingStep | Draw] | None = None
         #: What takes the place of sampling, for a model that generates nothing: gets the plan and what ``forward``
@@ -115,6 +117,8 @@ class Runner:
         """Write what a plan changes: ids that the last stage has sampled, new requests, block tables, copied blocks."""
         if self.stages is not None and self.stages.world.first_stage:
             self.stages.receive_ids(plan)
+        if self.before is not None:
+            self.before(plan)
         self.adapters.write(plan.adapters)
         if plan.admissions:
             self.tables.admit(plan.admissions)

@@ -1,4 +1,4 @@
-"""Filling the weights of an assembled model."""
+"""Filling the weights and tables of an assembled model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from evener.contracts.declared import Declared, Table
+from evener.contracts.declared import Declared
 from evener.contracts.device import Device
 from evener.contracts.quant import Packing
+from evener.engine.wire.plan import Plan
 from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import divide_weights
 from evener.errors import CheckpointError
@@ -17,18 +18,41 @@ from evener.loading.loader import WeightBytes, load_weights
 from evener.loading.match import match_context
 from evener.plugins.discover import installed_catalog
 
+#: Rows of position tables that are made at a time.
+ROWS = 2048
 
-def load_stage(a: Assembly, tables: bool = True) -> WeightBytes:
+
+class PositionTables:
+    """Tables with a row for each position, such as rotary angles, in host memory: an answer reads few of their rows, so
+    these are made as requests get longer. The addresses stay: the tables have all their memory from the start, and the
+    system gives pages that are written. Other devices get whole tables with the weights, as their steps must not wait
+    for the host. So does a model with a draft model, which computes positions that no plan names.
+    """
+
+    def __init__(self, a: Assembly) -> None:
+        self._rows = a.build.rows if a.device.capabilities.host_memory and a.draft is None else {}
+        self._length = a.build.max_positions
+        self._made = 0 if self._rows else self._length
+        for table in self._rows:
+            table.value = a.device.zeros(table.nbytes).view(torch.float32).view(self._length, -1)
+
+    def ensure(self, plan: Plan) -> None:
+        """Make the rows that a step reads."""
+        while self._made < self._length and self._made < max(map(sum, zip(plan.starts, plan.counts, strict=True))):
+            first, self._made = self._made, min(self._made + ROWS, self._length)
+            for table, rows in self._rows.items():
+                assert table.value is not None, "it has its memory from the start"
+                table.value[first : self._made] = rows(first, self._made)
+
+
+def load_stage(a: Assembly) -> WeightBytes:
     """Fill the weights of this rank's part of the model, from the checkpoint or with random numbers (``load=dummy``).
-
-    Args:
-        tables: False: they are filled already.
+    Tables that have a value keep it.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or of a wrong shape; or no installed package makes weights.
     """
     here, placed = divide_weights(a)
-    here = [item for item in here if tables or not isinstance(item, Table)]
     there = WeightBytes()
     if a.placement is not None:  # first: a placement may have tables of the device that hold some of them too
         there = _load(a, placed, here, a.placement.packings, a.placement.torch_device, None)

@@ -30,7 +30,7 @@ from evener.engine.worker.memory import MemoryPlan, measured_plan, min_across_ra
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import one_request
-from evener.engine.worker.weights import load_stage
+from evener.engine.worker.weights import PositionTables, load_stage
 from evener.loading.loader import WeightBytes
 from evener.plugins.discover import installed_catalog
 from evener.resolution.buckets import capture_sizes
@@ -60,7 +60,9 @@ class Worker:
         a: Assembly = start(config, search, serving, ranks)
         resolved, plan = require_memory_plan(a)
         resolved, plan = min_across_ranks(a, resolved, plan)
-        self._assembly = a = replace(a, config=resolved)
+        #: The model and everything that it runs with.
+        self.assembly = a = replace(a, config=resolved)
+        positions = PositionTables(a)
         loaded = load_stage(a)
         if a.draft is not None:
             loaded += load_stage(a.draft)
@@ -70,6 +72,7 @@ class Worker:
         rows = installed_catalog().lazy_imports("part of media").get("rows") if a.ranks.world.first_stage else None
         media = rows and rows.load()(a.device, a.model.encoders, resolved.dtype)
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media)
+        self.runner.before = positions.ensure
         if a.placement is not None:
             self.runner.divided, self.runner.replayed = a.placement.divided, a.placement.replayed
         if a.pooling is not None:
@@ -89,7 +92,7 @@ class Worker:
             if measures:
                 resolved, plan = measured_plan(a, plan, a.device.memory().free)
             resolved, plan = min_across_ranks(a, resolved, plan)
-            self._assembly = a = replace(a, config=resolved)
+            self.assembly = a = replace(a, config=resolved)
         self.pool: torch.Tensor | None = a.geometry.bind(plan.blocks, a.device)
         self.graphs = self.step_graphs(a, self.runner)
         if a.draft is not None and self.drafter is not None and a.device.capabilities.max_captures is None:
@@ -108,13 +111,8 @@ class Worker:
 
     def close(self) -> None:
         """Release what is not memory. Calling it again does nothing."""
-        for part in [each for each in (self._assembly.placement, self.mover) if each is not None]:
+        for part in [each for each in (self.assembly.placement, self.mover) if each is not None]:
             part.close()
-
-    @property
-    def assembly(self) -> Assembly:
-        """The model and everything that it runs with; for tests and ``evener explain``."""
-        return self._assembly
 
     def execute(self, order: Order) -> PendingStep | None:
         """Submit one step, keep an adapter, or do a command. A step that waits for its masks is returned when they
@@ -143,7 +141,7 @@ class Worker:
             said.drafts = self._proposed  # its masks depend on them
             return said if plan.drafts and self._proposed else None
         except Exception as error:
-            self._assembly.resolver.attribution.raise_attributed(error)
+            self.assembly.resolver.attribution.raise_attributed(error)
             raise
 
     def _draw_masked(self, masks: StepMasks) -> PendingStep | None:
@@ -157,7 +155,7 @@ class Worker:
     def _with_reports(self, step: PendingStep) -> PendingStep:
         """The step with what else this worker has to say in its result."""
         step.drafts = self._proposed
-        parts = [each for each in (self._assembly.placement, self.mover) if each is not None]
+        parts = [each for each in (self.assembly.placement, self.mover) if each is not None]
         step.counters = lambda: {name: value for part in parts for name, value in part.counters().items()}
         if self.mover is not None:
             step.transfers = self.mover.finished
@@ -178,7 +176,7 @@ class Worker:
 
     def _warm_up(self, tokens: int) -> None:
         """Run one step of ``tokens`` tokens over the null block, so that kernels are built before the first request."""
-        a = self._assembly
+        a = self.assembly
         if self.runner.media is not None:
             self.runner.media.warm_up()
         if (warm := self.execute(one_request(tokens, len(a.geometry.groups), a.geometry.block_size))) is not None:
