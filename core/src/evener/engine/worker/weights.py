@@ -38,7 +38,7 @@ class PositionTables:
 
     def ensure(self, plan: Plan) -> None:
         """Make the rows that a step reads."""
-        while self._made < self._length and self._made < max(map(sum, zip(plan.starts, plan.counts, strict=True))):
+        while self._made < min(self._length, max(map(sum, zip(plan.starts, plan.counts, strict=True)), default=0)):
             first, self._made = self._made, min(self._made + ROWS, self._length)
             for table, rows in self._rows.items():
                 assert table.value is not None, "it has its memory from the start"
