@@ -183,10 +183,19 @@ def test_grammars_and_parsers_import_only_contracts_and_errors() -> None:
     assert violations(inside("evener_generation", GENERATION), allowed, typing=True) == []
 
 
-def test_beam_search_imports_only_the_python_api() -> None:
-    own = ("evener_beam", "evener.async_llm", "evener.sampling_params", "evener.contracts", "evener.errors")
+def test_beam_search_imports_only_the_python_api_and_how_searches_fork() -> None:
+    own = ("evener_beam", "evener.async_llm", "evener.sampling_params", "evener.contracts", "evener.errors",
+           "evener_forks.search")  # fmt: skip
     beams = inside("evener_beam", GENERATION)
     assert beams and violations(beams, allow_of_evener(*own), typing=True) == []
+
+
+def test_states_of_ended_requests_import_only_the_controller_and_the_python_api() -> None:
+    # A command has a part at each level: front ends and controller.
+    own = ("evener_forks", "evener.async_llm", "evener.engine.controller", "evener.engine.wire.messages",
+           "evener.contracts.connector", "evener.errors")  # fmt: skip
+    forks = inside("evener_forks", GENERATION)
+    assert forks and violations(forks, allow_of_evener(*own), typing=True) == []
 
 
 def test_masks_of_grammars_import_only_what_the_controller_knows_and_no_other_distribution() -> None:

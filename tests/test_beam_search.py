@@ -84,9 +84,12 @@ def test_the_algorithm_returns_the_texts_of_transformers(model: Any, stops: list
         assert [list(beam.ids) for beam in search.finished] == theirs(model, prompt, options, stops), options
 
 
-def test_on_an_engine_it_returns_the_texts_of_transformers_and_leaves_nothing_open(model: Any, folder: Path) -> None:
+@pytest.mark.parametrize("cache", [True, False])
+def test_on_an_engine_it_returns_the_texts_of_transformers_one_computed_token_a_beam_and_leaves_nothing_open(
+    model: Any, folder: Path, cache: bool
+) -> None:
     async def search() -> list[list[list[int]]]:
-        keys = {"dtype": "float32", "infer.kv_memory": "4MiB"}
+        keys = {"dtype": "float32", "infer.kv_memory": "4MiB", "infer.prefix_cache": cache}
         config = from_overrides(str(folder), keys)
         llm = await AsyncLLM.start(config, "thread")
         try:
@@ -98,7 +101,12 @@ def test_on_an_engine_it_returns_the_texts_of_transformers_and_leaves_nothing_op
 
             asked = list(enumerate(itertools.product(prompts(), OPTIONS[::5])))
             found = await asyncio.gather(*(one(number, *each) for number, each in asked))
-            assert llm.num_open == 0
+            stats = await llm.stats()
+            assert llm.num_open == 0 and stats.blocks_used == 0
+            # Whole prompts for the first steps; one token for each request of the others, a fork.
+            assert stats.forks == stats.finished - len(asked)
+            prompt_tokens = sum(len(prompt) for _, (prompt, _) in asked)
+            assert stats.computed_tokens + stats.cached_tokens == prompt_tokens + stats.forks
             return found
         finally:
             await llm.close()

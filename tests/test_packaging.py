@@ -63,6 +63,7 @@ MORE_PACKAGES = {
         "evener_beam",
         "evener_constraints",
         "evener_drafts",
+        "evener_forks",
         "evener_media",
         "evener_pacing",
         "evener_pooling",

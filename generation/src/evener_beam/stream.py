@@ -1,12 +1,16 @@
-"""Beam search on an ``AsyncLLM``: each step asks the engine for one token behind each beam. Beams share the blocks of
-their common beginning, because the engine keeps them by their content (its prefix cache)."""
+"""Beam search on an ``AsyncLLM``: each step asks the engine for one token behind each beam, in a request for each. Such
+a request is a fork of the one that made the beam it goes on from: both share their full blocks, the block that is
+partly filled is copied, and one token is computed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import TracebackType
+
+from evener_forks.search import ForkSearch
 
 from evener.async_llm import AsyncLLM
 from evener.contracts.adapters import HeldAdapter
@@ -51,6 +55,9 @@ class BeamStream:
         if self._search.needed > MAX_LOGPROBS:
             most = MAX_LOGPROBS - len(self._stops)
             raise RequestError(f"num_beams is {options.beams}; this model's search has at most {most}", "num_beams")
+        self._forks = ForkSearch(llm, request_id)
+        #: The request that has computed all tokens of a beam but its last one, by these tokens.
+        self._computed: dict[tuple[int, ...], str] = {}
         #: One adapter for all steps, also if it is replaced or unloaded before the last.
         self._adapter = llm.adapters.hold(lora)
 
@@ -78,9 +85,11 @@ class BeamStream:
                 yield delta
         finally:
             self._release()
+            await self._forks.close()
 
     async def _deltas(self) -> AsyncIterator[Delta]:
         late = False
+        await self._forks.open()
         while not self._search.done and not self._closed:
             failed = await self._step()
             if failed is not None and failed.finish_reason != "timeout":
@@ -122,14 +131,18 @@ class BeamStream:
             lora=self._adapter, priority=self._priority,
         )  # fmt: skip
         first = not self._search.running[0].ids
+        parents = [self._computed.get(beam.ids[:-1], "") for beam in self._search.running]
+        computed: dict[tuple[int, ...], str] = {}
         likeliest: list[Mapping[int, float]] = []
         async with AsyncExitStack() as stack:
             room = stack.enter_context(self._llm.reserve(len(self._search.running), "num_beams"))
             streams = []
-            for number, beam in enumerate(self._search.running):
+            for number, (beam, parent) in enumerate(zip(self._search.running, parents, strict=True)):
                 name = f"{self.request_id}-{len(beam.ids)}-{number}"
                 prompt = [*self.prompt_token_ids, *beam.ids]
-                submitted = await self._llm.submit(prompt, params, request_id=name, reservation=room)
+                forked = replace(params, transfer=self._forks.transfer(parent, sorted(set(parents))))
+                submitted = await self._llm.submit(prompt, forked, request_id=name, reservation=room)
+                computed[beam.ids] = name
                 streams.append(await stack.enter_async_context(submitted))
             for stream in streams:
                 async for delta in stream:
@@ -139,4 +152,5 @@ class BeamStream:
                     elif delta.finish_reason is not None:
                         return delta
         self._search.advance(likeliest)
+        self._computed = computed
         return None

@@ -66,6 +66,7 @@ descriptor = Descriptor(
         "mtp": "evener_generation.drafting.model_drafter:ModelDrafter",
     },
     worker_drafters={"model": "evener_drafts.folder:DraftFolder", "mtp": "evener_drafts.prediction:Prediction"},
+    engine_commands={"forks": "evener_forks.commands:ForkCommands"},
     adapters={"lora": "evener_adapters.lora:LoraAdapters"},
     pooling_parts={
         "choose": "evener_pooling.settings:choose_pooling",

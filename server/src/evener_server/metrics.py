@@ -319,7 +319,7 @@ class _Families(Collector):
         yield self._gauge("kv_cache_blocks", "KV cache blocks.", report.blocks)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", report.queried_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", report.cached_tokens)
-        yield self._counter("forked_tokens", "Tokens whose state samples took over from the first of their prompt.",
+        yield self._counter("forked_tokens", "Tokens whose state samples and beams took over from another request.",
                             report.forked_tokens)  # fmt: skip
         yield self._counter("num_preemptions", "Times that a request gave its state back and began anew.",
                             report.preemptions)  # fmt: skip
