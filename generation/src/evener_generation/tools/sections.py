@@ -128,7 +128,7 @@ class DeepSeekV3(DeepSeek):
             return f"{cls.call[0]}function{cls.separator}{name}{cls._fence}"
 
         tags = json_tags(functions, begin, cls.ends[0])
-        return CallFormat(tags=tags, begin=cls.section[0], separator="\n", end=cls.section[1])
+        return CallFormat(tags=tags, begin=cls.section[0], separator="\n", end=cls.section[1], trigger=cls.section[0])
 
 
 class DeepSeekV31(DeepSeek):
@@ -141,7 +141,7 @@ class DeepSeekV31(DeepSeek):
     @classmethod
     def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
         tags = json_tags(functions, lambda name: f"{cls.call[0]}{name}{cls.separator}", cls.call[1])
-        return CallFormat(tags=tags, begin=cls.section[0], separator="", end=cls.section[1])
+        return CallFormat(tags=tags, begin=cls.section[0], separator="", end=cls.section[1], trigger=cls.section[0])
 
 
 class KimiK2(SectionParser):
@@ -168,7 +168,7 @@ class KimiK2(SectionParser):
             )
             for name, schema in functions.items()
         ]
-        return CallFormat(tags=tags, begin=cls.section[0], separator="", end=cls.section[1])
+        return CallFormat(tags=tags, begin=cls.section[0], separator="", end=cls.section[1], trigger=cls.section[0])
 
     def begin(self, head: str) -> bool:
         call_id = head.strip()
