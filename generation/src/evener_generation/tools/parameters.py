@@ -31,12 +31,14 @@ class ParameterParser(StepParser):
         """A call begins."""
         self._name, self._first = name, True
         self.start(name)
+        self.skip_blanks()
 
     def parameter(self, key: str, value: str) -> None:
         """A parameter is complete."""
         text = f"{json.dumps(key)}: {json.dumps(self._typed(key, value), ensure_ascii=False)}"
         self.argue(("{" if self._first else ", ") + text)
         self._first = False
+        self.skip_blanks()
 
     def close(self) -> None:
         """The call is complete."""
@@ -153,7 +155,8 @@ class Qwen3Coder(ParameterParser, CallWriter):
         return bool(mark)
 
     def _body(self) -> bool:
-        _, mark = self.stream.until(("<parameter=", "</function>", "</tool_call>"))
+        text, mark = self.stream.until(("<parameter=", "</function>", "</tool_call>"))
+        self.say(text, before_call=bool(mark))  # between parameters no text belongs to the call
         if mark == "<parameter=":
             self._key, self.step = "", self._parameter_name
         elif mark:
@@ -229,7 +232,8 @@ class Glm4(ParameterParser, CallWriter):
         return bool(mark)
 
     def _body(self) -> bool:
-        _, mark = self.stream.until(("<arg_key>", "</tool_call>"))
+        text, mark = self.stream.until(("<arg_key>", "</tool_call>"))
+        self.say(text, before_call=bool(mark))  # between parameters no text belongs to the call
         if mark == "<arg_key>":
             self._key, self.step = "", self._argument_key
         elif mark:

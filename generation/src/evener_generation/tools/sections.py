@@ -62,7 +62,10 @@ class SectionParser(StepParser, CallWriter):
         text, mark = self.stream.until((self.separator, self.call[1], self.section[1]))
         self._raw += text
         if mark == self.separator:
-            head = self._raw[self._raw.rfind(self.call[0]) + len(self.call[0]) :]
+            before, begin, head = self._raw.rpartition(self.call[0])
+            if self.call[0] in before:
+                self.say(before)  # another call began there, and had no separator
+                self._raw = begin + head
             return True if self.begin(head) else self._no_call(mark)
         return self._no_call(mark) if mark or self.stream.ended else False
 
