@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,12 +282,15 @@ def test_an_answer_with_a_form_and_tools_is_either(says: Callable[..., Any]) -> 
     assert found["type"] == "sequence", "a forced call is no other answer"
 
 
-def test_strict_is_named_where_a_format_cannot_say_where_calls_begin(says: Callable[..., Any], tmp_path: Path) -> None:
+def test_strict_is_kept_where_calls_are_the_whole_answer(says: Callable[..., Any], tmp_path: Path) -> None:
     template = '{{ tools }}"parameters": dictionary of argument name and its value{% for m in messages %}{% endfor %}'
     api = says("Hi.", write_tiny_tokenizer(tmp_path / "llama", template))
     response = ask(api, tools=[strict()])
-    assert response.headers["x-ignored-fields"] == "tools[].function.strict"
-    assert "x-ignored-fields" not in ask(api, tools=[strict()], tool_choice="required").headers
+    assert "x-ignored-fields" not in response.headers
+    found = json.loads(api.engine.sent[-1].sampling.grammar.text)["format"]
+    calls, text = found["elements"]
+    assert calls["elements"][1]["tags"][0]["content"] == {"type": "json_schema", "json_schema": ARGUMENTS}
+    assert re.fullmatch(text["pattern"], "Hi.") and not re.fullmatch(text["pattern"], '{"name": "get_weather"')
 
 
 def test_a_budget_of_reasoning_is_kept_by_the_grammar(says: Callable[..., Any], make_api: Any, error: Any) -> None:

@@ -97,9 +97,11 @@ class HarmonyTools(StepParser, CallWriter):
     @classmethod
     def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
         def begin(name: str) -> str:
-            return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+            return f"to=functions.{name} <|constrain|>json<|message|>"
 
-        return CallFormat(tags=json_tags(functions, begin, "<|call|>"))
+        # The recipient may also stand before the channel, so the channel does not tell where a call begins.
+        tags = json_tags(functions, begin, "<|call|>")
+        return CallFormat(tags=tags, begin="<|channel|>commentary ", trigger="to=functions.")
 
     def content(self) -> bool:
         text, mark = self.stream.until((_CALL,))

@@ -65,9 +65,9 @@ class _Writer:
         self._kinds: dict[str, Callable[[Mapping[str, Any], int], str]] = {
             "const_string": lambda of, _: self.text(_string(of, "value")),
             "json_schema": lambda of, _: self._json(of.get("json_schema")),
-            "regex": lambda of, _: self._regex(_string(of, "pattern")),
+            "regex": lambda of, _: self._terminal(self._text_of(of)),
             "grammar": lambda of, _: self._grammar(_string(of, "grammar")),
-            "any_text": lambda of, _: self._any_text(of),
+            "any_text": lambda of, _: self._terminal(self._text_of(of)),
             "sequence": lambda of, depth: self._all(_list(of, "elements"), depth, " "),
             "or": lambda of, depth: self._all(_list(of, "elements"), depth, " | "),
             "optional": lambda of, depth: f"({self.expression(of.get('content'), depth)})?",
@@ -122,21 +122,22 @@ class _Writer:
         options = {"whitespace_pattern": self._whitespace, **_mapping(schema.get("x-guidance"))}
         return self._rule("%json " + json.dumps({**schema, "x-guidance": options}))
 
-    def _regex(self, pattern: str) -> str:
-        plain = {"/": r"\x2f", r"\/": r"\x2f", "\n": r"\n"}
-        return self._terminal(f"/{_UNESCAPED.sub(lambda found: plain.get(found[0], found[0]), pattern)}/")
-
     def _grammar(self, text: str) -> str:
         name = f"g{len(self.grammars)}"
         self.grammars.append({"name": name, "lark_grammar": in_lark(text)})
         return f"@{name}"
 
-    def _any_text(self, of: Mapping[str, Any]) -> str:
-        excluded = [_plain_text(each) for each in of.get("excludes") or ()]
-        if not excluded:
-            return self._terminal(_TEXT)
-        without = " & ".join(f"~/(?s:.*){re.escape(each).replace('/', _SLASH)}(?s:.*)/" for each in excluded)
-        return self._terminal(f"{_TEXT} & {without}")
+    def _text_of(self, of: Mapping[str, Any]) -> str:
+        """A text that fits a pattern if there is one, is within bounds of its length, and has nothing excluded."""
+        parts = [_regex(_string(of, "pattern")) if of.get("type") == "regex" else _TEXT]
+        least, most = of.get("min_chars") or 0, of.get("max_chars")
+        if not all(isinstance(each, int) and each >= 0 for each in (least, most or 0)):
+            raise ValueError("min_chars and max_chars of a text are integers of at least 0")
+        if least or most is not None:
+            parts.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
+        for each in of.get("excludes") or ():
+            parts.append(f"~/(?s:.*){re.escape(_plain_text(each)).replace('/', _SLASH)}(?s:.*)/")
+        return " & ".join(parts)
 
     def _tag(self, of: Mapping[str, Any], depth: int, trigger: str) -> str:
         """Without ``trigger``, with which it begins."""
@@ -150,11 +151,12 @@ class _Writer:
 
     def _ending(self, content: Any, end: str, depth: int) -> str:
         """The content of a tag and its end. Any text goes up to the first place where the end stands."""
-        any_text = isinstance(content, Mapping) and content.get("type") == "any_text"
         first, rest = self._first(end)
-        if not any_text or first in self._special or not first:
+        texts = isinstance(content, Mapping) and content.get("type") in ("any_text", "regex")
+        if not texts or first in self._special or not first:
             return f"{self.expression(content, depth)} {self.text(end)}"
-        return f"{self._rule(f'{_TEXT} {self._piece(first)}', '[lazy]')} {self.text(rest)}"
+        text = self._terminal(self._text_of(content))
+        return f"{self._rule(f'{text} {self._piece(first)}', '[lazy]')} {self.text(rest)}"
 
     def _first(self, text: str) -> tuple[str, str]:
         """The first special token or text without one, and the rest."""
@@ -163,15 +165,17 @@ class _Writer:
 
     def _triggered(self, of: Mapping[str, Any], depth: int) -> str:
         """Any text, in which each trigger begins one of the tags."""
-        tags, groups, used = _list(of, "tags"), [], set[int]()
-        for trigger in map(_plain_text, _list(of, "triggers")):
+        tags, groups, triggers = _list(of, "tags"), [], [_plain_text(each) for each in _list(of, "triggers")]
+        # A parser reads the text of a special token as it reads the token, so other text does not have it.
+        used = {first for trigger in triggers if (first := self._first(trigger)[0]) in self._special}
+        text = self._terminal(self._text_of({"excludes": sorted(used)}))
+        for trigger in triggers:
             begun = [tag for tag in tags if _string(tag, "begin").startswith(trigger)]
             if not trigger or not begun:
                 raise ValueError(f"no tag begins with the trigger {trigger[:60]!r}")
             first, rest = self._first(trigger)
             if first in self._special:
-                used.add(self._special[first])
-                head = f"{self._terminal(_TEXT)} {self.text(trigger)}"
+                head = f"{text} {self.text(trigger)}"
             elif rest:
                 raise ValueError(f"the trigger {trigger[:60]!r} has a special token behind text")
             else:
@@ -180,14 +184,15 @@ class _Writer:
             groups.append(self._rule(f"{head} ({choice})"))
         if lost := [tag for tag in tags if not _string(tag, "begin").startswith(tuple(of["triggers"]))]:
             raise ValueError(f"no trigger begins the tag {_string(lost[0], 'begin')[:60]!r}")
-        if of.get("stop_after_first"):
-            alone = "" if of.get("at_least_one") else f" | {self._terminal(_TEXT)}"
-            return f"({' | '.join(groups)}{alone})"
         # Other special tokens are text here.
-        if others := sorted(set(self._special.values()) - used):
-            groups.append(self._rule(f"{self._terminal(_TEXT)} <[{','.join(map(str, others))}]>"))
-        many = self._rule(f"({' | '.join(groups)}){'+' if of.get('at_least_one') else '*'}")
-        return f"{many} {self._terminal(_TEXT)}"
+        others = sorted(token for mark, token in self._special.items() if mark not in used)
+        other = [self._rule(f"{text} <[{','.join(map(str, others))}]>")] if others else []
+        before = [f"({other[0]})*"] if other else []
+        if of.get("stop_after_first"):
+            end = groups if of.get("at_least_one") else [*groups, text]
+            return " ".join([*before, f"({' | '.join(end)})"])
+        start = [*before, f"({' | '.join(groups)})"] if of.get("at_least_one") else []
+        return " ".join([*start, f"({' | '.join([*groups, *other])})*", text])
 
     def _separated(self, of: Mapping[str, Any], depth: int) -> str:
         one = self._rule(self._all([{**tag, "type": "tag"} for tag in _list(of, "tags")], depth, " | "))
@@ -196,6 +201,11 @@ class _Writer:
 
 
 _SLASH = r"\x2f"
+
+
+def _regex(pattern: str) -> str:
+    plain = {"/": _SLASH, r"\/": _SLASH, "\n": r"\n"}
+    return f"/{_UNESCAPED.sub(lambda found: plain.get(found[0], found[0]), pattern)}/"
 
 
 def _string(of: Any, name: str) -> str:

@@ -254,6 +254,8 @@ def _held_tag(tag: Any) -> Any:
         return [_held_tag(each) for each in tag]
     if not isinstance(tag, dict):
         return tag
+    if tag.get("min_chars") or (tag.get("type") == "regex" and {"excludes", "max_chars"} & tag.keys()):
+        raise ValueError(f"xgrammar cannot hold a text between marks to a pattern or a least length; {_OTHERS}")
     if tag.get("type") == "json_schema":
         return {"max_whitespace_cnt": MAX_BLANKS, **tag, "json_schema": _held(tag.get("json_schema"))}
     return {name: _held_tag(each) for name, each in tag.items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class Held:
         forced: the answer must call a tool.
         budget: tokens that the reasoning may have; None: any number.
         loose: fields that ask for a constraint which is not enforced.
+        marks: special tokens that text around calls may have.
     """
 
     answer: GrammarSpec | None = None
@@ -36,6 +38,7 @@ class Held:
     forced: bool = False
     budget: int | None = None
     loose: Sequence[str] = ()
+    marks: Sequence[str] = ()
 
     @property
     def anything(self) -> bool:
@@ -58,7 +61,8 @@ class Held:
             before = {"begin": reasoning.begin, "end": reasoning.end, "budget": self.budget}
         if found is None and before is None:
             return None
-        return GrammarSpec(kind="structural_tag", text=json.dumps({"format": found, "reasoning": before}))
+        text = {"format": found, "reasoning": before, **({"marks": list(self.marks)} if self.marks else {})}
+        return GrammarSpec(kind="structural_tag", text=json.dumps(text))
 
 
 def held_to(
@@ -102,8 +106,8 @@ def held_to(
         calls = _only_calls(written, several and not choice.single)
         return Held(answer=answer, calls=calls, forced=choice.forced, budget=budget)
     if written.trigger is None:
-        return Held(budget=budget, loose=_STRICT)
-    return Held(calls=_among_text(written, several), budget=budget)
+        return Held(calls=_or_text(written, several, parser.special_tokens), budget=budget)
+    return Held(calls=_among_text(written, several), budget=budget, marks=parser.special_tokens)
 
 
 _STRICT = ("tools[].function.strict",)
@@ -111,20 +115,56 @@ _STRICT = ("tools[].function.strict",)
 
 def _only_calls(written: CallFormat, several: bool) -> Format:
     """One call at least, and nothing else."""
-    tags: Format = {
+    around = [{"type": "const_string", "value": text} for text in (written.begin, written.end)]
+    return {"type": "sequence", "elements": [around[0], _separated(written, several), around[1]]}
+
+
+def _separated(written: CallFormat, several: bool) -> Format:
+    """One call at least."""
+    return {
         "type": "tags_with_separator", "tags": list(written.tags), "separator": written.separator or "",
         "at_least_one": True, "stop_after_first": not several or written.separator is None,
     }  # fmt: skip
-    around = [{"type": "const_string", "value": text} for text in (written.begin, written.end)]
-    return {"type": "sequence", "elements": [around[0], tags, around[1]]}
 
 
 def _among_text(written: CallFormat, several: bool) -> Format:
     """Any text, and calls in it."""
-    return {
-        "type": "triggered_tags", "triggers": [written.trigger], "tags": list(written.tags),
-        "stop_after_first": not several,
-    }  # fmt: skip
+    tags = list(written.tags)
+    if written.trigger and written.begin.startswith(written.trigger):
+        # What stands around the calls is one tag, with all calls inside.
+        calls = _separated(written, several)
+        tags = [{"type": "tag", "begin": written.begin, "content": calls, "end": written.end}]
+    return {"type": "triggered_tags", "triggers": [written.trigger], "tags": tags, "stop_after_first": not several}
+
+
+def _or_text(written: CallFormat, several: bool, marks: Sequence[str]) -> Format:
+    """Calls and nothing else, or any text that begins otherwise.
+
+    Args:
+        marks: special tokens that may stand before calls. A free text begins with none of them.
+    """
+    begins = {(written.begin or tag["begin"])[0] for tag in written.tags}
+    text = {"type": "regex", "pattern": f"[ \\t\\r\\n]{{0,64}}({_other_than(begins | set(marks), _BLANK)})?"}
+    return {"type": "or", "elements": [_only_calls(written, several), text]}
+
+
+#: Blank characters, in a class of a regular expression: they do not decide how an answer begins.
+_BLANK = r"\x00-\x20\x7f-\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_ANY_TEXT = r"(.|\n)*"
+
+
+def _other_than(begins: Collection[str], but: str = "") -> str:
+    """A regular expression of texts that begin with none of ``begins``.
+
+    Args:
+        but: other characters with which they do not begin, as in a class.
+    """
+    rests: dict[str, set[str]] = {}
+    for begin in begins:
+        rests.setdefault(begin[0], set()).add(begin[1:])
+    ways = [f"[^{''.join(map(re.escape, sorted(rests)))}{but}]{_ANY_TEXT}"]
+    ways += [f"{re.escape(first)}({_other_than(rest)})?" for first, rest in sorted(rests.items()) if "" not in rest]
+    return "|".join(ways)
 
 
 def before(parser: type[ReasoningParser] | None, prompt_end: str) -> ReasoningFormat | None:

@@ -23,7 +23,8 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
         tags: for each function a structural tag ``{"type": "tag", "begin": …, "content": …, "end": …}``: one call.
         begin: text before the first call; end: behind the last one.
         separator: text between two calls; None: an answer has one call at most.
-        trigger: the text with which a call begins behind other text; None: that cannot be told.
+        trigger: the text with which calls begin behind other text: the first part of ``begin``, or of each tag. None:
+            calls are the whole answer, and an answer that calls nothing begins otherwise.
     """
 
     tags: Sequence[Mapping[str, Any]]

@@ -71,6 +71,10 @@ class StepParser(ToolParser):
             self._argued = True
             self._found.append(CallArguments(self.calls, text))
 
+    def skip_blanks(self) -> None:
+        """Drop the blank characters that stand before the next content."""
+        self._blank, self._after_call = "", True
+
     def end_call(self) -> None:
         """The call is complete."""
         if not self._argued:

@@ -165,7 +165,7 @@ class Mistral(JsonParser, CallWriter):
             tags = json_tags(functions, lambda name: f"[TOOL_CALLS]{name}[ARGS]", "")
             return CallFormat(tags=tags, separator="", trigger="[TOOL_CALLS]")
         tags = json_tags(functions, lambda name: f'{{"name": {quoted(name)}, "arguments": ', "}")
-        return CallFormat(tags=tags, begin="[TOOL_CALLS][", separator=", ", end="]")
+        return CallFormat(tags=tags, begin="[TOOL_CALLS][", separator=", ", end="]", trigger="[TOOL_CALLS]")
 
     def content(self) -> bool:
         text, mark = self.stream.until(("[TOOL_CALLS]",))

@@ -8,7 +8,16 @@ from typing import Any
 
 from evener.contracts.writing import CallFormat, CallWriter
 from evener_generation.tools.base import StepParser
-from evener_generation.tools.writing import Format, optional, parameters, raw_value, sequence, tag
+from evener_generation.tools.writing import (
+    Format,
+    constant,
+    open_object,
+    optional,
+    parameters,
+    raw_value,
+    sequence,
+    tag,
+)
 
 
 class ParameterParser(StepParser):
@@ -22,12 +31,14 @@ class ParameterParser(StepParser):
         """A call begins."""
         self._name, self._first = name, True
         self.start(name)
+        self.skip_blanks()
 
     def parameter(self, key: str, value: str) -> None:
         """A parameter is complete."""
         text = f"{json.dumps(key)}: {json.dumps(self._typed(key, value), ensure_ascii=False)}"
         self.argue(("{" if self._first else ", ") + text)
         self._first = False
+        self.skip_blanks()
 
     def close(self) -> None:
         """The call is complete."""
@@ -70,16 +81,27 @@ def _unlined(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-def _tagged(schema: Mapping[str, Any], begin: str, end: str) -> Format:
-    """All parameters in the order of the schema; ``begin`` has a place for the name.
+def _tagged(schema: Mapping[str, Any], begin: str, end: str, marks: Sequence[str]) -> Format:
+    """All parameters in the order of the schema; ``begin`` has a place for the name, and no text has ``marks``.
 
     Raises:
         ValueError: a name cannot stand in a tag.
     """
     if wrong := [name for name, _, _ in parameters(schema) if not name.strip() or set(name) & set("<>\n{}")]:
         raise ValueError(f"the parameter {wrong[0][:64]!r} cannot stand in a tag, in which this model writes it")
-    found = [(raw_value(begin.format(name), inner, end), required) for name, inner, required in parameters(schema)]
+    if open_object(schema):
+        before, behind = begin.split("{}")
+        name = {"type": "regex", "pattern": "[a-zA-Z_][a-zA-Z0-9_]{0,63}"}
+        value = raw_value(behind, {"type": "string"}, end, marks)
+        return {"type": "star", "content": sequence([constant(before), name, value])}
+    found = [
+        (raw_value(begin.format(name), inner, end, marks), required) for name, inner, required in parameters(schema)
+    ]
     return sequence([each if required else optional(each) for each, required in found])
+
+
+#: What ends a parameter of Qwen3-Coder: models forget closing tags.
+_VALUE_ENDS = ("</parameter>", "<parameter=", "</function>")
 
 
 class Qwen3Coder(ParameterParser, CallWriter):
@@ -95,7 +117,7 @@ class Qwen3Coder(ParameterParser, CallWriter):
         tags = [
             tag(
                 f"<tool_call>\n<function={name}>\n",
-                _tagged(schema, "<parameter={}>\n", "\n</parameter>\n"),
+                _tagged(schema, "<parameter={}>\n", "\n</parameter>\n", _VALUE_ENDS),
                 "</function>\n</tool_call>",
             )
             for name, schema in functions.items()
@@ -133,7 +155,8 @@ class Qwen3Coder(ParameterParser, CallWriter):
         return bool(mark)
 
     def _body(self) -> bool:
-        _, mark = self.stream.until(("<parameter=", "</function>", "</tool_call>"))
+        text, mark = self.stream.until(("<parameter=", "</function>", "</tool_call>"))
+        self.say(text, before_call=bool(mark))  # between parameters no text belongs to the call
         if mark == "<parameter=":
             self._key, self.step = "", self._parameter_name
         elif mark:
@@ -149,7 +172,7 @@ class Qwen3Coder(ParameterParser, CallWriter):
         return bool(mark)
 
     def _parameter_value(self) -> bool:
-        text, mark = self.stream.until(("</parameter>", "<parameter=", "</function>"))
+        text, mark = self.stream.until(_VALUE_ENDS)
         self._value += text
         if mark or self.stream.ended:
             self.parameter(self._key.strip(), _unlined(self._value))
@@ -182,7 +205,7 @@ class Glm4(ParameterParser, CallWriter):
         tags = [
             tag(
                 f"<tool_call>{name}\n",
-                _tagged(schema, "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n"),
+                _tagged(schema, "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", ["</arg_value>"]),
                 "</tool_call>",
             )
             for name, schema in functions.items()
@@ -209,7 +232,8 @@ class Glm4(ParameterParser, CallWriter):
         return bool(mark)
 
     def _body(self) -> bool:
-        _, mark = self.stream.until(("<arg_key>", "</tool_call>"))
+        text, mark = self.stream.until(("<arg_key>", "</tool_call>"))
+        self.say(text, before_call=bool(mark))  # between parameters no text belongs to the call
         if mark == "<arg_key>":
             self._key, self.step = "", self._argument_key
         elif mark:

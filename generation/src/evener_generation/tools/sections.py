@@ -62,7 +62,10 @@ class SectionParser(StepParser, CallWriter):
         text, mark = self.stream.until((self.separator, self.call[1], self.section[1]))
         self._raw += text
         if mark == self.separator:
-            head = self._raw[self._raw.rfind(self.call[0]) + len(self.call[0]) :]
+            before, begin, head = self._raw.rpartition(self.call[0])
+            if self.call[0] in before:
+                self.say(before)  # another call began there, and had no separator
+                self._raw = begin + head
             return True if self.begin(head) else self._no_call(mark)
         return self._no_call(mark) if mark or self.stream.ended else False
 
@@ -128,7 +131,7 @@ class DeepSeekV3(DeepSeek):
             return f"{cls.call[0]}function{cls.separator}{name}{cls._fence}"
 
         tags = json_tags(functions, begin, cls.ends[0])
-        return CallFormat(tags=tags, begin=cls.section[0], separator="\n", end=cls.section[1])
+        return CallFormat(tags=tags, begin=cls.section[0], separator="\n", end=cls.section[1], trigger=cls.section[0])
 
 
 class DeepSeekV31(DeepSeek):
@@ -141,7 +144,7 @@ class DeepSeekV31(DeepSeek):
     @classmethod
     def call_format(cls, functions: Mapping[str, Mapping[str, Any]], chat_template: str) -> CallFormat:
         tags = json_tags(functions, lambda name: f"{cls.call[0]}{name}{cls.separator}", cls.call[1])
-        return CallFormat(tags=tags, begin=cls.section[0], separator="", end=cls.section[1])
+        return CallFormat(tags=tags, begin=cls.section[0], separator="", end=cls.section[1], trigger=cls.section[0])
 
 
 class KimiK2(SectionParser):
@@ -168,7 +171,7 @@ class KimiK2(SectionParser):
             )
             for name, schema in functions.items()
         ]
-        return CallFormat(tags=tags, begin=cls.section[0], separator="", end=cls.section[1])
+        return CallFormat(tags=tags, begin=cls.section[0], separator="", end=cls.section[1], trigger=cls.section[0])
 
     def begin(self, head: str) -> bool:
         call_id = head.strip()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 Format = Mapping[str, Any]
@@ -47,14 +48,51 @@ def parameters(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
         yield name, {**shared, **found}, isinstance(required, list) and name in required
 
 
-def raw_value(begin: str, schema: Schema, end: str) -> Format:
-    """A parameter whose value stands between two marks: texts without quotes, anything else as JSON."""
+def raw_value(begin: str, schema: Schema, end: str, marks: Sequence[str]) -> Format:
+    """A parameter whose value stands between two marks: texts without quotes, anything else as JSON.
+
+    Args:
+        marks: at each of them a parser ends the text, which therefore has none.
+    """
     if schema.get("type") != "string":
         return tag(begin, {"type": "json_schema", "json_schema": schema}, end)
-    options = schema.get("enum")
+    options = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(options, list) and options and all(isinstance(each, str) for each in options):
         return tag(begin, {"type": "or", "elements": [constant(each) for each in options]}, end)
-    return tag(begin, {"type": "any_text"}, end)
+    text: dict[str, Any] = {"type": "any_text", "excludes": list(marks)}
+    if isinstance(schema.get("pattern"), str):
+        text = {**text, "type": "regex", "pattern": whole_pattern(schema["pattern"])}
+    bounds = {"min_chars": schema.get("minLength"), "max_chars": schema.get("maxLength")}
+    return tag(begin, {**text, **{name: bound for name, bound in bounds.items() if bound is not None}}, end)
+
+
+#: An escape, a class of characters, or one character of a regular expression.
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+
+
+def whole_pattern(pattern: str) -> str:
+    """A regular expression for the whole text, from a schema's ``pattern``, which need only fit somewhere in it."""
+    ways, depth = [list[str]()], 0
+    for piece in _PIECE.findall(pattern):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and not depth:
+            ways.append([])
+        else:
+            ways[-1].append(piece)
+    return "|".join(map(_whole, ways))
+
+
+def _whole(pieces: list[str]) -> str:
+    """One alternative, without its anchors."""
+    begins, ends = pieces[:1] == ["^"], pieces[-1:] == ["$"]
+    inner = "".join(pieces[begins : len(pieces) - ends])
+    around = [r"(.|\n)*" if loose else "" for loose in (not begins, not ends)]
+    return f"{around[0]}({inner}){around[1]}"
+
+
+def open_object(schema: Schema) -> bool:
+    """Whether a function without a list of parameters takes any."""
+    return "properties" not in schema and schema.get("additionalProperties", True) is not False
 
 
 def optional(content: Format) -> Format:
@@ -64,6 +102,9 @@ def optional(content: Format) -> Format:
 
 def keywords(schema: Schema, separator: str) -> Format:
     """Arguments ``name=value`` with values in JSON: first the required ones, then any of the others in order."""
+    if open_object(schema):
+        one = sequence([{"type": "regex", "pattern": "[a-zA-Z_][a-zA-Z0-9_]{0,63}="}, _value({})])
+        return optional(sequence([one, {"type": "star", "content": sequence([constant(separator), one])}]))
     found = sorted(parameters(schema), key=lambda each: not each[2])
     pieces = [sequence([constant(f"{name}="), _value(inner)]) for name, inner, _ in found]
     needed = sum(required for _, _, required in found)
