@@ -78,7 +78,7 @@ class ResponsesBody(GenerationBody):
     text: TextOptions | None = None
     #: False: no later request can go on from the answer.
     store: bool | None = None
-    #: Answer at once, and generate behind that.
+    #: Answer at once, and generate behind that. Its stream can be read again.
     background: bool | None = None
     #: Show the tokens of the prompt and of the answer.
     enable_response_messages: bool | None = None
@@ -99,8 +99,6 @@ class ResponsesBody(GenerationBody):
         super().check()
         if self.background and self.store is False:
             raise RequestError("background can only be used when `store` is true", "background")
-        if self.background and self.stream:
-            raise RequestError("background cannot be streamed by this server; send stream=false", "stream")
         if self.input is None:
             raise RequestError("input is missing; send it", "input", "missing_required_parameter")
 
