@@ -475,6 +475,21 @@ def test_the_tokens_of_prompt_and_answer_are_shown_to_who_asks(says: Callable[..
     assert "input_messages" not in answer(api)
 
 
+def test_a_choice_of_a_tool_that_is_left_out_is_left_out_too(says: Callable[..., Any]) -> None:
+    api = says("Hello.")
+    search, function = {"type": "web_search"}, {"type": "function", "name": "get_weather"}
+    for choice, named in (
+        (search, "tools[1], tool_choice"),
+        ({"type": "allowed_tools", "mode": "required", "tools": [search]}, "tools[1], tool_choice"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [search, function]}, "tools[1], tool_choice.tools[0]"),
+    ):
+        found = respond(api, tools=[WEATHER, search], tool_choice=choice)
+        assert found.status_code == 200, found.text
+        assert found.headers["x-ignored-fields"] == named and "get_weather" in prompt(api)
+    assert respond(api, tools=[search], tool_choice=search).status_code == 200
+    assert respond(api, tools=[WEATHER], tool_choice=search).status_code == 400, "no such tool was sent"
+
+
 def test_the_effort_none_switches_reasoning_off(says: Callable[..., Any], tmp_path: Path) -> None:
     template = "{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
     api = says("Hi.", write_tiny_tokenizer(tmp_path / "switch", template))
