@@ -30,9 +30,8 @@ def made(mode: Mode, url: str, name: str) -> Any:
     if mode.name.startswith("ANTHROPIC"):
         client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
         return instructor.from_anthropic(client, mode=mode, model=name)
-    return instructor.from_openai(
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), mode=mode, model=name
-    )
+    begin = instructor.from_openrouter if mode is Mode.OPENROUTER_STRUCTURED_OUTPUTS else instructor.from_openai
+    return begin(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), mode=mode, model=name)
 
 
 def main(url: str, name: str) -> None:
@@ -40,12 +39,13 @@ def main(url: str, name: str) -> None:
     found: dict[str, Any] = {}
     for mode in (*ENFORCED, *ASKED):
         kind: Any = Iterable[City] if mode in _LISTS else City
-        tokens = {"max_output_tokens" if mode in _RESPONSES else "max_tokens": 2000}
+        options = {"max_output_tokens" if mode in _RESPONSES else "max_tokens": 2000}
+        if not mode.name.startswith("ANTHROPIC"):  # its client has no such argument
+            options["temperature"] = 1
         try:
             answer = made(mode, url, name).chat.completions.create(
-                response_model=kind, messages=[{"role": "user", "content": "Name a city."}], max_retries=0,
-                temperature=1, **tokens,
-            )  # fmt: skip
+                response_model=kind, messages=[{"role": "user", "content": "Name a city."}], max_retries=0, **options
+            )
             found[mode.value] = "refused" if answer is None else "valid"
         except (openai.APIStatusError, anthropic.APIStatusError) as error:
             found[mode.value] = str(error)
@@ -53,7 +53,8 @@ def main(url: str, name: str) -> None:
             cause = error
             while cause.__cause__ is not None or cause.__context__ is not None:
                 cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-            refused = isinstance(cause, openai.APIStatusError | anthropic.APIStatusError)
+            # A TypeError: the request was never made.
+            refused = isinstance(cause, openai.APIStatusError | anthropic.APIStatusError | TypeError)
             found[mode.value] = str(cause) if refused or mode in ENFORCED else "answered"
     others = [mode.name for mode in Mode if mode not in (*ENFORCED, *ASKED) and not mode.name.startswith(VENDORS)]
     print(json.dumps({"enforced": [mode.value for mode in ENFORCED], "found": found, "others": others}))
