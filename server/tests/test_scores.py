@@ -158,6 +158,12 @@ def test_a_model_that_embeds_or_generates_scores_nothing(make_api: Make, error: 
         assert "infer.task=score" in error(response)["message"]
 
 
+def test_a_model_that_scores_decides_nothing(api: Any, error: Callable[..., Any]) -> None:
+    question = {"type": "predicate", "instructions": "Is it broken?"}
+    response = api.post("/v1/decisions", {"input": "A crack.", "questions": [question]})
+    assert response.status_code == 400 and error(response)["code"] == "unsupported_task"
+
+
 def test_the_description_lists_the_endpoints_with_their_errors(api: Any) -> None:
     document = api.get("/openapi.json").json()
     for path in (*PATHS, "/score", "/v1/score"):
