@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from evener_conformance.fake_engine import FakeEngine
 from evener_conformance.tiny_tokenizer import write_tiny_tokenizer
 from evener_server.errors import ApiError
 from evener_server.protocol import ChatBody
+from evener_server.responses.event_log import EventLog
 from evener_server.responses.references import References, item_id
 from evener_server.responses.store import ResponseStore
 
@@ -383,6 +385,42 @@ def test_a_response_in_the_background_is_read_later(says: Callable[..., Any], ev
     assert "Let me see." in prompt(api)
 
 
+def test_a_stream_in_the_background_is_read_again_from_any_event(
+    says: Callable[..., Any], error: Callable[..., Any]
+) -> None:
+    api = says(ALL)
+    seen = events(respond(api, background=True, stream=True, tools=[WEATHER], enable_response_messages=True))
+    assert [each["type"] for each in seen[:2]] == ["response.created", "response.in_progress"]
+    assert seen[-1]["type"] == "response.completed" and seen[-1]["response"]["background"]
+    assert seen[0]["response"]["input_messages"] == seen[-1]["response"]["input_messages"]
+    place = f"/v1/responses/{seen[0]['response']['id']}"
+    assert api.get(place).json()["output"] == seen[-1]["response"]["output"]
+    assert events(api.get(f"{place}?stream=true")) == seen
+    assert events_of(api.get(f"{place}?stream=true&starting_after=5")) == seen[6:]
+    assert events_of(api.get(f"{place}?stream=true&starting_after={len(seen)}")) == []
+    assert error(api.get(f"{place}?stream=true&starting_after=x"))["param"] == "starting_after"
+    assert api.request("DELETE", place).status_code == 200 and api.get(f"{place}?stream=true").status_code == 404
+
+
+def test_a_stream_that_fails_in_the_background_ends_with_the_error(says: Callable[..., Any]) -> None:
+    (failed,) = events(respond(says("Hello."), background=True, stream=True, input="x" * 100_000))
+    assert failed["type"] == "error" and "context" in failed["message"]
+
+
+async def test_a_reader_gets_the_events_of_a_response_that_is_still_generated() -> None:
+    log = EventLog()
+    log.add(b"event: a\ndata: 0\n\nevent: b\ndata: 1\n\n")
+    late, all_events = log.after(0), log.after(-1)
+    assert await anext(late) == b"event: b\ndata: 1\n\n" and await anext(all_events) == log.whole()
+    waiting = asyncio.ensure_future(anext(late))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    log.add(b"event: c\ndata: 2\n\n")
+    assert await waiting == await anext(all_events) == b"event: c\ndata: 2\n\n"
+    log.end()
+    assert [each async for each in late] == [each async for each in log.after(2)] == []
+
+
 def test_a_response_in_the_background_can_be_cancelled(says: Callable[..., Any], eventually: Any) -> None:
     api = says("Hello.", hold_after=2)
     queued = answer(api, background=True)
@@ -437,6 +475,21 @@ def test_the_tokens_of_prompt_and_answer_are_shown_to_who_asks(says: Callable[..
     assert "input_messages" not in answer(api)
 
 
+def test_a_choice_of_a_tool_that_is_left_out_is_left_out_too(says: Callable[..., Any]) -> None:
+    api = says("Hello.")
+    search, function = {"type": "web_search"}, {"type": "function", "name": "get_weather"}
+    for choice, named in (
+        (search, "tools[1], tool_choice"),
+        ({"type": "allowed_tools", "mode": "required", "tools": [search]}, "tools[1], tool_choice"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [search, function]}, "tools[1], tool_choice.tools[0]"),
+    ):
+        found = respond(api, tools=[WEATHER, search], tool_choice=choice)
+        assert found.status_code == 200, found.text
+        assert found.headers["x-ignored-fields"] == named and "get_weather" in prompt(api)
+    assert respond(api, tools=[search], tool_choice=search).status_code == 200
+    assert respond(api, tools=[WEATHER], tool_choice=search).status_code == 400, "no such tool was sent"
+
+
 def test_the_effort_none_switches_reasoning_off(says: Callable[..., Any], tmp_path: Path) -> None:
     template = "{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
     api = says("Hi.", write_tiny_tokenizer(tmp_path / "switch", template))
@@ -467,7 +520,6 @@ def test_the_effort_none_switches_reasoning_off(says: Callable[..., Any], tmp_pa
         ({"tools": [WEATHER], "tool_choice": {"type": "x"}}, "tool_choice", "none"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
         ({"background": True, "store": False}, "background", "`store` is true"),
-        ({"background": True, "stream": True}, "stream", "stream=false"),
         ({"conversation": "c"}, "conversation", "previous_response_id"),
         ({"truncation": "left"}, "truncation", "auto"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),

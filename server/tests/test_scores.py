@@ -86,8 +86,10 @@ def test_all_forms_of_pairs_are_scored(
         ("/rerank", {"query": "q", "documents": [{"text": "a", "x": 1}]}, "documents"),
         ("/rerank", {"query": "q", "documents": ["a"] * 2049}, "documents"),
         ("/rerank", {"query": "q", "documents": ["a"], "top_n": -1}, "top_n"),
-        ("/rerank", {"query": "q", "documents": ["a"], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-        ("/rerank", {"query": "q", "documents": ["a"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
+        ("/rerank", {"query": "q", "documents": ["a"], "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("/rerank", {"query": "q", "documents": ["a"], "truncate_prompt_tokens": 1000}, "truncate_prompt_tokens"),
+        ("/rerank", {"query": "q", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
+        ("/rerank", {"query": "q", "documents": ["a" * 200], "max_tokens_per_doc": 150}, "documents"),
         ("/rerank", {"query": "q", "documents": ["a"], "instruction": "be kind"}, "instruction"),
         ("/rerank", {"query": "q", "documents": ["a" * 200]}, "documents"),
         ("/score", {"text_2": "a"}, "text_1"),
@@ -103,6 +105,45 @@ def test_wrong_fields_are_named(
     assert response.status_code == 400 and error(response)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "read"),
+    [
+        ({"max_tokens_per_doc": 3}, ("qqqq", "abc")),
+        ({"max_tokens_per_doc": 3, "truncation_side": "left"}, ("qqqq", "fgh")),
+        ({"max_tokens_per_query": 2}, ("qq", "abcdefgh")),
+        ({"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, ("qqqq", "abcdefgh")),
+        ({"truncate_prompt_tokens": 12}, ("qqqq", "abcdefgh")),
+        ({"truncate_prompt_tokens": 10}, ("qqqq", "abcdef")),
+        ({"truncate_prompt_tokens": 10, "truncation_side": "left"}, ("qqqq", "cdefgh")),
+        ({"truncate_prompt_tokens": 4}, ("qq", "ab")),
+        ({"truncate_prompt_tokens": 6, "max_tokens_per_query": 1}, ("q", "abcde")),
+    ],
+)
+def test_texts_are_shortened_to_what_the_request_leaves_of_them(
+    api: Any, fields: dict[str, Any], read: tuple[str, str]
+) -> None:
+    for path, body in (
+        ("/rerank", {"query": "qqqq", "documents": ["abcdefgh"]}),
+        ("/score", {"text_1": "qqqq", "text_2": "abcdefgh"}),
+    ):
+        found = api.post(path, {**body, **fields})
+        assert found.status_code == 200, found.text
+        assert bytes(api.engine.sent[-1].prompt) == "".join(read).encode()
+
+
+def test_a_pair_is_cut_to_the_context_and_its_template_is_not_cut(
+    make_api: Make, error: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = PoolingSettings(task="score", tokens=[1, 2], sigmoid=False)
+    engine = FakeEngine(info_overrides={"pooling": settings, "hidden_size": 4})
+    api = make_api(engine, model=write_tiny_tokenizer(tmp_path / "model", TEMPLATE.replace("{{ m", "<{{ m")))
+    body = {"query": "q" * 9, "documents": ["a" * 500]}
+    assert api.post("/rerank", {**body, "truncate_prompt_tokens": -1}).status_code == 200
+    prompt = bytes(api.engine.sent[-1].prompt)
+    assert len(prompt) == 128 and prompt.startswith(b"<" + b"q" * 9 + b"<aaa")
+    assert error(api.post("/rerank", {**body, "truncate_prompt_tokens": 1}))["param"] == "truncate_prompt_tokens"
+
+
 def test_a_model_without_a_template_for_pairs_says_what_to_add(make_api: Make, error: Callable[..., Any]) -> None:
     engine = FakeEngine(info_overrides={"pooling": PoolingSettings(task="score"), "hidden_size": 4})
     response = make_api(engine).post("/rerank", {"query": "q", "documents": ["a"]})
@@ -115,6 +156,12 @@ def test_a_model_that_embeds_or_generates_scores_nothing(make_api: Make, error: 
         response = make_api(engine).post("/score", {"text_1": "a", "text_2": "b"})
         assert response.status_code == 400 and error(response)["code"] == "unsupported_task"
         assert "infer.task=score" in error(response)["message"]
+
+
+def test_a_model_that_scores_decides_nothing(api: Any, error: Callable[..., Any]) -> None:
+    question = {"type": "predicate", "instructions": "Is it broken?"}
+    response = api.post("/v1/decisions", {"input": "A crack.", "questions": [question]})
+    assert response.status_code == 400 and error(response)["code"] == "unsupported_task"
 
 
 def test_the_description_lists_the_endpoints_with_their_errors(api: Any) -> None:

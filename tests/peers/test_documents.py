@@ -25,10 +25,10 @@ KEYS = ("load=dummy", "infer.max_seq_len=4096", "infer.kv_memory=16MiB")
 #: For each part of the documents: what is checked; whether the model reasons (None: it embeds); schemas to be reached.
 DOCUMENTS: dict[str, tuple[str, bool | None, set[str]]] = {
     "generation": (
-        "OpenAI's OpenAPI document: answers, chunks and events of six endpoints, errors", False,
+        "OpenAI's OpenAPI document: answers, chunks and events of seven endpoints, errors", False,
         {"ListModelsResponse", "Model", "ErrorResponse", "CreateChatCompletionResponse", "CreateCompletionResponse",
          "CreateChatCompletionStreamResponse", "Response", "ResponseCompletedEvent", "ResponseIncompleteEvent",
-         "ResponseTextDeltaEvent", "ResponseFunctionCallArgumentsDoneEvent"},
+         "ResponseTextDeltaEvent", "ResponseFunctionCallArgumentsDoneEvent", "TokenCountsResource"},
     ),
     "reasoning": (
         "OpenAI's OpenAPI document: answers, chunks and events with reasoning", True,
@@ -36,7 +36,7 @@ DOCUMENTS: dict[str, tuple[str, bool | None, set[str]]] = {
          "ResponseReasoningTextDoneEvent", "ResponseTextDoneEvent"},
     ),
     "embeddings": (
-        "OpenAI's OpenAPI document: embeddings, models, errors", None,
+        "OpenAI's OpenAPI document: embeddings as numbers and base64, models, errors", None,
         {"CreateEmbeddingResponse", "ListModelsResponse", "ErrorResponse"},
     ),
     "messages": (

@@ -61,6 +61,7 @@ module                    content
 ``anthropic``             Anthropic's Messages API
 ``embeddings``            text embeddings; ``vector_bytes``: as bytes
 ``scores``                POST /score and /rerank; ``pair_text``: what the model reads for a query and a document
+``shortened``             texts of which fewer tokens are left
 ``pooled``                what embeddings and scores have in common
 ``ksanallm``              KsanaLLM's /generate and /forward; ``msgpack_body``: requests in msgpack
 ``tools``                 the tools of a chat

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 
 from evener.async_llm import AsyncLLM
 from evener.errors import EvenerError, OverloadedError
@@ -319,7 +319,10 @@ def _add_translated(app: FastAPI, service: Service) -> None:
         body = await _read(request, service, ResponsesBody)
         job = ResponseJob(service, responses, body)
         if body.background:
-            return Response(background.start(job), media_type="application/json")
+            queued = background.start(job)
+            if body.stream:
+                return _followed(background.events(job.id))
+            return Response(queued, media_type="application/json")
         return GenerationResponse(job)
 
     counts = InputCounter(service, responses)
@@ -329,13 +332,15 @@ def _add_translated(app: FastAPI, service: Service) -> None:
         body = await _read(request, service, ResponsesBody)
         return Response(await counts.count(body), media_type="application/json")
 
-    kept = _errors({400: _ERROR_TEXTS[400], 404: "The server does not keep this response."})
+    kept = _errors({400: _ERROR_TEXTS[400], 404: "The server does not keep this response."}, also=_STREAM)
 
     @app.get("/v1/responses/{response_id}", responses=kept)
     async def get_response(request: Request, response_id: str) -> Response:
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-            message = "a response that is kept is not streamed again; leave stream out, and ask until it has ended"
-            raise ApiError(400, message, "stream", "unsupported_parameter")
+            after = request.query_params.get("starting_after", "-1")
+            if not (after.isdecimal() and after.isascii() and len(after) < 10) and after != "-1":
+                raise ApiError(400, "starting_after must be the sequence number of an event", "starting_after")
+            return _followed(background.events(response_id, int(after)))
         return Response(responses.response(response_id), media_type="application/json")
 
     @app.post("/v1/responses/{response_id}/cancel", responses=_errors({404: "The server does not keep this response."}))
@@ -388,6 +393,12 @@ def _add_ksanallm(app: FastAPI, service: Service) -> None:
     async def forward(request: Request) -> Response:
         encoding = Encoding.of(request)
         return GenerationResponse(ForwardJob(service, await read(request, encoding, ForwardBody), encoding))
+
+
+def _followed(events: AsyncIterator[bytes]) -> Response:
+    """A stream that others may read too: it goes on when this reader leaves."""
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(events, media_type=_STREAM, headers=headers)
 
 
 def _json(value: Any) -> Response:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictBool, StrictStr
 
+from evener.contracts.pooling import check_task
 from evener.errors import RequestError
 from evener.frontend.tokenizer import Tokenizer
 from evener_server.chat import ChatJob
@@ -149,12 +150,13 @@ class DecisionJob(Job):
     """One request.
 
     Raises:
-        RequestError: the model has no tokenizer, or as ``DecisionBody.chats``.
+        RequestError: the model generates no text or has no tokenizer, or as ``DecisionBody.chats``.
     """
 
     stream = False
 
     def __init__(self, service: Service, body: DecisionBody) -> None:
+        check_task("generate", service.info.pooling)
         self._service, self._body = service, body
         self._chats, self._labels = [], []
         for chat, labels in body.chats(service.prompts.tokenizer):

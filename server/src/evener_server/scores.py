@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -11,12 +12,13 @@ from pydantic_core import PydanticCustomError
 
 from evener.contracts.pooling import PoolingSettings, check_task
 from evener.errors import ContextLengthError, RequestError
+from evener_server.field_types import INT32
 from evener_server.generation import Generation
-from evener_server.messages import allowed_values
 from evener_server.pair_text import pair_text
 from evener_server.pooled import PooledJob
 from evener_server.protocol import PromptBody
 from evener_server.service import Service
+from evener_server.shortened import ShortenedText, shorten
 from evener_server.streaming import to_json
 
 #: Pairs of one request.
@@ -50,9 +52,9 @@ class PairBody(PromptBody):
     instruction: str | None = None
     #: Default: false, because the template has them; true for pairs that the tokenizer joins.
     add_special_tokens: bool | None = None
-    # It would cut the template, which the model needs.
-    truncate_prompt_tokens: Annotated[Any, allowed_values(hint="; shorten the texts")] = None
-    max_tokens_per_doc: Annotated[Any, allowed_values(hint="; shorten the documents")] = None
+    #: Tokens that are left of each query, and of each document, from its beginning; default, and 0: all.
+    max_tokens_per_query: Annotated[int | None, Field(ge=0, le=INT32)] = None
+    max_tokens_per_doc: Annotated[int | None, Field(ge=0, le=INT32)] = None
 
 
 class RerankBody(PairBody):
@@ -112,15 +114,54 @@ class _PairJob(PooledJob):
         self._settings = service.info.pooling or PoolingSettings()
 
     async def prompt(self, place: int) -> str | list[int]:
-        text = await pair_text(self._service, *self._pairs[place], self._body.instruction)
-        prompts, special = self._service.prompts, self._body.add_special_tokens
-        # A template has them; a pair that the tokenizer joins is joined by them.
-        special = not isinstance(text, str) if special is None else special
-        ids = await prompts.text(text, special, self._param)
+        body, prompts = self._body, self._service.prompts
+        query, document = self._pairs[place]
+        limits = body.max_tokens_per_query or None, body.max_tokens_per_doc or None
+        if any(limits):
+            query, document = await self._beginning(query, limits[0]), await self._beginning(document, limits[1])
+        if body.truncate_prompt_tokens is not None:
+            return await self._cut(query, document, body.truncate_prompt_tokens)
+        ids = await self._joined(query, document)
         if len(ids) > prompts.context:
             message = f"pair {place} has {len(ids)} tokens with what joins it, which do not fit the context of"
             raise ContextLengthError(f"{message} {prompts.context}: shorten its texts", self._param)
         return ids
+
+    async def _joined(self, query: str, document: str, *, any_length: bool = False) -> list[int]:
+        """The tokens of a pair, with what joins it."""
+        text = await pair_text(self._service, query, document, self._body.instruction)
+        special = self._body.add_special_tokens
+        # A template has them; a pair that the tokenizer joins is joined by them.
+        special = not isinstance(text, str) if special is None else special
+        return await self._service.prompts.text(text, special, self._param, any_length=any_length)
+
+    async def _beginning(self, text: str, most: int | None) -> str:
+        """The first ``most`` tokens of a text; None: all."""
+        return text if most is None else await self._left_of(await self._tokens(text, most))
+
+    async def _cut(self, query: str, document: str, most: int) -> list[int]:
+        """The tokens of a pair whose texts are shortened until, with what joins them, there are ``most``; -1: as many
+        as fit the context. The template is not cut: the model needs it."""
+        context = self._service.prompts.context
+        if most > context:
+            message = f"truncate_prompt_tokens is {most}, more than the context of {context} tokens; send less, or -1"
+            raise RequestError(message, "truncate_prompt_tokens")
+        most = context if most == -1 else most
+        first, second = await self._tokens(query, most), await self._tokens(document, most)
+        while True:
+            ids = await self._joined(await self._left_of(first), await self._left_of(second), any_length=True)
+            if len(ids) <= most:
+                return ids
+            if not shorten(first, second, len(ids) - most):
+                message = f"truncate_prompt_tokens is {most}, and what joins a pair has {len(ids)} tokens; send more"
+                raise RequestError(message, "truncate_prompt_tokens")
+
+    async def _tokens(self, text: str, most: int) -> ShortenedText:
+        ids = await self._service.prompts.text(text, False, self._param, any_length=True)
+        return ShortenedText(text, ids, most, keeps_end=self._body.truncation_side == "left")
+
+    async def _left_of(self, text: ShortenedText) -> str:
+        return await asyncio.to_thread(text.text, self._service.prompts.tokenizer)
 
     async def scores(self, generation: Generation) -> list[float]:
         """The score of each pair."""

@@ -6,6 +6,8 @@ own, as the documents do not forbid them.
 
 from __future__ import annotations
 
+import array
+import base64
 import json
 import re
 import sys
@@ -148,6 +150,7 @@ def events(answer: requests.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+_MOST_SEEDS = 20
 PARAMETERS: Schema = {
     "type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
     "additionalProperties": False,
@@ -200,9 +203,20 @@ class OpenAI(Checker):
     def _post(self, path: str, **body: Any) -> Any:
         return self.exchange(self._url, "post", path, path, body={"model": self._model, **body})
 
-    def _stream(self, path: str, schema: str, **body: Any) -> None:
+    def _stream(self, path: str, schema: str, **body: Any) -> Any:
         body = {"model": self._model, **body, "stream": True}
-        self.exchange(self._url, "post", path, path, body=body, stream=schema)
+        return self.exchange(self._url, "post", path, path, body=body, stream=schema)
+
+    def _several_calls(self) -> None:
+        """Streams of calls, until one has more than one: the model says by chance whether a call is the last."""
+        body = {"messages": QUESTION, "tools": [CHAT_TOOL], "tool_choice": "required", "parallel_tool_calls": True,
+                "max_tokens": 200}  # fmt: skip
+        for seed in range(_MOST_SEEDS):
+            chunks = self._stream("/chat/completions", "CreateChatCompletionStreamResponse", **body, seed=seed)
+            deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+            if any(call["index"] > 0 for delta in deltas for call in delta.get("tool_calls") or ()):
+                return
+        self.problems.append(f"none of {_MOST_SEEDS} streams had two calls")
 
     def generation(self) -> None:
         """A server that generates."""
@@ -219,7 +233,9 @@ class OpenAI(Checker):
             body = {"prompt": "A list of colours: red,", "max_tokens": 8, "temperature": 0, **more}
             self._post("/completions", **body)
             self._stream("/completions", "CreateCompletionResponse", **body, stream_options=usage)
+        self._several_calls()
         self._responses(RESPONSES)
+        self._post("/responses/input_tokens", input="Name a colour.", instructions="Be brief.", tools=[RESPONSE_TOOL])
         self._kept()
 
     def reasoning(self) -> None:
@@ -234,9 +250,19 @@ class OpenAI(Checker):
         """A server that embeds."""
         self._get("/models", "/models")
         for given in "one", ["one", "two"], [5, 6], [[5, 6], [7]]:
-            self._post("/embeddings", input=given)
+            self._base64(given, self._post("/embeddings", input=given))
         for wrong in {}, {"input": ""}, {"input": "x", "encoding_format": "x"}, {"input": "x", "dimensions": 10**6}:
             self._refused("post", "/embeddings", 400, model=self._model, **wrong)
+
+    def _base64(self, given: Any, numbers: Any) -> None:
+        """The same vectors as bytes in base64. The document has lists of numbers only, which the bytes must be."""
+        body = {"model": self._model, "input": given, "encoding_format": "base64"}
+        found = requests.post(f"{self._url}/embeddings", json=body, timeout=120).json()
+        for each in found["data"]:
+            each["embedding"] = array.array("f", base64.b64decode(each["embedding"], validate=True)).tolist()
+        self.check(self.schema("/embeddings", "post", "200", JSON), found, f"embeddings in base64 of {given}")
+        if [each["embedding"] for each in found["data"]] != [each["embedding"] for each in numbers["data"]]:
+            self.problems.append(f"embeddings of {given}: base64 has other numbers")
 
     def _responses(self, kinds: tuple[dict[str, Any], ...]) -> None:
         for more in kinds:

@@ -10,10 +10,6 @@ class MissingFeature(Exception):
     """A test's server needs what evener does not have. The message is the feature's name."""
 
 
-class NotHere(Exception):
-    """A test's server needs what cannot be had here. The message says what, after "needs"."""
-
-
 @dataclass(frozen=True)
 class Key:
     """The flag's value is the value of this key; ``value`` if the flag has none of its own. ``names``: what values of
@@ -40,14 +36,7 @@ class Missing:
     harmless: str | None = None
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """The tests of such a server need this, which a server like evener leaves to others: they are not run."""
-
-    need: str
-
-
-Meaning = Key | Unneeded | Missing | Elsewhere
+Meaning = Key | Unneeded | Missing
 
 #: Tests ask for it because it is fast, which this is on a CPU.
 _HALF = {"half": "bfloat16", "float16": "bfloat16"}
@@ -100,7 +89,7 @@ FLAGS: Mapping[str, Meaning] = {
     "--structured-outputs-config.backend": Unneeded("the installed library is used", words=1),
     "--trust-request-chat-template": Key("server.trust_request_chat_template", "true"),
     "--tool-call-parser": Key("server.tool_parser", names=_TOOLS),
-    "--tool-server": Elsewhere("tools that the server runs; with evener, clients run them"),
+    "--tool-server": Unneeded("clients run tools; tests of those that the server runs are left out by name", words=1),
     "--watermark-config": Key("server.watermark_key_file"),
 }
 
@@ -110,7 +99,6 @@ def settings(model: str, flags: Sequence[str]) -> dict[str, str]:
 
     Raises:
         MissingFeature: a flag asks for a feature that evener does not have, or is unknown here.
-        NotHere: a flag asks for what cannot be had here.
     """
     # vLLM shows the prompt's cached tokens only where a flag says so.
     keys = {"serve.served_model_name": model, "server.show_cached_tokens": "false"}
@@ -123,8 +111,6 @@ def settings(model: str, flags: Sequence[str]) -> dict[str, str]:
             keys[meaning.name] = meaning.names.get(value, value)
         elif isinstance(meaning, Unneeded):
             del words[: meaning.words]
-        elif isinstance(meaning, Elsewhere):
-            raise NotHere(meaning.need)
         elif isinstance(meaning, Missing) and words and words[0] == meaning.harmless:
             del words[0]
         elif isinstance(meaning, Missing):

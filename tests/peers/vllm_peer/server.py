@@ -18,10 +18,9 @@ from typing import Any
 import anthropic
 import httpx
 import openai
-import pytest
 
 from .adapters import adapter_name, write_adapter
-from .flags import NotHere, settings
+from .flags import settings
 
 #: Seconds: the first start compiles kernels.
 _START = 300.0
@@ -32,7 +31,8 @@ _PARSERS = ("server.reasoning_parser", "server.tool_parser")
 #: Parsers of what the template's examples show.
 _FORMATS = ("think", "llama3")
 #: Names of models whose tests look at what they say, or at their calls and reasoning.
-_LARGER = ("qwen", "gpt-oss", "zephyr")
+_HARMONY = "gpt-oss"
+_LARGER = ("qwen", _HARMONY, "zephyr")
 #: Qwen 3 has the temperature 0.6; at a lower one, a small model keeps to the examples of the template.
 _SAMPLING = {"temperature": 0.3, "top_k": 20, "top_p": 0.95}
 _TEMPLATE = Path(__file__).with_name("template.jinja")
@@ -114,10 +114,7 @@ class RemoteOpenAIServer:
         # An answer that nobody limits ends before it fills the context, which takes minutes on a CPU.
         keys = {"serve.port": str(_free_port()), "request.max_new_tokens": "160"}
         keys |= {"infer.stop_with_eos": "false"} if model in _WITHOUT_TURNS else {}
-        try:
-            keys |= settings(model, flags)
-        except NotHere as error:
-            pytest.skip(f"needs {error}")
+        keys |= settings(model, flags)
         if length := keys.get("infer.max_seq_len"):
             # Tests may ask for more, of their models.
             keys["infer.max_seq_len"] = str(min(int(length), self.launcher.config(model)["max_position_embeddings"]))
@@ -131,6 +128,8 @@ class RemoteOpenAIServer:
             name, folder = adapter_name(keys["infer.lora_modules"]), Path(tempfile.mkdtemp())
             write_adapter(folder, self.launcher.config(model))
             keys["infer.lora_modules"] = f"{name}={folder}"
+        if _HARMONY in model:  # vLLM has this model's parsers without a flag
+            keys = dict.fromkeys(_PARSERS, "harmony") | keys
         if keys.keys() & _PARSERS:
             keys |= self._parsed(keys)
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])

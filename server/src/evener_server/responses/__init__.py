@@ -10,5 +10,6 @@ module            content
 ``store``         answers that a later request can go on from
 ``job``           one request
 ``background``    requests that were answered before their generation
+``event_log``     the events of a stream that may be read again
 ================  =====================================================================
 """

@@ -78,7 +78,7 @@ class ResponsesBody(GenerationBody):
     text: TextOptions | None = None
     #: False: no later request can go on from the answer.
     store: bool | None = None
-    #: Answer at once, and generate behind that.
+    #: Answer at once, and generate behind that. Its stream can be read again.
     background: bool | None = None
     #: Show the tokens of the prompt and of the answer.
     enable_response_messages: bool | None = None
@@ -99,8 +99,6 @@ class ResponsesBody(GenerationBody):
         super().check()
         if self.background and self.store is False:
             raise RequestError("background can only be used when `store` is true", "background")
-        if self.background and self.stream:
-            raise RequestError("background cannot be streamed by this server; send stream=false", "stream")
         if self.input is None:
             raise RequestError("input is missing; send it", "input", "missing_required_parameter")
 
@@ -139,11 +137,11 @@ class ResponsesBody(GenerationBody):
         }
 
     def without_effect(self) -> list[str]:
-        kept = [tool.get("type") == "function" or _is_namespace(tool) for tool in self.tools or ()]
         inner = [(self.reasoning, "reasoning", "summary"), (self.reasoning, "reasoning", "generate_summary"),
                  (self.text, "text", "verbosity")]  # fmt: skip
         return [
-            *super().without_effect(), *(f"tools[{i}]" for i, each in enumerate(kept) if not each),
+            *super().without_effect(),
+            *(f"tools[{i}]" for i, tool in enumerate(self.tools or ()) if _is_left_out(tool)), *self._chosen_in_vain(),
             *(f"include[{i}]" for i, each in enumerate(self.include or ()) if each != _LOGPROBS),
             *(f"{name}.{field}" for part, name, field in inner if getattr(part, field, None) is not None),
         ]  # fmt: skip
@@ -155,13 +153,14 @@ class ResponsesBody(GenerationBody):
             RequestError: it is none of the API's.
         """
         choice = self.tool_choice
-        if not isinstance(choice, dict):
-            # Without functions there is nothing to choose from.
-            return choice if any(self.functions()) else None
+        if not isinstance(choice, dict) or self._chosen_in_vain() == ["tool_choice"]:
+            # Without functions there is nothing to choose from; of tools that are left out, none can be chosen.
+            return (None if isinstance(choice, dict) else choice) if any(self.functions()) else None
         if (function := _chosen(choice)) is not None:
             return function
         kind, mode, allowed = choice.get("type"), choice.get("mode"), choice.get("tools")
-        functions = list(map(_chosen, allowed)) if isinstance(allowed, list) else []
+        kept = [each for each in allowed if not self._is_in_vain(each)] if isinstance(allowed, list) else []
+        functions = list(map(_chosen, kept))
         if kind == "allowed_tools" and mode in ("auto", "required") and functions and None not in functions:
             return {"type": kind, "allowed_tools": {"mode": mode, "tools": functions}}
         raise RequestError(
@@ -170,12 +169,33 @@ class ResponsesBody(GenerationBody):
             "tool_choice", "unsupported_parameter",
         )  # fmt: skip
 
+    def _chosen_in_vain(self) -> list[str]:
+        """The paths of what ``tool_choice`` says of tools that are left out."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return ["tool_choice"] * self._is_in_vain(choice)
+        allowed = choice.get("tools")
+        vain = list(map(self._is_in_vain, allowed)) if isinstance(allowed, list) else []
+        if vain and all(vain):
+            return ["tool_choice"]
+        return [f"tool_choice.tools[{i}]" for i, each in enumerate(vain) if each]
+
+    def _is_in_vain(self, choice: Any) -> bool:
+        """Whether this names the type of a tool that is left out."""
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        return kind is not None and any(tool.get("type") == kind for tool in self.tools or () if _is_left_out(tool))
+
 
 def _chosen(value: Any) -> dict[str, Any] | None:
     """The function that an object names, as a chat completion names it."""
     if not isinstance(value, dict) or value.get("type") != "function" or not isinstance(value.get("name"), str):
         return None
     return {"type": "function", "function": {"name": value["name"]}}
+
+
+def _is_left_out(tool: dict[str, Any]) -> bool:
+    """Whether it would run on OpenAI's servers."""
+    return tool.get("type") != "function" and not _is_namespace(tool)
 
 
 def _is_namespace(tool: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
@@ -56,12 +56,15 @@ class ResponseJob(TranslatedJob):
             continue
         return self._finished(generation)
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def events(self, generation: Generation) -> AsyncGenerator[bytes]:
         begun = False
         async for events in self._events(generation):
             if not begun:
                 begun = True
                 first = self._response("in_progress", [])
+                if self._body.enable_response_messages:
+                    # The answer is shown by the last event alone.
+                    first |= {**self._shown_tokens(generation), "output_messages": []}
                 yield self._write({"type": "response.created", "response": first})
                 yield self._write({"type": "response.in_progress", "response": first})
             if events:
