@@ -166,7 +166,7 @@ def distributions() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("line", those("pip"), ids=str)
-def test_what_pip_installs_is_there(line: Line) -> None:
+def test_the_packages_of_pip_commands_exist(line: Line) -> None:
     known, values = distributions(), {"--find-links", "--extra-index-url"}
     words = line.words[2:]
     wanted = [w for at, w in enumerate(words) if w[0] != "-" and (at == 0 or words[at - 1] not in values)]

@@ -230,7 +230,7 @@ def test_one_dtype_and_the_smallest_limits_hold_for_all_stages(configured: Confi
         ({"infer.use_cuda_graph": True}, "infer.use_cuda_graph=true, but .* cannot capture steps"),
     ],
 )
-def test_what_a_stage_cannot_do_is_refused_before_weights_are_loaded(
+def test_unsupported_settings_of_a_stage_are_refused_before_weights_are_loaded(
     configured: Configured, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], words: str
 ) -> None:
     def load(*_: Any) -> None:

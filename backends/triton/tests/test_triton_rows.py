@@ -77,7 +77,7 @@ def test_filters_in_smaller_pieces_choose_the_same_ids(device: HostDevice) -> No
         ("rms_norm", 4, {"dtype": "float64"}, "does not compute in float64"),
     ],
 )
-def test_what_such_a_device_cannot_launch_is_refused_with_the_reason(
+def test_calls_that_such_a_device_cannot_launch_are_refused_with_the_reason(
     op: str, tokens: int, static: dict[str, Any], reason: str, device: HostDevice
 ) -> None:
     found = kernels(device)[op]

@@ -244,7 +244,7 @@ def test_blocks_are_held_until_they_are_needed_or_for_as_long_as_was_set(
     assert pool.used - len(taken) == 2 and len(engine.scheduler.connector._held) == 1
 
 
-def test_what_was_fetched_waits_for_free_blocks(make_lively: Any, play: Any, pair: Any) -> None:
+def test_fetched_state_waits_for_free_blocks(make_lively: Any, play: Any, pair: Any) -> None:
     config, prompt = make_lively("Llama"), prompts()[2]
     first, second, address = pair(config)
     hold(first, play, prompt)
@@ -266,7 +266,7 @@ def test_what_was_fetched_waits_for_free_blocks(make_lively: Any, play: Any, pai
     assert played.cached["d"] == 48 and pool.used == 0 and landing(second)._rows == {}
 
 
-def test_what_was_fetched_keeps_its_turn_when_its_time_is_over(make_lively: Any, play: Any, pair: Any) -> None:
+def test_a_fetched_request_keeps_its_turn_when_its_time_is_over(make_lively: Any, play: Any, pair: Any) -> None:
     first, second, address = pair(make_lively("Llama"), kv_transfer_seconds=1.0)
     hold(first, play, prompts()[2])
     pool, connector = second.scheduler.state.pool, second.scheduler.connector
@@ -488,7 +488,7 @@ def test_a_short_key_a_used_port_and_two_connectors_are_refused(make_lively: Any
             build_controller(replace(shares, infer=replace(shares.infer, prefix_cache=False, **more)))
 
 
-def test_what_host_memory_has_is_not_fetched_and_what_was_fetched_stays_there(
+def test_blocks_in_host_memory_are_not_fetched_and_fetched_blocks_stay_there(
     make_lively: Any, play: Any, pair: Any
 ) -> None:
     config = make_lively("Llama", **{"infer.kv_host_memory": 1 << 22})
