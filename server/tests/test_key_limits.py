@@ -220,8 +220,8 @@ def test_requests_at_once_are_counted_while_they_run() -> None:
     use, limited = KeyUse(Clock()), key("a", requests_at_once=2)
     first, second = Client(limited, use), Client(limited, use)
     with first.answering():
-        first.hold()  # it goes on in the background
-        first.hold()
+        first.reserve()  # it goes on in the background
+        first.reserve()
         assert use.open == 1
         use.begin(limited)
         with second.answering():

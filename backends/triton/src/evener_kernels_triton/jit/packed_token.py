@@ -120,7 +120,7 @@ def _load_x(x, columns, tile: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _largest(v):
-    """The largest size of a piece's numbers, as the bits of a float32; what is no number is larger than all."""
+    """The largest absolute value, as float32 bits; NaN compares as largest."""
     return tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
