@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from evener.backend.native_code import Unavailable
 from evener_backend_cpu.isa import usable
@@ -22,7 +23,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     processor = usable()
     with ThreadPoolExecutor() as pool:
-        work = {
+        work: dict[str, Future[Any]] = {
             f"CPU kernels ({processor.variant})": pool.submit(load, processor),
             "simulated device": pool.submit(compiled),
         }
