@@ -164,7 +164,7 @@ def test_folded_scales_change_no_result(family: str, tmp_path: Path, one_thread:
     moved = {n for n, t in changed.items() if not torch.equal(t, stored(source)[n])}
     assert moved == {f"model.layers.1.{name}" for name in names}
     torch.testing.assert_close(stage.run(ids, stream), before, atol=1e-3, rtol=1e-3)
-    # What was remembered of the inputs is that of the scaled ones.
+    # The remembered statistics are those of the scaled inputs.
     again = {key: Inputs.none(len(each.magnitudes), torch.device("cpu")) for key, each in seen.items()}
     observer.watched = dict(again)
     stage.run(ids, stream)

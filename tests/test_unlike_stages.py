@@ -251,7 +251,7 @@ def test_processes_of_unlike_stages_match_one_device_and_the_death_of_one_is_rep
     configured: Configured, warm_children: None
 ) -> None:
     want = play(build_controller(configured())[0], **traffic())
-    # The chip measures what is left for state, and the CPU does not.
+    # The chip measures the memory left for state, and the CPU does not.
     controller, ready = build_controller(configured(stages="cpu,simulated:2", **{"infer.kv_memory": "auto"}))
     executor = controller.executor
     assert isinstance(executor, ProcessExecutor)

@@ -1,4 +1,4 @@
-"""Scales of keys and values: files, tensors of checkpoints, ranks; what is broken or hostile is refused."""
+"""Scales of keys and values: files, tensors of checkpoints, ranks; broken and hostile files are refused."""
 
 from __future__ import annotations
 

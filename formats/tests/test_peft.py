@@ -1,4 +1,4 @@
-"""Adapters of PEFT: what is read, what is refused and why, and that no folder does anything else."""
+"""Adapters of PEFT: each folder is read, or refused with the reason."""
 
 from __future__ import annotations
 

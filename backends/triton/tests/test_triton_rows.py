@@ -42,7 +42,7 @@ def test_the_package_has_the_ops_of_its_descriptor(device: HostDevice) -> None:
     assert row_kernels.needs == {"triton:rows"}
 
 
-# Kernels that differ from the other package's in more than who may have them. What is sampled is computed by the same
+# Kernels that differ from the other package's in more than who may have them. Samples are computed by the same
 # functions in smaller pieces: many draws, which show slightly wrong scores, are drawn by the other package's test.
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["rms_norm", "sample"])

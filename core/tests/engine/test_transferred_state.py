@@ -120,7 +120,7 @@ def test_an_engine_goes_on_with_prompts_that_another_has_computed(
     assert found["kv_transfer_hits"] == 4 and found["kv_transfer_failures"] == 0
     computed = second.scheduler.stats.computed_tokens
     assert computed == sum((len(prompt) - 1) % 16 + 1 + 8 for prompt in prompts())
-    first.scheduler.connector.moves()  # what was read is released
+    first.scheduler.connector.moves()  # blocks that were read are released
     assert first.scheduler.state.pool.used == second.scheduler.state.pool.used == 0
     assert landing(second).counters()["kv_transfer_received_bytes"] > 0
     assert landing(second)._rows == {} and landing(second)._arriving == 0
@@ -238,7 +238,7 @@ def test_blocks_are_held_until_they_are_needed_or_for_as_long_as_was_set(
     hold(engine, play, prompts()[1], "q")
     assert pool.used == 4
     taken = pool.allocate(pool.free - 4)
-    # Six blocks are needed, and four are free: what is held for longest goes first.
+    # Six blocks are needed, and four are free: the blocks held for longest go first.
     message = NewRequest(id="long", prompt=[5 + i % 60 for i in range(80)], max_tokens=9, sampling=GREEDY)
     assert play(engine, [message]).reasons() == {"long": "length"}
     assert pool.used - len(taken) == 2 and len(engine.scheduler.connector._held) == 1
