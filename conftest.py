@@ -12,7 +12,7 @@ from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
 from model_sources import SOURCES, models_root, problem
 
-# What is imported and collected stays: until the tests begin, collections of garbage are a tenth of the time.
+# Imported modules and collected tests stay: until the tests begin, collections of garbage are a tenth of the time.
 gc.disable()
 # Last, not first as pytest's ``pythonpath`` would: ``profile.py`` there must not hide the standard library's.
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
@@ -57,7 +57,7 @@ def pytest_runtestloop() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end. A collection takes seconds if it walks that, too."""
+    """Imported modules and collected tests stay to the end. A garbage collection that walks them too takes seconds."""
     gc.collect()
     gc.freeze()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 #: What makes two rows the same point of a sweep.
 _POINT = ("engine", "api", "dataset", "request_rate", "concurrency", "input_len", "output_len")
-#: What is compared, its unit, and whether less is better.
+#: The figures to compare, their units, and whether less is better.
 FIGURES = (
     ("request_throughput", "requests/s", False), ("output_throughput", "output tokens/s", False),
     ("goodput", "good requests/s", False), ("median_ttft_ms", "median ms to the first token", True),
@@ -75,7 +75,7 @@ def load_of(row: Mapping[str, Any]) -> str:
 
 
 def changes(rows: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]) -> list[Change]:
-    """What became of each figure that both runs have."""
+    """The change of each figure that both runs have."""
     before = {tuple(row.get(name) for name in _POINT): row for row in earlier}
     found = []
     for row in rows:

@@ -4,7 +4,7 @@
 
 MODEL is a name of ``model_configs.py``. A draft model with the same weights (``same``) is right each time, so each step
 makes as many tokens as it can, and the rows show what proposing and checking cost. Another model's random weights are
-wrong nearly each time, so its rows show what is lost until drafts are switched off. ``equal`` says how many of the
+wrong nearly each time, so its rows show the loss until drafts are switched off. ``equal`` says how many of the
 greedy tokens are those of the answer without drafts before the first other one. In bfloat16 a step of several tokens is
 rounded in other ways than one of one token, and random weights have many near ties; with ``--set dtype=float32`` all
 must be equal, else it ends with 1. Writes a line of JSON for each draft model and each number of drafts to standard

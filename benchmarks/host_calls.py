@@ -196,7 +196,7 @@ class Rows:
         ))  # fmt: skip
 
     def check(self) -> None:
-        """What was copied is what it was."""
+        """The copies equal their sources."""
         if not torch.equal(self._result.cpu(), self._found) or not torch.equal(self._to_x, self._x.cpu()):
             raise SystemExit("wrong bytes were copied")
 

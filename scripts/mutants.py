@@ -3,7 +3,7 @@
     python scripts/mutants.py [--seed 1] [--target NAME …] [--only TEXT] [--list] [--jobs N] [--out FILE]
 
 A mutant is a copy of a backend with one small fault: a bound off by one, a wrong stride, a dropped bias, a narrower
-dtype, a swapped operator. ``mutation/targets.py`` says what is mutated and what is not. The mutants of a seed are
+dtype, a swapped operator. ``mutation/targets.py`` lists the mutated code and the exceptions. The mutants of a seed are
 always the same while the files are. Each runs in a process of its own with a time limit; the kit stops at the first
 wrong case. A mutant that crashes or hangs the kit, or ends it with an error, is caught. Limits are on processor time,
 so that a busy machine catches no more. With ``--out``, mutants that the file has already are not run again: a run that
@@ -246,7 +246,7 @@ def planted(wanted: argparse.Namespace, command: str) -> Iterator[Record]:
 
 
 def summary(records: Sequence[Record]) -> list[str]:
-    """What is wrong with a run's records, after its counts were printed."""
+    """The problems of a run's records, after its counts were printed."""
     wrong = []
     for name in dict.fromkeys(r["target"] for r in records):
         counts = Counter(r["outcome"] for r in records if r["target"] == name)

@@ -68,9 +68,9 @@ def with_tables(text: str) -> str:
 
 
 def table(name: str) -> str:
-    """Markdown of the records of one file."""
+    """Markdown of the records of one file, without those that name another ``page``."""
     own = {SWEEP: sweep_rows, PERPLEXITY: perplexity_rows, CALIBRATED: calibrated_rows, MIXED: mixed_rows}
-    rows, make = records(name), own.get(name, comparison_rows)
+    rows, make = [row for row in records(name) if "page" not in row], own.get(name, comparison_rows)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in make(rows))
 
 

@@ -5,8 +5,8 @@
 
 The Triton that is imported compiles, so it has to be the one that will look for the kernels (``make triton-binaries``
 sees to that). ``--headers``: folders with the ``Python.h`` of other versions of Python: each has launchers of its own.
-What was compiled stays in FOLDER/work and is not compiled again. FOLDER/store is what
-``backends/triton-binaries/hatch_build.py`` puts into a wheel.
+Compiled kernels stay in FOLDER/work and are not compiled again. ``backends/triton-binaries/hatch_build.py`` puts
+FOLDER/store into a wheel.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Engine:
         return self.run({name: (tokens, length, False)}, 128).tokens[name]
 
     def assert_logits(self, played: RunResult, name: str, theirs: torch.Tensor, tolerance: float) -> None:
-        """What was said of a request are the last rows of the oracle's logits [n, vocab]; of a scored prompt, all."""
+        """A request's log-probabilities are the last rows of the oracle's logits [n, vocab]; a scored prompt's, all."""
         said = [*played.prompt_logprobs[name], *played.logprobs[name]]
         # So many log-probabilities come as rows of logits: those of the prompt, then those of samples.
         ours = torch.frombuffer(bytearray(played.pooled[name]), dtype=torch.float32).view(len(said), self.vocab)

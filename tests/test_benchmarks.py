@@ -475,7 +475,7 @@ def test_a_stream_that_ends_twice_is_told_from_one_that_ends_once() -> None:
         assert read(0.0, [(1.0, (head + body).encode())]).ends == count
 
 
-def test_what_installed_packages_cost_is_measured() -> None:
+def test_the_cost_of_installed_packages_is_measured() -> None:
     found = json.loads(program("plugin_startup.py", "--plugins", "2", "--repeats", "1"))
     assert found["plugins"] == 2 and found["seconds_with"] > 0
 

@@ -19,7 +19,7 @@ SMALL = ("infer.kv_memory=4194304", "infer.max_seq_len=512", "infer.threads=1")
 def run(
     *words: str | Path, environ: dict[str, str] | None = None, cwd: Path | None = None, program: Path | None = None
 ) -> Any:
-    """``evener WORDS``; the finished process. ``program``: what is started instead of an ``evener`` that is warm."""
+    """``evener WORDS``; the finished process. ``program`` is started instead of an ``evener`` that is warm."""
     return subprocess.run(
         [str(word) for word in (program or warm() / "evener", *words)], capture_output=True, text=True,
         timeout=2 * PATIENCE, check=False, stdin=subprocess.DEVNULL, cwd=cwd,

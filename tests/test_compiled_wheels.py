@@ -80,7 +80,7 @@ def test_a_compiled_package_runs_and_its_signatures_can_be_read(compiled: tuple[
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
 
 
-def test_what_the_c_compiler_says_is_shown(
+def test_the_c_compilers_messages_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken-cc"

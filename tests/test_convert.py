@@ -191,7 +191,7 @@ def test_the_files_beside_the_weights_come_along_and_the_result_says_where_it_is
         (["MODEL", "new", "infer.tp_size=3"], r"sizes that fit"), (["missing", "new"], r"does not exist"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_converted_is_refused_and_leaves_nothing(
+def test_an_impossible_conversion_is_refused_and_leaves_nothing(
     words: Sequence[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model(tmp_path / "MODEL")
@@ -221,7 +221,7 @@ def test_two_processes_do_not_convert_to_one_place(tmp_path: Path) -> None:
     assert folder.name == ".made.converting" and (tmp_path / "made").is_dir()
 
 
-def test_what_was_written_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_tensors_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = model(tmp_path / "source")
     expected = (converted(source, tmp_path / "whole", quant="q8_0") / "model.safetensors").read_bytes()
     monkeypatch.setattr("evener_convert.writer._DURABLE", 1)
@@ -243,7 +243,7 @@ def test_what_was_written_is_not_written_again(tmp_path: Path, monkeypatch: pyte
     assert (made / "model.safetensors").read_bytes() == expected
 
 
-def test_what_another_conversion_left_is_not_taken(tmp_path: Path, one_thread: None) -> None:
+def test_files_that_another_conversion_left_are_not_used(tmp_path: Path, one_thread: None) -> None:
     source = model(tmp_path / "source")
     work = tmp_path / ".made.converting"
     work.mkdir()

@@ -347,7 +347,7 @@ STRIPS = {"id": 265, "content": "<mask>", "lstrip": True, "rstrip": False, "sing
         (edit("generation_config.json", lambda value: value.update(eos_token_id=[1, 5, 6, 7])), {}, r"keys for fewer"),
     ],
 )  # fmt: skip
-def test_what_gguf_cannot_say_is_refused_before_anything_is_written(
+def test_a_model_that_gguf_cannot_store_is_refused_before_anything_is_written(
     change: Callable[[Path], None], keys: Mapping[str, Any], message: str, tmp_path: Path
 ) -> None:
     source = write_model(tmp_path / "source")

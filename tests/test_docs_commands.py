@@ -27,7 +27,7 @@ _CODE = re.compile(r"`([^`]+)`")
 
 @dataclass(frozen=True)
 class Row:
-    """One row: what was typed there, what is typed here, and how that is known."""
+    """One row: the command there, the command here, and the proof."""
 
     there: str
     here: str

@@ -1,4 +1,4 @@
-"""Every command and program that the documents mark as runnable runs; what they show of a run is what a run gives."""
+"""Every command and program that the documents mark as runnable runs, and gives the output that they show."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Each command of the documents that no other test runs: it runs here, on a small model, or what can be checked is.
 
 ``test_docs_examples.py`` runs blocks that are marked, ``test_docs_commands.py`` the tables of from-other-engines.md.
-What is left are commands with names that stand for something. This test puts something in their place. What needs
-hardware, a network or a service of the system is listed with the test that shows it, or its keys are read by the same
+The rest are commands with placeholders. This test fills them in. A command that needs hardware, a network or a
+service of the system is listed with the test that shows it, or its keys are read by the same
 reader.
 Chinese pages have the same blocks: ``test_docs_chinese.py``.
 """
@@ -166,7 +166,7 @@ def distributions() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("line", those("pip"), ids=str)
-def test_what_pip_installs_is_there(line: Line) -> None:
+def test_the_packages_of_pip_commands_exist(line: Line) -> None:
     known, values = distributions(), {"--find-links", "--extra-index-url"}
     words = line.words[2:]
     wanted = [w for at, w in enumerate(words) if w[0] != "-" and (at == 0 or words[at - 1] not in values)]
@@ -219,7 +219,7 @@ def folder(tmp_path: Path, model: Path) -> Path:
 
 
 def here(text: str, model: Path, folder: Path) -> str:
-    """A command with what is here in place of what its names stand for."""
+    """A command with its placeholders filled in."""
     places = [
         (r"~/models/SmolLM2\S*\.gguf|\bmodel\.gguf", str(folder / "model.gguf")),
         (r"~/models/SmolLM2-135M-Instruct|/data/Qwen3-\S+B|\bMODEL_DIR\b|\bMODEL\b(?![-_.=])", str(model)),

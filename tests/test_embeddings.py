@@ -170,7 +170,7 @@ def test_a_model_saved_without_its_head_and_its_prefix_loads_and_embeds(qwen: tu
     torch.testing.assert_close(torch.tensor(found.vector), unit(qwen[1](PROMPTS[2])[-1]), atol=2e-6, rtol=1e-5)
 
 
-def test_what_a_model_does_not_do_is_refused_with_what_to_type(qwen: tuple[Path, Oracle]) -> None:
+def test_unsupported_tasks_of_a_model_are_refused_with_the_fix(qwen: tuple[Path, Oracle]) -> None:
     with LLM(qwen[0], **EMBED) as llm, pytest.raises(RequestError, match=r"embeds texts .* infer\.task=generate"):
         llm.generate([PROMPTS[2]], SamplingParams(detokenize=False))
     with LLM(qwen[0], **SMALL) as llm, pytest.raises(RequestError, match=r"generates text; .* infer\.task=embed"):

@@ -183,7 +183,7 @@ def test_a_step_of_an_encoder_with_long_texts_is_as_long_as_they_are(tmp_path: P
      CheckpointError, "classifier_pooling 'max'"),
     ({}, {"architectures": ["ModernBertModel"], "layer_types": ["chunked"] * 3}, ArchitectureError, "layer_types"),
 ])  # fmt: skip
-def test_what_an_encoder_cannot_do_is_refused_with_what_to_type(
+def test_unsupported_encoders_and_settings_are_refused_with_the_reason(
     keys: dict[str, Any], changes: dict[str, Any], error: type[Exception], match: str, tmp_path: Path
 ) -> None:
     base = find_architecture(changes.get("architectures", ["BertModel"])[0]).tiny_config()

@@ -91,7 +91,7 @@ def check(call: Call, answer: Answer) -> None:
             f"{call}\n{answer}"
         )
         assert b'"server_error"' not in answer.body or not stays, f"{call}\n{answer}"
-    # Of what is no error, metrics are text and pages are HTML.
+    # Among successful answers, metrics are text and pages are HTML.
     elif call.method != "HEAD" and (answer.status >= 400 or "json" in answer.headers.get("content-type", "")):
         body = json.loads(answer.body)
         if answer.status >= 400:

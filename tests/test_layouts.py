@@ -199,7 +199,7 @@ def test_tensors_of_one_matrix_may_be_in_any_file(tmp_path: Path) -> None:
     [("gptq act", "halves", r"act-order, which this layout"), ("gptq act", "awq", r"neighbouring columns"),
      ("gptq 8", "awq", r"AWQ has four bits")],
 )  # fmt: skip
-def test_what_the_layout_cannot_say_is_refused_with_the_matrix(
+def test_a_matrix_that_the_layout_cannot_store_is_refused_by_name(
     kind: str, quant: str, message: str, tmp_path: Path
 ) -> None:
     source = model(tmp_path / "source", kind)

@@ -137,7 +137,7 @@ def test_norms_may_have_biases_of_zero_and_no_others(tmp_path: Path, one_thread:
             greedy(folder, prompt("Qwen3"), 1)
 
 
-def test_what_is_not_read_is_refused_with_the_tensor_and_what_to_type(tmp_path: Path) -> None:
+def test_unsupported_tensors_are_refused_with_name_and_fix(tmp_path: Path) -> None:
     _, folder = checkpoint(tmp_path, "Qwen3", "w8a8_dynamic")
     config = from_overrides(str(folder), SMALL)
     weight, scale = "model.layers.1.self_attn.o_proj.weight", "model.layers.0.self_attn.k_proj.kv_cache_scale"

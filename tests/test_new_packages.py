@@ -1,4 +1,4 @@
-"""``evener new``: what it writes works as it is. The packages in docs/examples are what it writes for ``example``."""
+"""``evener new``: its packages work as they are. Those in docs/examples are the ones it writes for ``example``."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_test_that_passes_because_everything_is_refused_is_missing_until_the_f
         (seen("a.py::x", "skipped", "Skipped: needs several GPUs"), "not run"),
     ],
 )
-def test_what_a_test_says_itself_needs_no_judgement(what: dict[str, Any], outcome: str) -> None:
+def test_outcomes_that_a_test_states_itself_need_no_judgement(what: dict[str, Any], outcome: str) -> None:
     (record,), problems = judge([what], [])
     assert (record["outcome"], problems) == (outcome, [])
 

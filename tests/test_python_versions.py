@@ -34,7 +34,7 @@ def interpreter(version: str) -> str | None:
 
 
 def requirement(name: str) -> str:
-    """A dependency with the range that is asked for, so that what is tested is what is promised."""
+    """A dependency with its declared range, so that the promised versions are tested."""
     text = "".join((ROOT / folder / "pyproject.toml").read_text() for folder in ("core", "formats"))
     match = re.search(rf'"({re.escape(name)}[^"]*)"', text)
     assert match, f"neither core nor formats depends on {name}"

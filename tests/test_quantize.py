@@ -164,7 +164,7 @@ def test_folded_scales_change_no_result(family: str, tmp_path: Path, one_thread:
     moved = {n for n, t in changed.items() if not torch.equal(t, stored(source)[n])}
     assert moved == {f"model.layers.1.{name}" for name in names}
     torch.testing.assert_close(stage.run(ids, stream), before, atol=1e-3, rtol=1e-3)
-    # What was remembered of the inputs is that of the scaled ones.
+    # The remembered statistics are those of the scaled inputs.
     again = {key: Inputs.none(len(each.magnitudes), torch.device("cpu")) for key, each in seen.items()}
     observer.watched = dict(again)
     stage.run(ids, stream)
@@ -263,7 +263,7 @@ def test_interrupted_it_goes_on_behind_the_last_written_layer_and_the_result_is_
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
 
 
-def test_what_other_settings_or_another_text_left_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_settings_or_another_text_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, built, init = model(tmp_path / "source"), [], Stage.__init__
 
     def begun(self: Stage, config: Any, search: Any, index: int, *more: Any) -> None:
@@ -323,7 +323,7 @@ def test_scales_of_awq_reach_into_matrices_whose_inputs_would_come_later(
         (["SRC", "new", "--nearest", 'formats.quant_rules={"nothing": "none"}'], "matches no matrix"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_quantized_is_refused_and_leaves_nothing(
+def test_an_impossible_quantization_is_refused_and_leaves_nothing(
     words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -79,7 +79,7 @@ def test_a_payload_with_another_hash_is_refused_and_leaves_nothing(source: Sourc
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_what_a_killed_fetch_left_behind_is_made_again(source: Source, tmp_path: Path) -> None:
+def test_the_leftovers_of_a_killed_fetch_are_replaced(source: Source, tmp_path: Path) -> None:
     source, root = right(source, tmp_path), tmp_path / "models"
     (root / ".tmp-old").mkdir(parents=True)
     (root / "tiny").mkdir()

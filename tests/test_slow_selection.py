@@ -52,7 +52,7 @@ def test_a_script_that_is_named_stands_for_the_process_that_runs_it() -> None:
     assert not [name for name in found if name.startswith("server/")]
 
 
-def test_what_passed_is_left_out_until_a_file_that_it_reaches_changes(
+def test_passed_tests_are_left_out_until_a_file_that_they_reach_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slow_tests, "RECORD", tmp_path / "record.json")

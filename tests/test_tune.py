@@ -121,7 +121,7 @@ def rows(manifest: dict[str, Any], op: str) -> list[dict[str, Any]]:
     return [row for row in manifest["ops"] if row["op"] == op]
 
 
-def test_what_tune_measures_decides_later_runs_and_slow_wrong_and_broken_kernels_lose(
+def test_tunes_measurements_decide_later_runs_and_slow_wrong_and_broken_kernels_lose(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"{key}={value}" for key, value in KEYS.items()]

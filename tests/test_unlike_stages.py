@@ -230,7 +230,7 @@ def test_one_dtype_and_the_smallest_limits_hold_for_all_stages(configured: Confi
         ({"infer.use_cuda_graph": True}, "infer.use_cuda_graph=true, but .* cannot capture steps"),
     ],
 )
-def test_what_a_stage_cannot_do_is_refused_before_weights_are_loaded(
+def test_unsupported_settings_of_a_stage_are_refused_before_weights_are_loaded(
     configured: Configured, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], words: str
 ) -> None:
     def load(*_: Any) -> None:
@@ -251,7 +251,7 @@ def test_processes_of_unlike_stages_match_one_device_and_the_death_of_one_is_rep
     configured: Configured, warm_children: None
 ) -> None:
     want = play(build_controller(configured())[0], **traffic())
-    # The chip measures what is left for state, and the CPU does not.
+    # The chip measures the memory left for state, and the CPU does not.
     controller, ready = build_controller(configured(stages="cpu,simulated:2", **{"infer.kv_memory": "auto"}))
     executor = controller.executor
     assert isinstance(executor, ProcessExecutor)

@@ -258,7 +258,7 @@ def test_an_engine_that_cannot_change_its_weights_refuses_before_anything_change
         assert tokens(llm) == want and llm.weights_version == "1"
 
 
-def test_what_an_interrupted_call_left_open_ends_when_weights_change(
+def test_requests_that_an_interrupted_call_left_open_end_when_weights_change(
     old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:

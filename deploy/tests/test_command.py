@@ -51,9 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--drain-timeout", "nan"], "--drain-timeout nan is not valid"),
     ],
 )
-def test_what_cannot_be_deployed_is_an_error_before_anything_starts(
-    model: Path, words: list[str], message: str
-) -> None:
+def test_a_wrong_command_line_is_an_error_before_anything_starts(model: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         command.main([str(model), *words])
 

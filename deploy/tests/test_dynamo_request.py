@@ -10,7 +10,7 @@ from evener.errors import RequestError
 from evener_deploy.dynamo_request import sampling
 
 
-def test_what_dynamo_and_we_both_have_is_taken_over() -> None:
+def test_options_that_dynamo_and_we_share_are_taken_over() -> None:
     found = sampling({
         "token_ids": [1],
         "sampling_options": {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "seed": 7, "n": 1, "best_of": None,
@@ -42,7 +42,7 @@ def test_a_request_that_says_nothing_has_our_defaults() -> None:
         ("sampling_options", {"temperature": -1.0}, "temperature"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(part: str, fields: dict[str, Any], name: str) -> None:
+def test_unsupported_options_are_refused_by_name(part: str, fields: dict[str, Any], name: str) -> None:
     with pytest.raises(RequestError) as caught:
         sampling({"token_ids": [1], part: fields})
     assert caught.value.param == name

@@ -112,7 +112,7 @@ def by_ggml(library: ctypes.CDLL, form: str, values: torch.Tensor) -> np.ndarray
 
 
 @pytest.mark.parametrize("form", [*BLOCK_TYPES, *K_TYPES])
-def test_what_is_written_is_what_the_scheme_reads(form: str) -> None:
+def test_the_scheme_reads_written_blocks(form: str) -> None:
     values = numbers("normal", 8)
     part = WeightPart("w", 8, 512, block_format(form), {"weight": to_blocks(form, values)})
     read = GgufScheme().dequantize(part, "float32")

@@ -50,7 +50,7 @@ def read(path: Path) -> list[torch.Tensor]:
     return found
 
 
-def test_what_is_read_is_what_was_written_and_aligned(tmp_path: Path) -> None:
+def test_tensors_are_read_as_written_and_are_aligned(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write_cache(path, MADE, tensors(), WEIGHTS)
     file = CacheFile(path, LIMIT)

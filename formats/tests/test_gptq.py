@@ -76,7 +76,7 @@ def test_the_kit_passes_the_schemes_with_their_examples_and_their_cuts(scheme: Q
     assert [r.detail for r in results if r.outcome != "passed"] == [] and len(results) > 12
 
 
-def test_a_layer_without_packed_numbers_is_plain_and_an_absent_one_is_none() -> None:
+def test_a_layer_without_packed_weights_is_unquantized_and_a_missing_layer_gives_none() -> None:
     for settings in (GPTQ, AWQ):
         scheme = scheme_for(settings)
         part = scheme.part("lm_head.weight", {"lm_head.weight": ("bfloat16", (6, 10))})

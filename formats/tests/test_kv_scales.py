@@ -1,4 +1,4 @@
-"""Scales of keys and values: files, tensors of checkpoints, ranks; what is broken or hostile is refused."""
+"""Scales of keys and values: files, tensors of checkpoints, ranks; broken and hostile files are refused."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_each_rank_gets_the_scales_of_its_heads(
     assert Shares(values, per_head).of_rank(rank, ranks, heads) == found
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_written_scales_are_read_again() -> None:
     layers = {0: (Shares((0.5, 0.25), True), Shares((0.125,))), 1: (Shares((1.0, 3.0), True), Shares((2.0,)))}
     made = Scales("int8", layers, "here", "abc")
     text = format_scales(made, "llama")
@@ -257,7 +257,7 @@ def test_a_provider_may_replace_an_element_type_and_the_run_announces_it(caplog:
     assert f"{said} does not store" in answer.notes and said in caplog.text
 
 
-def test_what_cannot_be_done_is_an_error() -> None:
+def test_unsupported_requests_are_errors() -> None:
     with pytest.raises(ConfigError, match="evener calibrate stored --text FILE"):
         ask("int8")
     with pytest.raises(ConfigError, match=r"latents .* are stored without scales, in bfloat16 or fp8_e4m3"):

@@ -1,4 +1,4 @@
-"""Every kind of matrix that the schemes read, in each layout that can store it: headers are told beforehand, and the
+"""Every kind of matrix that the schemes read, in each layout that can store it: headers are predicted, and the
 numbers stay."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: what is read, what is refused and why, and that no folder does anything else."""
+"""Adapters of PEFT: each folder is read, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_folder_without_the_config_is_not_of_this_format(tmp_path: Path) -> No
      ({"rank_pattern": [1]}, "not an object"), ({"rank_pattern": {f"n{i}": 1 for i in range(5000)}}, "at most 4096"),
      ({"r": 9}, r"infer\.max_lora_rank=9"), ({"r": 3}, r"rank 3 of this model's layer takes \[3, 4\] and \[6, 3\]")],
 )  # fmt: skip
-def test_what_would_be_computed_otherwise_is_refused(
+def test_settings_that_would_change_results_are_refused(
     config: dict[str, Any], message: str, write: Callable[..., Path]
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
@@ -198,7 +198,7 @@ def test_weights_in_another_file_are_not_read(write: Callable[..., Path]) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "1", "[" * 100_000, '"' + "x" * 3000, "\ud800", "{}"])
-def test_a_config_that_is_none_is_refused(text: str, write: Callable[..., Path]) -> None:
+def test_an_invalid_config_is_refused(text: str, write: Callable[..., Path]) -> None:
     folder = write()
     (folder / CONFIG).write_text(text, encoding="utf-8", errors="surrogatepass")
     assert len(refused(folder)) < 1000

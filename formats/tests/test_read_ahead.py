@@ -80,7 +80,7 @@ def test_the_layers_that_follow_are_asked_for_and_none_twice(tmp_path: Path, adv
 def test_no_more_than_the_window_is_asked_for_ahead(tmp_path: Path, advised: Advised) -> None:
     ahead = ReadAhead(layers(tmp_path / "model"))
     ahead.used("layers.0.weight")
-    ahead._pool.shutdown()  # type: ignore[union-attr]  # what was asked for is done
+    ahead._pool.shutdown()  # type: ignore[union-attr]  # all requests are done
     assert sum(size for _, size in advised.calls) == 5 * MB  # its own, and the window
 
 

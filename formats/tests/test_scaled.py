@@ -87,7 +87,7 @@ def test_a_cut_inside_of_a_block_says_which_sizes_are_possible() -> None:
         SCHEME.cut(part_of(300, 200, torch.rand(3, 2)), "out", 0, 301)
 
 
-def test_what_shares_no_scale_along_an_axis_is_cut_anywhere() -> None:
+def test_a_matrix_is_cut_anywhere_along_an_axis_without_shared_scales() -> None:
     part = part_of(6, 10, torch.rand(6, 1))
     whole = SCHEME.dequantize(part, "float32")
     assert torch.equal(SCHEME.dequantize(SCHEME.cut(part, "in", 3, 7), "float32"), whole[:, 3:7])
@@ -143,7 +143,7 @@ def test_each_scheme_takes_its_own_checkpoints() -> None:
         ({"format": "float-quantized", "transform_config": {"config_groups": {}}}, "transforms"),
     ],
 )
-def test_what_would_change_the_results_and_is_not_read_is_refused(settings: dict[str, object], said: str) -> None:
+def test_unread_settings_that_would_change_the_results_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         CompressedTensors().configured({"quantization_config": {"quant_method": "compressed-tensors", **settings}})
 

@@ -57,7 +57,7 @@ def test_each_number_of_requests_has_its_own_verdict() -> None:
     assert payoff.pays(1) and not payoff.pays(64)
 
 
-def test_what_a_grammar_forces_is_proposed_within_all_limits_and_is_no_reason_to_pause() -> None:
+def test_forced_tokens_are_proposed_within_all_limits_and_are_no_reason_to_pause() -> None:
     speculation = Speculation(GrammarDrafter, 4, 8, vocabulary=99)
     speculation.forced = lambda request: list(range(50, 60)) if request.tokens[0] == 1 else None
     speculation.begin(1)

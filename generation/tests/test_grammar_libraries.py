@@ -209,7 +209,7 @@ def test_a_wrong_token_is_found_at_the_next_mask(library: GrammarLibrary) -> Non
         ("choice", [""], "choices"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_with_the_reason(
+def test_an_invalid_grammar_is_refused_with_the_reason(
     library: GrammarLibrary, kind: str, text: Any, said: str
 ) -> None:
     problem = library.problem(spec(kind, text))
@@ -256,7 +256,7 @@ def test_a_schema_that_refers_to_itself_can_be_used(library: GrammarLibrary) -> 
         ({"type": "array", "items": {"not": {}}}, "not"),
     ],
 )
-def test_what_xgrammar_would_pass_over_is_refused_in_schemas_and_tags(schema: Any, said: str) -> None:
+def test_keywords_that_xgrammar_would_ignore_are_refused_in_schemas_and_tags(schema: Any, said: str) -> None:
     content = {"type": "json_schema", "json_schema": schema}
     tag = {"format": {"type": "tag", "begin": "<", "content": content, "end": ">"}}
     for asked in (spec("json_schema", schema), spec("structural_tag", tag)):

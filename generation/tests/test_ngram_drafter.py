@@ -13,7 +13,7 @@ def propose(tokens: list[int], count: int = 4) -> list[int]:
     return list(drafter.propose(count))
 
 
-def test_what_followed_the_same_tokens_before_is_proposed() -> None:
+def test_the_tokens_that_followed_the_same_tokens_before_are_proposed() -> None:
     assert propose([1, 2, 3, 4, 5, 6, 1, 2]) == [3, 4, 5, 6]
     assert propose([1, 2, 3, 9, 9, 7, 2, 3]) == [9, 9, 7, 2]
 

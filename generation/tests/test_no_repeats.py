@@ -76,7 +76,7 @@ def test_ids_beyond_the_vocabulary_such_as_places_of_media_are_passed_over() -> 
     assert left(found) == [each for each in range(VOCABULARY) if each != 5]
 
 
-def test_what_the_other_matcher_forbids_stays_forbidden() -> None:
+def test_tokens_that_the_other_matcher_forbids_stay_forbidden() -> None:
     found = NoRepeats(PromptSequences((2, 0), [1, 2, 1]), ForbiddenTokens([(7,)], VOCABULARY))
     assert left(found) == [each for each in range(VOCABULARY) if each not in (2, 7)]
 

@@ -130,7 +130,7 @@ def test_a_limit_behind_a_proposed_token_does_not_end_a_text_that_goes_another_w
 
 
 @pytest.mark.parametrize("name", ["schema", "reasoning", "reasoning alone"])
-def test_what_a_grammar_forces_may_come_with_no_trace_in_the_state(
+def test_forced_tokens_are_allowed_and_asking_for_them_does_not_change_the_state(
     library: LlguidanceLibrary, other: XgrammarLibrary, name: str
 ) -> None:
     draw, forced, first = random.Random(3), 0, matchers(library, other)[name]

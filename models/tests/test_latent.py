@@ -19,7 +19,7 @@ from evener_conformance.naive.model import NaiveModel
 
 MODES = ("none", "absorb-without-precomp", "absorb")
 LATENT = [name for name, row in TABLE.items() if row.architecture in (V2, V3)]
-#: Each mode with what is hardest for it: rotated halves and biases, and queries that are projected directly.
+#: Each mode with its hardest options: rotated halves and biases, and queries that are projected directly.
 QUICK = {
     ("deepseek V3 with biases and rotated halves", "none"),
     ("deepseek V2-Lite, which projects queries directly", "absorb"),

@@ -1,4 +1,4 @@
-"""Files with blocks: what is written is read, and nothing else is taken for a block."""
+"""Files with blocks: written blocks are read, and nothing else is taken for a block."""
 
 from __future__ import annotations
 

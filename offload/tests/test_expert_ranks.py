@@ -131,7 +131,7 @@ def test_every_family_of_experts_gives_the_logits_of_one_rank(family: str) -> No
          "infer.resident_experts hold them in host memory; leave infer.ep_size out, or these"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_divided_is_refused_and_the_message_says_what_to_type(
+def test_impossible_divisions_are_refused_with_the_fix(
     family: str, keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     changes = {**EVEN, "num_experts": keys.pop("experts", 8)}

@@ -278,7 +278,7 @@ def test_halves_have_three_settings(configured: Configured) -> None:
         build_controller(configured(**{"infer.cpu_layer_num": 1, "offload.halves": "sometimes"}))
 
 
-def test_what_the_host_reads_and_computes_is_counted(configured: Configured) -> None:
+def test_the_hosts_reads_and_computations_are_counted(configured: Configured) -> None:
     controller, _ = build_controller(configured(**{"infer.cpu_layer_num": 3, "offload.halves": "off"}))
     start = dict(worker_of(controller).assembly.placement.counters())  # type: ignore[union-attr]  # a warm-up's
     message = traffic()["messages"][3]

@@ -74,7 +74,7 @@ def test_a_block_is_that_of_a_device_that_holds_all_up_to_rounding(configured: C
     assert after["expert_misses"] == before["expert_misses"]
 
 
-def test_what_the_host_computes_comes_to_the_device_little_by_little(configured: Configured) -> None:
+def test_experts_that_the_host_computes_are_copied_to_the_device_little_by_little(configured: Configured) -> None:
     controller, _ = build_controller(configured(**KEYS, **{"offload.host_when_sooner": "64"}))
     assert not play(controller, traffic()["messages"][:2]).dead
     placement = worker_of(controller).assembly.placement

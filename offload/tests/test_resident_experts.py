@@ -106,7 +106,7 @@ def test_auto_keeps_as_many_experts_on_the_device_as_fit(configured: Configured)
     assert not play(controller, traffic()["messages"][:2]).dead
 
 
-def test_what_was_needed_copied_and_guessed_is_in_the_statistics(configured: Configured) -> None:
+def test_the_statistics_count_needed_copied_and_guessed_experts(configured: Configured) -> None:
     controller, _ = build_controller(configured(**{"infer.resident_experts": 24}))
     assert not play(controller, **traffic()).dead
     (report,) = controller.handle([GetStats()])

@@ -39,7 +39,7 @@ def test_the_number_of_stages_follows_from_their_devices() -> None:
         ("alpha,other", {}, "no backend 'other' is installed.*alpha, beta"),
     ],
 )
-def test_what_cannot_be_read_is_refused(stages: str, more: dict[str, Any], words: str) -> None:
+def test_invalid_stages_are_refused(stages: str, more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"infer.stages={stages}.*{words}"):
         stage_devices(configured(stages, **more), ["alpha", "beta"])
 

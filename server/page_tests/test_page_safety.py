@@ -39,7 +39,7 @@ def test_links_open_elsewhere_and_say_where_they_lead(page: BrowserPage) -> None
     assert link.get_attribute("title") == "https://example.org/manual"
 
 
-def test_what_people_write_is_text(page: BrowserPage) -> None:
+def test_a_persons_message_is_shown_as_text(page: BrowserPage) -> None:
     page.send(HOSTILE)
     assert page.messages.first.locator(".said").inner_text().strip() == HOSTILE.strip()
     assert page.messages.first.locator(".said *").count() == 0

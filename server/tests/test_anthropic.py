@@ -223,7 +223,7 @@ def test_tokens_are_counted_as_the_model_reads_them(says: Callable[..., Any]) ->
     assert wrong.status_code == 400 and wrong.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_what_runs_on_anthropics_servers_is_left_out_and_named(says: Callable[..., Any]) -> None:
+def test_tools_that_run_on_anthropics_servers_are_left_out_and_named(says: Callable[..., Any]) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}, {**WEATHER, "type": "custom", "strict": True}]
     response = send(says("Hi."), tools=tools, metadata={"user_id": "u"}, service_tier="auto", **THINKING)
     assert response.status_code == 200, response.text

@@ -48,7 +48,7 @@ def test_a_stop_token_ends_a_text_and_is_not_shown(api: Any) -> None:
      ({"num_beams": 1000}, "num_beams", ""), ({"length_penalty": 1e9}, "length_penalty", ""),
      ({"early_stopping": "always"}, "early_stopping", "")],
 )  # fmt: skip
-def test_what_a_search_cannot_do_is_refused_with_the_field(
+def test_unsupported_beam_searches_are_refused_with_the_field(
     api: Any, error: Any, fields: dict[str, Any], param: str, words: str
 ) -> None:
     asked = {"prompt": "ab", "use_beam_search": True, "num_beams": 4, "max_tokens": 2, **fields}

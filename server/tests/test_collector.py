@@ -32,7 +32,7 @@ def test_a_collector_that_was_off_stays_off() -> None:
         gc.enable()
 
 
-def test_what_a_start_made_is_looked_at_again_after_its_answers() -> None:
+def test_objects_of_a_start_are_collected_after_its_answers() -> None:
     class Cycle:
         def __init__(self) -> None:
             self.me = self
@@ -46,7 +46,7 @@ def test_what_a_start_made_is_looked_at_again_after_its_answers() -> None:
     assert before() is None
 
 
-def test_what_is_left_at_the_end_of_a_process_is_not_collected() -> None:
+def test_objects_that_remain_at_the_end_of_a_process_are_not_collected() -> None:
     code = (
         "from evener_server.collector import end_without_collection\n"
         "class Cycle:\n"

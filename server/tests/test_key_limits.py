@@ -220,8 +220,8 @@ def test_requests_at_once_are_counted_while_they_run() -> None:
     use, limited = KeyUse(Clock()), key("a", requests_at_once=2)
     first, second = Client(limited, use), Client(limited, use)
     with first.answering():
-        first.hold()  # it goes on in the background
-        first.hold()
+        first.reserve()  # it goes on in the background
+        first.reserve()
         assert use.open == 1
         use.begin(limited)
         with second.answering():
@@ -247,7 +247,7 @@ def test_a_limit_is_a_429_with_retry_after_in_the_format_of_the_api(ask: Any, er
         else:
             found = error(refused)
             assert (found["code"], found["type"]) == ("rate_limit_exceeded", "rate_limit_error")
-    # Other keys, and what is only looked at, are not limited by it.
+    # Other keys and requests that only read are not limited by it.
     assert send(key="b").status_code == 200
     assert send("/v1/models", key="a", method="GET").status_code == 200
 
@@ -295,7 +295,7 @@ def test_only_an_admin_key_changes_what_the_server_serves(ask: Any, tmp_path: Pa
     assert keys.uses["a"].requests == 0
     # What the server then says is about the request.
     assert {path: send(f"{path}?unknown=1", "boss").status_code for path in paths} == dict.fromkeys(paths, 400)
-    # What is only looked at needs no admin, and neither does a completion.
+    # A request that only reads needs no admin, and neither does a completion.
     assert send("/is_sleeping", "a", "GET").status_code == 200 and send(key="a").status_code == 200
 
 

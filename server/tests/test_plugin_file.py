@@ -136,7 +136,7 @@ def test_a_text_that_is_sent_cannot_be_taken_back(runs: Make, error: Any) -> Non
     assert "it may add to the last one" in error(api.complete())["message"]
 
 
-def test_what_was_refused_is_forgotten(runs: Make) -> None:
+def test_refused_requests_are_forgotten(runs: Make) -> None:
     api = runs("class KsanaPlugin:\n    def postprocess(self, **kwargs):\n        pass\n")
     ((_, plugin),) = api.llm._frontend.plugins._plugins
     assert api.complete(prompt=[1] * 500).status_code == 400

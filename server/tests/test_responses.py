@@ -212,7 +212,7 @@ def test_log_probabilities_come_with_the_text(says: Callable[..., Any]) -> None:
     assert "".join(each["token"] for each in streamed) == "Hello."
 
 
-def test_what_runs_on_openais_servers_is_left_out_and_named(says: Callable[..., Any]) -> None:
+def test_tools_that_run_on_openais_servers_are_left_out_and_named(says: Callable[..., Any]) -> None:
     response = respond(
         says("Hi."), tools=[{"type": "web_search"}, WEATHER, {"type": "custom", "name": "x"}], service_tier="auto",
         prompt_cache_key="k", include=["reasoning.encrypted_content"], reasoning={"effort": "low", "summary": "auto"},

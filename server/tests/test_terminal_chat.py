@@ -1,4 +1,4 @@
-"""``evener chat``: what is sent, what is shown, and how it stops."""
+"""``evener chat``: the requests it sends, the text it shows, and how it stops."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(make_server: Any, eventuall
     terminal.type("/exit\r")
     assert terminal.close() == 0
     sent = [m for m in server.engine.sent if isinstance(m, NewRequest)]
-    # What was said before the stop is part of the conversation.
+    # The text before the stop is part of the conversation.
     assert len(sent) == 2 and b"He" in bytes(token for token in sent[1].prompt if token < 256)
 
 

@@ -1,4 +1,4 @@
-"""Torch's libraries are loaded ahead of its import, and what is missing or broken is left to that import."""
+"""Torch's libraries are loaded ahead of its import, and missing or broken ones are left to that import."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def test_a_collector_that_does_not_answer_costs_spans_and_no_request_waits_for_i
         assert traced.ask("/v1/chat/completions", CHAT).status_code == 200
     traced.traces.close()
     assert collector.spans == [] and not collector.go_on.is_set()
-    # The process would end now. Here what is left of it must end before the collector does.
+    # The process would end now. Here its remaining threads must end before the collector does.
     collector.go_on.set()
     for thread in threading.enumerate():
         if thread.name in ("evener-spans", "OtelBatchSpanRecordProcessor"):

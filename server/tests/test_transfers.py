@@ -22,7 +22,7 @@ def sent(api: Any) -> NewRequest:
 
 
 @pytest.mark.parametrize("kind", ["chat", "complete"])
-def test_what_one_server_answers_is_what_the_other_needs(kind: str, make_api: Any) -> None:
+def test_a_servers_answer_is_accepted_by_the_other_server(kind: str, make_api: Any) -> None:
     api = make_api(FakeEngine(info_overrides=SHARES))
     answer = getattr(api, kind)(max_tokens=1, kv_transfer_params=ASKS).json()
     first, params = sent(api), answer["kv_transfer_params"]

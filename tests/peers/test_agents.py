@@ -1,6 +1,7 @@
 """Agents and their clients drive the server as their users would: calls of tools, answers of a form, three APIs.
 
-The model has random weights and follows no instruction: what is valid is so because the server holds it to its form.
+The model has random weights and follows no instruction: its calls are valid because the server holds them to
+their form.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def test_replicas_come_under_load_and_go_after_it_without_cutting_an_answer(
             assert time.monotonic() < began + 3 * PATIENCE, _servers()
             time.sleep(0.2)
         assert complete(client, "hi").headers["x-evener-replica"] in homes.keys() - left
-        # SIGTERM ends what is left, after its answers: longer than Ray gives them by itself, which is 20 s.
+        # SIGTERM ends the remaining replicas, after their answers: longer than Ray gives them by itself, which is 20 s.
         began = time.monotonic()
         body = {"model": "SmolLM2-135M-Instruct", "prompt": "A long story:", "max_tokens": 8000, "stream": True,
                 "ignore_eos": True, "temperature": 0, "max_time": 40}  # fmt: skip

@@ -240,7 +240,7 @@ def test_an_older_capture_that_is_freed_during_a_capture_does_not_end_it_L3(npu:
     [lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: x.copy_(torch.ones(4)), lambda x: x.nonzero()],
     ids=["a value", "a copy to the host", "a copy from the host", "a shape"],
 )
-def test_what_waits_for_the_host_cannot_be_captured_L3(npu: SimulatedNpu, segment: Any) -> None:
+def test_a_segment_that_waits_for_the_host_cannot_be_captured_L3(npu: SimulatedNpu, segment: Any) -> None:
     x = torch.zeros(4, device="npu")
     graphs = NpuGraphs(SimpleNamespace(module=torch.npu, name="npu 0", synchronize=torch.npu.synchronize))  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="npu 0 cannot capture it"):

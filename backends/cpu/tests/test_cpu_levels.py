@@ -124,7 +124,7 @@ def test_a_level_that_does_not_exist_and_another_machine_are_refused(
         hook.Kernels(str(ROOT), {}, None, None, "", "wheel").initialize("standard", {"force_include": {}})
 
 
-def test_what_the_compiler_says_is_shown(hook: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_compilers_messages_are_shown(hook: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken-cc"
     broken.write_text("#!/bin/sh\necho 'x.h:1: error: no such header' >&2\nexit 1\n")
     broken.chmod(0o755)

@@ -213,9 +213,7 @@ def test_padding_tokens_get_zero_output(device: CpuDevice) -> None:
         ({"heads": 8}, "not a multiple"),
     ],
 )
-def test_what_it_cannot_serve_is_refused_with_the_reason(
-    device: CpuDevice, change: dict[str, Any], reason: str
-) -> None:
+def test_unsupported_state_is_refused_with_the_reason(device: CpuDevice, change: dict[str, Any], reason: str) -> None:
     case = Case(requests=[(0, 1)], **change)
     refusal = PagedState(device).supports(case.spec, case.attention, device.capabilities)
     assert refusal is not None and reason in refusal

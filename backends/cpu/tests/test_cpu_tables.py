@@ -61,8 +61,8 @@ def test_columns_of_floats_may_be_any_multiple_of_32(device: CpuDevice, columns:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_number_and_scale_is_kept(device: CpuDevice, form: str, dtype: str) -> None:
-    """Rows of the identity read one column at a time, so nothing is added up: what is left are a few roundings of
-    products of scales in float32. With AMX a number of a table is the sum of two in bfloat16."""
+    """Rows of the identity read one column at a time, so nothing is added up: the only differences are a few roundings
+    of products of scales in float32. With AMX a number of a table is the sum of two in bfloat16."""
     one = part(FORMS[form], 48, 640)
     x = torch.eye(640, dtype=getattr(torch, dtype))
     got = multiply(device, pack(device, one, dtype=dtype), x, out="float32")

@@ -108,7 +108,9 @@ def test_nvml_says_why_it_refuses(tmp_path: Path) -> None:
         ((10, 0), {"float32", "float16", "bfloat16"}, {"ptx", "int8", "fp8", "overlap"}),
     ],
 )
-def test_what_a_compute_capability_means(capability: tuple[int, int], dtypes: set[str], features: set[str]) -> None:
+def test_a_compute_capability_decides_dtypes_and_features(
+    capability: tuple[int, int], dtypes: set[str], features: set[str]
+) -> None:
     can = capabilities(capability, 132, 232448)
     assert can.dtypes == dtypes
     assert can.features == features | {"units:132", "shared:232448"}

@@ -19,7 +19,7 @@ from evener_backend_hygon.probe import advice
     [("gfx906", False, False), ("gfx926", False, False), ("gfx928", True, False), ("gfx936", True, False),
      ("gfx938", True, True)],
 )  # fmt: skip
-def test_what_an_architecture_means_L3(arch: str, bfloat16: bool, fp8: bool) -> None:
+def test_an_architecture_decides_dtypes_and_features_L3(arch: str, bfloat16: bool, fp8: bool) -> None:
     can = capabilities(arch, 64)
     assert can.variant == arch
     assert ("bfloat16" in can.dtypes) == bfloat16 and ("bfloat16" in can.emulated) != bfloat16

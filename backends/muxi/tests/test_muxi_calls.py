@@ -62,7 +62,9 @@ def test_calls_fit_the_schema_and_compute_the_op_L1(op: str, static: Any, dtype:
         ("act_and_mul", {"activation": "clamped_swiglu"}, "not clamped_swiglu"),
     ],
 )
-def test_what_the_vendors_op_does_not_compute_is_refused_L1(op: str, change: Any, word: str, tmp_path: Path) -> None:
+def test_calls_that_the_vendors_op_does_not_compute_are_refused_L1(
+    op: str, change: Any, word: str, tmp_path: Path
+) -> None:
     with installed(tmp_path, mcoplib()):
         assert word in (kernel(op).supports(call(op, **change)) or "")
 

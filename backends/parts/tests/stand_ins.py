@@ -54,7 +54,7 @@ def installed(
     """Install the package's distribution and module in ``folder``, and register its ops.
 
     Args:
-        schemas: what is registered; default: what was published.
+        schemas: the registered schemas; default: the published ones.
         functions: what each op computes.
     """
     write_distribution(folder, ops.library.distributions[0], {}, "1.0")

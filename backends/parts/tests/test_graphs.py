@@ -14,7 +14,7 @@ from evener_backend_parts.graphs import TorchGraphs
 
 
 class Graph:
-    """Runs what was captured; ``said`` is what it was told."""
+    """Replays a captured function; ``said`` records the calls it received."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.said = fails, []  # type: bool, list[Any]

@@ -115,7 +115,7 @@ class _CheckedMemory:
         return getattr(self._memory, name)
 
     def launch(self, name: str, grid: Any, given: list[torch.Tensor]) -> None:
-        """From here on what is ``given`` is reached, from the first element of each tensor to its last."""
+        """From here on the kernel may reach the tensors ``given``, from the first element of each to its last."""
         programs = math.prod(grid)
         if not 0 < programs < 1 << 31 or max(grid[1:], default=0) > _MOST_PROGRAMS:
             raise IndexError(f"{name} is launched with {' x '.join(map(str, grid))} programs")

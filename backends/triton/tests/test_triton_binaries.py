@@ -181,7 +181,7 @@ def test_a_package_that_cannot_be_found_is_named_and_the_others_are_used(
     assert "compiled kernels of removed_package.kernels are not used: No module named 'removed_package'" in caplog.text
 
 
-def test_what_no_package_has_can_be_seen(package: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_no_package_has_is_logged(package: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "evener.triton"):
         assert not found(key_of("another source"))
     assert "no package has add_kernel in this form" in caplog.text

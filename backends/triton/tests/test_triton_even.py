@@ -152,7 +152,7 @@ def test_parts_end_with_heads_where_that_leaves_few_units_idle(heads: int, progr
     [{"d": 96}, {"kind": "chunk"}, {"dtype": "float32"}, {"softcap": 30.0}, {"sinks": True}, {"slopes": (0.5,) * 4}],
     ids=str,
 )
-def test_what_it_does_not_compute_stays_with_the_kernel_with_splits(changes: dict[str, Any]) -> None:
+def test_unsupported_attention_stays_with_the_kernel_with_splits(changes: dict[str, Any]) -> None:
     assert even_queries(tuning(), captured(1, 65536), *group(**changes)) is None
 
 

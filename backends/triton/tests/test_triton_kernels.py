@@ -300,7 +300,7 @@ def test_top_logprobs_across_chunks_break_ties_by_lowest_id() -> None:
     torch.testing.assert_close(chosen, want[[0, 1], [30, 4096]])
     torch.testing.assert_close(values, want.topk(4).values)
     assert ids[0].tolist() == [4097, 4098, 7, 30]
-    assert ids[1].tolist() == [4096, 0, 1, 2]  # what is impossible is listed too, each id once
+    assert ids[1].tolist() == [4096, 0, 1, 2]  # ids of probability zero are listed too, each once
 
 
 def test_biases_of_more_entries_than_a_tile_are_summed_by_id() -> None:

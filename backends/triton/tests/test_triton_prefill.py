@@ -131,7 +131,7 @@ def test_decoding_requests_are_served_apart_and_short_queries_by_the_kernel_for_
     [{"d": 96}, {"kind": "chunk"}, {"dtype": "float32"}, {"softcap": 30.0}, {"sinks": True}, {"slopes": (0.5,) * 4}],
     ids=str,
 )
-def test_what_the_kernel_does_not_compute_stays_with_the_one_for_any_mix(changes: dict[str, Any]) -> None:
+def test_unsupported_attention_stays_with_the_kernel_for_any_mix(changes: dict[str, Any]) -> None:
     assert long_queries(tuning(), step_of([4096]), *group()) is not None
     assert long_queries(tuning(), step_of([4096]), *group(**changes)) is None
 

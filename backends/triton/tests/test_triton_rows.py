@@ -42,7 +42,7 @@ def test_the_package_has_the_ops_of_its_descriptor(device: HostDevice) -> None:
     assert row_kernels.needs == {"triton:rows"}
 
 
-# Kernels that differ from the other package's in more than who may have them. What is sampled is computed by the same
+# Kernels that differ from the other package's in more than who may have them. Samples are computed by the same
 # functions in smaller pieces: many draws, which show slightly wrong scores, are drawn by the other package's test.
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["rms_norm", "sample"])
@@ -77,7 +77,7 @@ def test_filters_in_smaller_pieces_choose_the_same_ids(device: HostDevice) -> No
         ("rms_norm", 4, {"dtype": "float64"}, "does not compute in float64"),
     ],
 )
-def test_what_such_a_device_cannot_launch_is_refused_with_the_reason(
+def test_calls_that_such_a_device_cannot_launch_are_refused_with_the_reason(
     op: str, tokens: int, static: dict[str, Any], reason: str, device: HostDevice
 ) -> None:
     found = kernels(device)[op]

@@ -92,7 +92,7 @@ def test_a_number_that_is_much_larger_than_the_others_costs_them_little() -> Non
         assert float((got - want).norm() / want.norm()) < 2e-3, outlier
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_inputs_give_nan_outputs() -> None:
     got, _ = product(16, 512, Form("e4m3", 1, 0), outlier=float("nan"))
     assert torch.isnan(got).all()
 

@@ -89,7 +89,7 @@ def test_with_two_jobs_each_check_has_a_process_and_the_file_has_the_same_cases(
     assert code == 2 and "--jobs 0: it takes a number of processes from 1 on" in said
 
 
-def test_what_is_private_does_not_reach_the_file(site: Path, tmp_path: Path) -> None:
+def test_private_data_does_not_reach_the_file(site: Path, tmp_path: Path) -> None:
     code, evidence, progress = contact(
         site, tmp_path / "e.json", "the device does not open", "--part", "primitives", "--part", "device"
     )

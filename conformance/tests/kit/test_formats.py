@@ -179,7 +179,7 @@ def test_a_correct_packing_is_asked_for_every_format_and_for_merged_weights_of_s
         assert any(f" {name}, " in r.case for r in found), name
 
 
-def test_what_a_model_cache_restores_must_be_what_was_packed() -> None:
+def test_a_model_cache_must_restore_the_packed_weights() -> None:
     found = results(Saved(lambda tensor: tensor))
     assert {r.outcome for r in found} <= {"passed", "not applicable"}, failures(found)
     assert "saved gives other tensors of what restored made" in failures(results(Saved(lambda tensor: tensor ^ 1)))

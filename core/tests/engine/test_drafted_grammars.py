@@ -128,7 +128,7 @@ def test_proposals_that_a_grammar_forbids_are_not_computed_and_asked_for_less_an
 
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_what_a_draft_model_proposes_is_held_to_the_grammar(opened: Any, play: Any, depth: int) -> None:
+def test_proposals_of_a_draft_model_are_held_to_the_grammar(opened: Any, play: Any, depth: int) -> None:
     plain = play(held(strict_controller(opened(depth))[0]), requests())
     controller = held(strict_controller(opened(depth, own=True))[0], ModelDrafter)
     submitted = plans(controller)

@@ -333,7 +333,7 @@ def test_a_host_that_is_too_small_for_all_chats_changes_no_token(make_lively: An
     assert small.places.used == 0 and 0 < sum(key is not None for key in small.places._keys) <= 6
 
 
-def test_what_cannot_work_is_refused_with_what_to_type(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_cannot_work_are_refused_with_the_fix(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"set infer\.prefix_cache=true too"):
         build_controller(make_config(**HOST, **{"infer.prefix_cache": False}))
     with pytest.raises(ConfigError, match=r"infer\.kv_host_memory=\d+ is more than the host has free, \d+ bytes"):

@@ -52,7 +52,7 @@ def test_two_ranks_match_one_and_the_death_of_either_is_reported_by_name(
         while not after.dead:
             after.see(client.receive(PATIENCE))
         (reason,) = after.dead
-        assert "rank 1 (part 1 of 2)" in reason and "SIGKILL" in reason, "not what became of rank 0 for lack of it"
+        assert "rank 1 (part 1 of 2)" in reason and "SIGKILL" in reason, "the failed rank is named, not rank 0"
         assert after.reasons() == dict.fromkeys(("r0", "r1", "r2"), "error")
     finally:
         client.close()

@@ -663,7 +663,7 @@ def test_a_request_waits_for_its_blocks_while_others_run_and_gives_them_back_whe
 
 @pytest.mark.parametrize("host", range(1, 16))
 def test_a_host_of_any_size_gives_back_what_it_was_given(host: int) -> None:
-    """What is being read there is not written to in the same step."""
+    """Blocks that are being read there are not written to in the same step."""
     one = Harness([FULL], blocks=16, host=host, max_requests=2)
     chat(one, 4)
     one.check_answers()

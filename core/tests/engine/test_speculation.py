@@ -215,7 +215,7 @@ class Stubborn(Drafter):
         ("Llama", {"infer.drafter": "ngram", "infer.pp_size": 2}, "does not work with pipeline stages"),
     ],
 )
-def test_what_cannot_have_drafts_is_refused(
+def test_settings_without_drafts_are_refused(
     make_config: Any, family: str, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):

@@ -120,7 +120,7 @@ def test_an_engine_goes_on_with_prompts_that_another_has_computed(
     assert found["kv_transfer_hits"] == 4 and found["kv_transfer_failures"] == 0
     computed = second.scheduler.stats.computed_tokens
     assert computed == sum((len(prompt) - 1) % 16 + 1 + 8 for prompt in prompts())
-    first.scheduler.connector.moves()  # what was read is released
+    first.scheduler.connector.moves()  # blocks that were read are released
     assert first.scheduler.state.pool.used == second.scheduler.state.pool.used == 0
     assert landing(second).counters()["kv_transfer_received_bytes"] > 0
     assert landing(second)._rows == {} and landing(second)._arriving == 0
@@ -238,13 +238,13 @@ def test_blocks_are_held_until_they_are_needed_or_for_as_long_as_was_set(
     hold(engine, play, prompts()[1], "q")
     assert pool.used == 4
     taken = pool.allocate(pool.free - 4)
-    # Six blocks are needed, and four are free: what is held for longest goes first.
+    # Six blocks are needed, and four are free: the blocks held for longest go first.
     message = NewRequest(id="long", prompt=[5 + i % 60 for i in range(80)], max_tokens=9, sampling=GREEDY)
     assert play(engine, [message]).reasons() == {"long": "length"}
     assert pool.used - len(taken) == 2 and len(engine.scheduler.connector._held) == 1
 
 
-def test_what_was_fetched_waits_for_free_blocks(make_lively: Any, play: Any, pair: Any) -> None:
+def test_fetched_state_waits_for_free_blocks(make_lively: Any, play: Any, pair: Any) -> None:
     config, prompt = make_lively("Llama"), prompts()[2]
     first, second, address = pair(config)
     hold(first, play, prompt)
@@ -266,7 +266,7 @@ def test_what_was_fetched_waits_for_free_blocks(make_lively: Any, play: Any, pai
     assert played.cached["d"] == 48 and pool.used == 0 and landing(second)._rows == {}
 
 
-def test_what_was_fetched_keeps_its_turn_when_its_time_is_over(make_lively: Any, play: Any, pair: Any) -> None:
+def test_a_fetched_request_keeps_its_turn_when_its_time_is_over(make_lively: Any, play: Any, pair: Any) -> None:
     first, second, address = pair(make_lively("Llama"), kv_transfer_seconds=1.0)
     hold(first, play, prompts()[2])
     pool, connector = second.scheduler.state.pool, second.scheduler.connector
@@ -488,7 +488,7 @@ def test_a_short_key_a_used_port_and_two_connectors_are_refused(make_lively: Any
             build_controller(replace(shares, infer=replace(shares.infer, prefix_cache=False, **more)))
 
 
-def test_what_host_memory_has_is_not_fetched_and_what_was_fetched_stays_there(
+def test_blocks_in_host_memory_are_not_fetched_and_fetched_blocks_stay_there(
     make_lively: Any, play: Any, pair: Any
 ) -> None:
     config = make_lively("Llama", **{"infer.kv_host_memory": 1 << 22})

@@ -1,4 +1,4 @@
-"""Opening model folders: what is there, what is not, and what to type next."""
+"""Opening model folders: files that exist, files that are missing, and what to type next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemes: what is unquantized, how it is cut, and how a checkpoint's scheme is found."""
+"""Schemes: unquantized tensors, how they are cut, and how a checkpoint's scheme is found."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_commands_are_known_before_anything_is_chosen(site: Site) -> None:
     assert site.discover().commands()["go"].load()() == "gone"
 
 
-def test_what_a_feature_needs_is_imported_by_name_or_the_first_and_its_absence_says_what_to_install(site: Site) -> None:
+def test_a_feature_imports_a_plugin_by_name_or_the_first_and_a_missing_one_names_the_package(site: Site) -> None:
     site.add("plugin", "two", 'executors={"b": "{pkg}.plugin:B", "a": "{pkg}.plugin:A"}', module="A, B = 'A', 'B'\n")
     catalog = site.discover()
     assert [catalog.need("executor", name, "it", "x") for name in ("b", "")] == ["B", "A"]

@@ -99,7 +99,7 @@ def convert(config: Config, result: Path, quiet: bool = True) -> dict[str, Any]:
 
 
 def _write_beside(folder: Path, source: Source, planned: Sequence[WeightFile], key: Mapping[str, Any]) -> None:
-    """Write what is beside the weights in a folder: config, tokenizer, indexes, and what the folder was made from."""
+    """Write the files beside the weights in a folder: config, tokenizer, indexes, and the folder's origin."""
     from evener_convert.carried import carry, write_json
     from evener_convert.split import INDEX, split_index
 

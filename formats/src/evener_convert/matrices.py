@@ -49,7 +49,7 @@ def model_matrices(
     for item in linear:
         for name, rows in _stored(item):
             if name not in headers or len(headers[name][1]) not in (2, 3):
-                continue  # what is missing or has another shape is reported by the loader
+                continue  # the loader reports missing tensors and wrong shapes
             shape = headers[name][1]
             if isinstance(item, StackedWeight) and item.transposed and len(shape) == 3:
                 transposed.add(name)

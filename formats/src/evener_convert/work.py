@@ -49,7 +49,7 @@ def work_folder(result: Path, key: Mapping[str, Any], single: bool = False) -> I
         raise
     except OSError as error:
         raise ConfigError(
-            f"cannot write {result}: {error.strerror}; what is written so far is kept in {folder}: make room and type "
+            f"cannot write {result}: {error.strerror}; the files so far are kept in {folder}: make room and type "
             "the same command again, or remove it"
         ) from error
     finally:

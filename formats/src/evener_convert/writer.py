@@ -17,7 +17,7 @@ from evener_convert.pieces import Piece, Read
 from evener_formats.safetensors_files import DTYPES
 
 _CODES: Mapping[str, str] = {name: code for code, name in DTYPES.items()}
-#: Bytes after which what was written is made durable and noted, so that it can be continued.
+#: Bytes after which the written tensors are made durable and noted, so that the work can be continued.
 _DURABLE = 64 << 20
 
 
@@ -66,7 +66,7 @@ def write_file(folder: Path, planned: WeightFile, read: Read, written: Callable[
         written: called with each number of bytes that were written, or found.
 
     Raises:
-        CheckpointError: a tensor is not what was announced, or cannot be stored.
+        CheckpointError: a tensor differs from its announced shape or dtype, or cannot be stored.
         OSError: the disk is full.
     """
     path, header, pieces, ends = folder / planned.name, planned.header, planned.pieces, planned.ends

@@ -1,6 +1,6 @@
 """The schemes "compressed-tensors" (llm-compressor) and "modelopt", whose layers may each have a format of their own.
 
-What is stored beside a name decides how it is read; the config says what the tensors do not: bits, group sizes, zero
+The tensors stored beside a name decide how it is read; the config adds what they do not show: bits, group sizes, zero
 points and act-order. Layers that ``ignore`` or ``exclude_modules`` names are stored plain, and are read so.
 """
 

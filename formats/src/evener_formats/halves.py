@@ -140,7 +140,7 @@ class HalvesScheme(BesideScheme):
         """The zero points, uint8 [rows, groups].
 
         Raises:
-            CheckpointError: what is stored is no whole number from 0 to 15 times the scale.
+            CheckpointError: a stored value is no whole number from 0 to 15 times the scale.
         """
         import torch
 

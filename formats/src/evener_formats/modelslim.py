@@ -97,7 +97,7 @@ class ModelSlimScheme(BesideScheme):
             )
         sizes = self._sizes(name, kind, headers)
         form = self._format(name, kind, headers, sizes)
-        # What is packed in pairs is cut at pairs, and so is what will be.
+        # Pairs of packed values must not be split, now or after packing.
         rows = 2 if sizes.half == 0 else 1
         columns = max(1, sizes.group) if form.storage != "uint4" and sizes.half != 1 else max(2, sizes.group)
         return WeightPart(name, sizes.rows, sizes.columns, replace(form, cut=(rows, columns)))

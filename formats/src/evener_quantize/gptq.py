@@ -10,7 +10,7 @@ from evener.errors import EngineError
 from evener_quantize.rounding import Grid, Rounded, neighbours
 from evener_quantize.settings import Order
 
-#: What is added to the diagonal, as a share of its mean; more if that is not enough.
+#: The damping added to the diagonal, as a share of its mean; more if that is not enough.
 DAMPING = 0.01
 #: Columns whose errors are passed on to all later ones at once.
 _BLOCK = 128

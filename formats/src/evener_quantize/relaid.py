@@ -61,8 +61,8 @@ class RelaidCheckpoint(CheckpointView):
         if Unquantized().detect(checkpoint.config):
             method = layout.name if layout.name in METHODS else METHODS[0]
             raise ConfigError(
-                f"quant={layout.name} stores anew what is quantized, and {checkpoint.path} is not; type "
-                f"evener quantize {checkpoint.path} DST --method {method}, or leave quant=auto"
+                f"quant={layout.name} converts an already quantized checkpoint; {checkpoint.path} is not quantized: "
+                f"type evener quantize {checkpoint.path} DST --method {method}, or leave quant=auto"
             )
         scheme = pick_scheme(checkpoint.config, request.schemes, "auto", checkpoint)
         if scheme.name == layout.name:

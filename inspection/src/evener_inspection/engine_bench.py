@@ -21,7 +21,7 @@ from evener_inspection.step_times import Load, StepTimes, TimedClient, time_step
 #: Tokens of a step by which a request's length is planned before the engine has chosen: no device has fewer.
 _LEAST_STEP = 2048
 _STAGES = ("prefill", "decode")
-_UNKNOWN = "what is not known is less than runs differ by chance: name more layers, or set --repeats to more"
+_UNKNOWN = "the estimate is smaller than the noise: name more layers, or raise --repeats"
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class HostMemory(BlockMover):
         nbytes = int(free * asked) // ranks if isinstance(asked, float) else asked or 0
         if nbytes > free:
             raise ConfigError(f"infer.kv_host_memory={nbytes} is more than the host has free, {free} bytes; set less")
-        # What is free changes while the ranks of a machine start, but together they cannot have more than all.
+        # Free memory changes while the ranks of a machine start, but together they cannot have more than all.
         if nbytes * (local := assembly.ranks.local_size) > total:
             raise ConfigError(f"infer.kv_host_memory={nbytes} for each of {local} ranks is more than the host has, "
                               f"{total} bytes; set less")  # fmt: skip

@@ -69,7 +69,7 @@ class SharedBlocks(Connector):
         return place or (1 if files is not None and key in files else None)
 
     def ready(self, request: StartingRequest, busy: bool) -> bool:
-        # What is fetched waits in memory of its own, so blocks of the pool are taken only when all of it is here.
+        # Fetched blocks wait in memory of their own, so blocks of the pool are taken only when all have arrived.
         return self.remote.arrived(request, busy) and self.host.ready(request, busy) and self.remote.load(request, busy)
 
     def started(self, request: StartingRequest) -> None:

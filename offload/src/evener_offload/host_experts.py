@@ -43,7 +43,7 @@ from evener_offload.host_backend import new_stream, open_host, option, upload
 from evener_offload.layers import layer_number, ranges
 from evener_offload.placed_layers import place, placed_sites, stacks
 from evener_offload.prompt_share import PromptShare
-from evener_offload.streamed_layers import StreamedLayers, asked
+from evener_offload.streamed_layers import StreamedLayers, parse_threshold
 
 #: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
 _PLACED = ("gate_up", "down", "gate_up_bias", "down_bias", "slots", "copies")
@@ -74,7 +74,7 @@ class HostExperts(Placement):
         self._work, self._expert_bytes = HostWork(), dict[str, int]()
         for site in sites:
             place(site, own, self, _PLACED)
-        least, stream = asked(str(option(config, "stream_prompts"))), new_stream(device)
+        least, stream = parse_threshold(str(option(config, "stream_prompts"))), new_stream(device)
         inputs = any(site.static["router_weight_on_input"] for site in sites)
         auto = least is None and StreamedLayers.worthwhile(sites, self._resolver, resolver, stream, self.free)
         streamed = sites if not inputs and (auto or least) else []
@@ -182,7 +182,8 @@ class HostExperts(Placement):
         """What ``infer.cpu_layer_num=auto`` means for ``a``, which has all experts on the device: those of so many
         layers have to leave it that the rest and a fair share of state fit; all layers if that is not enough."""
         demand, lacking = memory_demand(a, a.config), lacking_bytes(a, "infer.cpu_layer_num")
-        if lacking > 0 and asked(str(option(a.config, "stream_prompts"))) != 0 and new_stream(a.device) is not None:
+        streams = parse_threshold(str(option(a.config, "stream_prompts"))) != 0
+        if lacking > 0 and streams and new_stream(a.device) is not None:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             lacking += StreamedLayers.room(moved, a.resolver.packings_by_layout)
         count = demand.layers_to_move(lacking)

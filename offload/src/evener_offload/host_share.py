@@ -77,7 +77,7 @@ class HostShare:
         resolver.manifest.notes.append(f"the host computes missing experts of small steps: {how}")
 
     @staticmethod
-    def asked(value: str) -> int | None:
+    def parse_threshold(value: str) -> int | None:
         """What ``offload.host_when_sooner`` says: None: measured costs decide; a number of rows; 0: never.
 
         Raises:

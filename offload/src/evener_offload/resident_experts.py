@@ -74,7 +74,7 @@ class ResidentExperts(Placement):
         stream = new_stream(device)
         #: What the host computes of the missing ones; None: nothing.
         self.share: HostShare | None = None
-        if (most_rows := HostShare.asked(option(config, "host_when_sooner"))) != 0:
+        if (most_rows := HostShare.parse_threshold(option(config, "host_when_sooner"))) != 0:
             self.share = HostShare(config, device, resolver, most_rows)
             self.packings = {**self.share.packings, **self.packings}
         for site in sites:

@@ -61,7 +61,7 @@ class ResidentLayer:
         self._map: tuple[int, Any] | None = None
         self._device, self._stream = device, stream
         self._many = device if isinstance(device, CopiesMany) else None
-        #: What is copied ahead once the products with the slots' present experts have been submitted.
+        #: The copies to submit ahead, once the products with the slots' present experts have been submitted.
         self._later: Wave | None = None
         #: For each slot an event after the last product with it, and one after a copy that no product has waited for.
         self._used: list[Any] = [None] * count
@@ -192,7 +192,7 @@ class ResidentLayer:
 
 
 def _runs(wave: Wave) -> tuple[Indices, Indices, Indices]:
-    """What is copied, all of it of one layer, as first experts, first slots and counts of runs: in a run both are one
+    """The copies of one layer as first experts, first slots and counts of runs: in a run both are one
     more from each to the next."""
     experts = np.fromiter(wave.copied, np.int64, len(wave.copied))
     slots = np.fromiter(map(wave.slots.__getitem__, wave.copied), np.int64, len(experts))

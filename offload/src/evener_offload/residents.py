@@ -40,7 +40,7 @@ class Residents:
         self.count = count
         self.hits = self.misses = self.guesses = self.right = self.wasted = self.copied = 0
         self._slot: OrderedDict[int, int] = OrderedDict()
-        #: What was guessed for the next step, and what of it was copied.
+        #: The experts guessed for the next step, and those of them that were copied.
         self._guessed: frozenset[int] = frozenset()
         self._ahead: frozenset[int] = frozenset()
 

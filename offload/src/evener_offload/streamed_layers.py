@@ -54,14 +54,14 @@ _TIMES = 3
 _HALVES = 4
 #: Seconds in which a streamed layer's copies and products are submitted, beside its first copies.
 _SUBMITTED = 1e-3
-#: The largest step that costs are reckoned for.
+#: The largest step that costs are calculated for.
 _MOST_TOKENS = 1 << 20
 
 #: ``routed_experts``: rows [T, hidden], ids and weights [T, k], and the layer's weights, to sums [T, hidden].
 OnHost = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, MoEWeights], torch.Tensor]
 
 
-def asked(value: str) -> int | None:
+def parse_threshold(value: str) -> int | None:
     """What ``offload.stream_prompts`` says: None: measured costs decide; the tokens of the smallest step that is
     streamed; 0: none is.
 

@@ -35,7 +35,7 @@ class HeldWeights:
         except EngineError as failed:
             return [*events, *controller.die(str(failed)), CommandDone(str(failed))]
         controller.paused = "the engine is asleep, without weights: wake it up first" if self.asleep else None
-        # What is remembered was computed with other weights, or is gone.
+        # Cached blocks belong to the old weights.
         scheduler.state.pool.clear_keys()
         return [*events, CommandDone(error)]
 

@@ -104,7 +104,7 @@ class Generation:
         self.prompt_only = False
         self._running, self._client = running, current_client.get()
         if self._client is not None:
-            self._client.hold()
+            self._client.reserve()
         self._cached: dict[int, int] = {}
         self._queued = 0.0
 

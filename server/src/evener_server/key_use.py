@@ -94,23 +94,23 @@ class Client:
 
     key: ApiKey
     use: KeyUse
-    _holds: int = 0
+    _reserved: int = 0
 
-    def hold(self) -> None:
+    def reserve(self) -> None:
         """Something runs for the request; ``release`` follows."""
-        self.use.open += self._holds == 0
-        self._holds += 1
+        self.use.open += self._reserved == 0
+        self._reserved += 1
 
     def release(self) -> None:
-        """It has ended."""
-        self._holds -= 1
-        self.use.open -= self._holds == 0
+        """One of them has ended."""
+        self._reserved -= 1
+        self.use.open -= self._reserved == 0
 
     @contextmanager
     def answering(self) -> Iterator[None]:
         """While the request is answered; what runs for it finds this as ``current_client``."""
         token = current_client.set(self)
-        self.hold()
+        self.reserve()
         try:
             yield
         finally:

@@ -57,7 +57,7 @@ class Names:
     def path(self, param: str) -> str:
         """The client's path of what has the path ``param`` in the chat completion."""
         if (found := _MESSAGE.match(param)) is not None and int(found[1]) < len(self.messages):
-            # What a message was made of has other names: its place is what both have.
+            # Fields differ between the APIs, so the message is found by its index.
             return self.messages[int(found[1])]
         for ours, theirs in self.fields.items():
             if param == ours or param.startswith((f"{ours}.", f"{ours}[")):

@@ -42,7 +42,7 @@ def _from(body: ChatBody, begin: int) -> ChatBody:
 
 async def _fits(prompts: PromptTokens, body: ChatBody, answer: int) -> bool:
     try:
-        # What is far longer than the context is told by its size, without making all its tokens.
+        # A prompt far too long is refused by its size, without tokenizing it.
         found = await prompts.conversation(body, bool(body.add_special_tokens))
     except ContextLengthError:
         return False

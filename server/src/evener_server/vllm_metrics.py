@@ -1,7 +1,7 @@
 """The same metrics under vLLM's names, so that dashboards made for it show this server.
 
-Names and labels are those of its documentation (docs.vllm.ai, "Production Metrics"). What is only known as a sum is a
-summary: ``…_sum`` and ``…_count``, without buckets. What this engine does not have is left out.
+Names and labels are those of its documentation (docs.vllm.ai, "Production Metrics"). A figure that is only known as a
+sum is a summary: ``…_sum`` and ``…_count``, without buckets. Figures that this engine does not have are left out.
 """
 
 from __future__ import annotations

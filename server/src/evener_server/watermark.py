@@ -5,7 +5,7 @@ noise with which the engine samples depends on a seed, the position and the toke
 and here every request gets one of ``SEEDS`` seeds that are made of the key. Each token keeps its probability. Whoever
 has the key makes the same noise and sees that a text's tokens have higher noise than chance would give them.
 
-It marks what is sampled: not answers at temperature 0, and hardly those whose every token is nearly certain.
+It marks sampled tokens: not answers at temperature 0, and hardly those whose every token is nearly certain.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ class Anthropic(Checker):
             self.exchange(self._url, "post", "/messages", "/v1/messages", body=body)
             streamed = {**body, "stream": True}
             self.exchange(self._url, "post", "/messages", "", body=streamed, stream="MessageStreamEvent")
-        # What was answered is sent again, as clients do.
+        # The answer is sent again, as clients do.
         said = self.exchange(self._url, "post", "/messages", "/v1/messages", body={**asked, "max_tokens": 8})
         turns = [*QUESTION, {"role": "assistant", "content": said.get("content")}, *QUESTION]
         again = {**asked, "messages": turns, "max_tokens": 8}

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class OwnCode(Exception):
-    """A test called vLLM's own Python code, which is not here. The message is what it called."""
+    """A test called vLLM's own Python code, which is not here. The message names the called function."""
 
 
 class _Kind(type):

@@ -45,7 +45,7 @@ def real_things(launcher: Launcher) -> dict[str, Any]:
 
 
 class _Utilities(ModuleType):
-    """What is not defined here is part of the package that stands in for vLLM."""
+    """Names that are not defined here come from the package that stands in for vLLM."""
 
     def __init__(self, name: str, package: Package) -> None:
         super().__init__(name)

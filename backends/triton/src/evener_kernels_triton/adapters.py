@@ -30,7 +30,7 @@ class TritonAdapters(TritonKernel):
         return None if rank <= _MAX_RANK else f"takes ranks up to {_MAX_RANK}, not {rank}"
 
     def workspace(self, call: OpCall) -> int:
-        # What is between the matrices; rows with a stride are copied.
+        # The values between the two matrices; rows with a stride are copied.
         static = call.static
         size: int = getattr(torch, static["dtype"]).itemsize
         return int(call.bucket.high * (4 * static["inner"] + size * static["columns"]))

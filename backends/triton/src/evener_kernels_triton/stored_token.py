@@ -34,8 +34,8 @@ class TokenSizes(NamedTuple):
 
 @memoized
 def token_sizes(tuning: Tuning, rows: int, columns: int) -> TokenSizes | None:
-    """None where the kernels that convert are for it: what is smaller was not timed, and of what is longer a program
-    does not hold x.
+    """None if the converting kernels should be used: small matrices were not timed, and x of a large one does not fit
+    in one program.
 
     A layer of Qwen3-8B took 54.2 µs on an H200 (reading takes 42.1), 63.0 with the kernels that convert. Sizes with
     which programs of the next launch fit beside those of this one took 57 to 76.

@@ -115,7 +115,7 @@ class LongTile:
 class EvenTile:
     """Sizes for attention of one query a request in even parts: ``n`` keys a step, ``stages`` steps under way. A key
     head of a request counts as ``least`` steps at least. It is for captured steps of up to ``heads`` key heads of all
-    requests together, one of which has ``even_from`` tokens. ``registers`` of a thread, on average: what is left is for
+    requests together, one of which has ``even_from`` tokens. ``registers`` of a thread, on average: the rest is for
     the next kernel, which asks for its weights meanwhile."""
 
     n: int

@@ -182,7 +182,7 @@ def _follow(
         how = ""
         while not how:
             over = process.poll() is not None
-            # A program that it started may hold the pipes open: when the process has ended, what is there is all.
+            # A program that it started may hold the pipes open: when the process has ended, its output is complete.
             ready = selector.select(0 if over else _POLL)
             for key, _ in ready:
                 data = os.read(key.fd, 64 << 10)

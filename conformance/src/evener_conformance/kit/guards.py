@@ -1,7 +1,7 @@
 """Memory with guards: what a kernel is given, and what it allocates through torch, lies inside larger buffers.
 
 Around each tensor lies NaN (in integers a large negative number): a value that is read there shows in the result. After
-a call these guards are compared with what was put there, so that a write is seen. In host memory the page behind a
+a call these guards are compared with their first values, so that a write is seen. In host memory the page behind a
 tensor can be neither read nor written: there even a read whose value is not used ends the process, with SIGSEGV.
 """
 
@@ -92,7 +92,7 @@ class GuardedMemory:
         return value
 
     def problems(self) -> list[str]:
-        """What was written outside of the tensors made so far; they are not held any longer."""
+        """The writes outside of the tensors made so far; these are not held any longer."""
         held, self._held = self._held, []
         return list(dict.fromkeys(text for each in held for text in self._written(each)))
 

@@ -51,7 +51,7 @@ def class_problems(cls: Any) -> list[str]:
 
 
 def view_problems(view: Checkpoint) -> list[str]:
-    """What is wrong with a view: its tensors are read, and compared with its headers, its extents, and themselves. For
+    """The problems of a view: its tensors are read, and compared with its headers, its extents, and themselves. For
     tests of packages too, with a view that was made for a small checkpoint."""
     found = [f"copied names {name!r}, which headers lack" for name in sorted(view.copied - view.headers.keys())]
     for name, (dtype, shape) in view.headers.items():

@@ -118,7 +118,7 @@ def read_config(
     inherited = installed_spellings().from_environ(environ)
     for note in inherited.notes:
         print(f"warning: {note}", file=sys.stderr)
-    # What was typed comes later and wins.
+    # Typed overrides come later and win.
     typed = ParsedCommandLine(typed.positionals, (*inherited.overrides, *typed.overrides))
     config = build_config(typed, arguments.config or environ.get("CONFIG_NAME"))
     if ranks and config.request.prompt_tokens_len is not None and command.name != "run":

@@ -42,7 +42,7 @@ class GraphCapture(ABC):
         results are read. If it computes, its inputs may be garbage, because the segment before may not have computed.
 
         The engine captures a size when a step first has it, and keeps the capture. Captures are not in the memory plan:
-        5 percent of what is free after a warm-up step stay out of the state pool for them; if that is too little, users
+        5 percent of the free memory after a warm-up stay out of the state pool for them; if that is too little, users
         lower ``infer.kv_memory`` or ``infer.max_reqs``. A decode step has two segments. Sizes are 1, 2, 4, 8, 16, 24,
         32, 48 and so on up to ``infer.max_reqs``, each once for greedy requests, and once for sampled, penalized and
         biased requests when they occur, and again for long state (``StateProvider.capture_limits``); and up to 32 kinds

@@ -27,7 +27,7 @@ class Marks:
 
     Attributes:
         fit: True if the probe should run.
-        reasons: what was found or is missing; shown by ``evener doctor``.
+        reasons: the findings and what is missing; shown by ``evener doctor``.
         pci_ids: (optional) PCI devices that this backend serves, as ``vendor:device`` in lower-case hex, ``*`` for any
             (``1abc:*``). Start-up warns about accelerators that no backend names. Name them also if ``fit`` is false.
         cache_key: (optional) what the probe's result depends on besides boot and package versions: the driver's

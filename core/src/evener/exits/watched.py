@@ -32,12 +32,12 @@ def no_exit(who: str, advice: str) -> Iterator[None]:
     if not shows_faults and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
 
-    def say() -> None:
+    def report_exit() -> None:
         print(f"error: {who} called exit(), which ends the process; {advice}", file=sys.stderr, flush=True)
         end_process(1)
 
     try:
-        with _at_c_exit(say):
+        with _at_c_exit(report_exit):
             yield
     finally:
         os._exit = end_process

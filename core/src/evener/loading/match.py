@@ -80,7 +80,7 @@ def match_context(build: Builder, others: Sequence[Builder] = ()) -> dict[str, A
 
 
 def finding(what: str, names: Sequence[str], limit: int = 10) -> str:
-    """How many tensors are what, and the first of their names; empty if there are none."""
+    """How many tensors are ``what``, and the first of their names; empty if there are none."""
     if not names:
         return ""
     noun = "tensor is" if len(names) == 1 else "tensors are"

@@ -17,7 +17,7 @@ from evener.contracts.checkpoint import Extent
 from evener.contracts.device import Device
 from evener.errors import CheckpointError
 
-#: Buffers and their bytes that a device is asked for, the least bytes that a thread reads, and the threads.
+#: Number and size of buffers, minimum bytes per read, number of reader threads.
 BUFFER_COUNT, BUFFER_BYTES, MIN_READ_BYTES, READERS = 8, 16 << 20, 1 << 20, 4
 
 

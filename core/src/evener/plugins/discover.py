@@ -96,7 +96,7 @@ def discover(
 
 
 def with_builtins(catalog: Catalog, builtins: Sequence[Descriptor]) -> Catalog:
-    """``catalog`` with core's own plugins, as ``discover`` takes them; what is announced must still be unique.
+    """``catalog`` with core's own plugins, as ``discover`` takes them; announced names must still be unique.
 
     Raises:
         DuplicateNameError: as ``discover``.

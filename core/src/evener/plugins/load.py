@@ -190,7 +190,7 @@ class PluginRegistry:
 
         Raises:
             HookError: a hook is misspelt, unmarked, lacks an argument, or raised.
-            DescriptorError: what is delivered differs from what is announced.
+            DescriptorError: the delivered plugins differ from the announced ones.
             DuplicateNameError: another package delivers the same name, or this one is registered already.
         """
         if package.key in self._packages:

@@ -139,8 +139,8 @@ class Resolver:
             if reason is not None:
                 refused[provider, reason] = None
                 continue
-            version, maker = (candidate.version, candidate.value) if candidate else (self.available.version, schema)
-            capturable = maker.capturable and all(each.capabilities.capturable for each in communicators(call.static))
+            version, impl = (candidate.version, candidate.value) if candidate else (self.available.version, schema)
+            capturable = impl.capturable and all(each.capabilities.capturable for each in communicators(call.static))
             self.manifest.choices.append(
                 Choice(schema.name, path, call.bucket, provider, version, tuple(refused), capturable, why, variant)
             )

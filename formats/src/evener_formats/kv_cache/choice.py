@@ -181,10 +181,10 @@ def _check_model(scales: Scales, layers: Mapping[int, str], config: Mapping[str,
     if extra := sorted(set(scales.layers) - known):
         raise CheckpointError(
             f"{scales.where} has scales of {len(scales.layers)} layers, among them layer {extra[0]}, which the model "
-            f"of {len(layers)} attention layers does not have; make the file anew with `evener calibrate`"
+            f"of {len(layers)} attention layers does not have; make the file again with `evener calibrate`"
         )
     if scales.fingerprint and scales.fingerprint != model_fingerprint(config):
         raise CheckpointError(
             f"{scales.where} was made for another model: its fingerprint is {scales.fingerprint[:40]}, and this "
-            f"model's is {model_fingerprint(config)}; make it anew with `evener calibrate`"
+            f"model's is {model_fingerprint(config)}; make it again with `evener calibrate`"
         )

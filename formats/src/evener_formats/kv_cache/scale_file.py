@@ -59,7 +59,7 @@ def parse_scales(text: str, where: str) -> Scales:
     try:
         found = json.loads(text) if len(text) <= MAX_BYTES else None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not valid JSON ({error or type(error).__name__}); make it anew with "
+        raise CheckpointError(f"{where} is not valid JSON ({error or type(error).__name__}); make it again with "
                               "`evener calibrate`") from error  # fmt: skip
     cache = found.get("kv_cache") if isinstance(found, dict) else None
     if not isinstance(found, dict) or not isinstance(cache, dict):
@@ -129,4 +129,4 @@ def _numbered(table: object, where: str, what: str, most: int) -> dict[int, Any]
 
 
 def _wrong(where: str, what: str) -> CheckpointError:
-    return CheckpointError(f"{where} {what}; make the file anew with `evener calibrate`, or leave it out")
+    return CheckpointError(f"{where} {what}; make the file again with `evener calibrate`, or leave it out")

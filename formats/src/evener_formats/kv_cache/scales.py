@@ -70,15 +70,15 @@ class Scales:
         """
         if number not in self.layers:
             raise CheckpointError(
-                f"{self.where} has scales of {len(self.layers)} layers, and none of layer {number}; make the file anew "
-                "with `evener calibrate`"
+                f"{self.where} has scales of {len(self.layers)} layers, and none of layer {number}; make the file "
+                "again with `evener calibrate`"
             )
         found = [each.of_rank(rank, ranks, n) for each, n in zip(self.layers[number], heads, strict=True)]
         if None in found:
             counts = " and ".join(str(len(each.values)) for each in self.layers[number])
             raise CheckpointError(
                 f"{self.where}: layer {number} has {counts} scales of keys and values, which do not fit its "
-                f"{heads[0]} heads on each of {ranks} ranks; make the file anew with `evener calibrate`"
+                f"{heads[0]} heads on each of {ranks} ranks; make the file again with `evener calibrate`"
             )
         return tuple(each for each in found if each is not None)
 
@@ -93,7 +93,7 @@ def check_scale(value: object, what: str) -> float:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not SMALLEST <= number <= LARGEST_SCALE:
         raise CheckpointError(f"{what} is {str(value)[:40]}, not a positive number that can be a scale; make the "
-                              "scales anew with `evener calibrate`")  # fmt: skip
+                              "scales again with `evener calibrate`")  # fmt: skip
     return float(number)
 
 

@@ -21,7 +21,7 @@ _KEY, _VALUE = (
     (f"{part}_scale", f"attn.{part}_scale", f"{part}_proj.{part}_scale", f"{part}_proj.output_scale") for part in "kv"
 )
 _BOTH = ("kv_scale",)
-#: Zero points, which must be 0: what is stored is symmetric.
+#: Zero points, which must be 0: the stored values are symmetric.
 _ZEROS = tuple(f"{part}{end}" for part in "kv" for end in ("_zero_point", "_proj.output_zero_point"))
 #: How queries and probabilities are rounded for products in eight bits; here they are not.
 _UNUSED = tuple(f"{where}{what}_scale" for what in ("q", "prob") for where in ("", "attn."))

@@ -29,8 +29,8 @@ _SLICE, _DEVICE_SLICE = 1 << 17, 1 << 24
 
 
 class BlockQuantizer(Quantizer):
-    """Stores a matrix in blocks. Routers, and what is used as more than a matrix (a tied embedding), stay as they are
-    unless a rule names them; so does the head, except in a mixture."""
+    """Stores a matrix in blocks. Routers, and weights that are used as more than a matrix (a tied embedding), stay as
+    they are unless a rule names them; so does the head, except in a mixture."""
 
     settings: Mapping[str, Any] = {"quant_method": "gguf"}
 

@@ -7,7 +7,7 @@ ggml's ``block_q4_K``, ``block_q5_K`` and ``block_q6_K``.
 How scales are found: several candidates of a sub-block's scale are tried, the codes are rounded with each, and for
 these codes the scale (and minimum) with the least square error has a closed form; the best candidate is kept. Then the
 scales are rounded to their integers and the codes are rounded once more with what will really be read. Errors are not
-weighted, so the root mean square error is what is minimized.
+weighted, so the root mean square error is minimized.
 
 All functions take float32 [blocks, 256] and return uint8 [blocks, bytes of a block].
 """

@@ -100,11 +100,10 @@ class Pieces:
     def _used(self, pairs: np.ndarray) -> np.ndarray:
         """Those of ``pairs``, all merges, that can happen in a text.
 
-        Where a text gets a piece, nothing was merged across its ends before. So what was merged inside is what is
-        merged in a text that is this piece alone, and its last merge is the same one in every text. The other ways to
-        divide it never happen: half of Gemma's merges. Where that is not known all are kept: beside pieces that are
-        not made of characters, and of pieces with characters that are none, or with more than ``_MANY`` of them, as the
-        time goes with the square of that.
+        The merges inside a piece are the same in every text, so it is enough to tokenize the piece alone. Its last
+        merge is used; the other ways to divide it never happen: half of Gemma's merges. Where that is not known, all
+        merges are kept: beside pieces that are not made of characters, and of pieces with invalid characters, or with
+        more than ``_MANY`` characters, as the time grows with the square of their number.
         """
         texts, find, size, never = self.texts, self.ids.get, len(self.texts), len(pairs)
         results = [self.ids[texts[a] + texts[b]] for a, b in pairs.tolist()]

@@ -115,7 +115,7 @@ class Speculation(Drafts):
         return found
 
     def _known(self, request: DecodingRequest) -> _Text:
-        """What is known of a request, whose drafter has seen all its tokens."""
+        """The known text of a request, whose drafter has seen all its tokens."""
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _Text(self._drafter(), self._length)

@@ -58,7 +58,7 @@ class HeldBlocks:
                 self._by_key.setdefault(key, {})[made] = block
 
     def expire(self) -> None:
-        """Release what was read, and what is held for too long."""
+        """Release blocks that were read, and those held for too long."""
         if self._holds:
             now = time.monotonic()
             for name in [name for name, each in self._holds.items() if each.until <= now]:
@@ -103,8 +103,8 @@ class HeldBlocks:
         return number, found
 
     def end(self, number: int) -> bool:
-        """A reader has read what it needs: what was held for its request may be released. In any thread. Returns
-        whether all that it found was held until now."""
+        """A reader has read what it needs: the blocks held for its request may be released. In any thread.
+        Returns whether all blocks that it found were held until now."""
         with self._lock:
             request, holds = self._readers.pop(number, ("", None))
             if holds is None:

@@ -45,7 +45,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):
-    """``valid``: all blocks were held all the time, so what was read is what was found."""
+    """``valid``: all blocks stayed locked while they were read, so the data is consistent."""
 
     valid: bool
 

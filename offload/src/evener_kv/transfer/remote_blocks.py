@@ -378,7 +378,7 @@ class RemoteBlocks(Connector, CacheListener):
         self.unwritten.update(move.block for _, move in moves)
         fetch.blocks, fetch.columns, fetch.tokens = held, found, (found - here) * state.block_size
         fetch.loaded = True
-        self._forget(fetch)  # what was fetched and is not needed
+        self._forget(fetch)  # fetched blocks that are not needed
         return True
 
     def _release(self, fetch: _Fetch) -> None:

@@ -70,7 +70,7 @@ class MessageOutput:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A call's input. What is no JSON object, such as an answer that was cut off, keeps its text, under the key that
+    """A call's input. Text that is no JSON object, such as an answer that was cut off, is kept under the key that
     Anthropic's documents give it."""
     try:
         value = json.loads(text or "{}")

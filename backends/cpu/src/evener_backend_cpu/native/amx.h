@@ -146,7 +146,7 @@ template <int C> INLINE void add_tokens(const bf16* const x[C], long ld, const b
   if (C > 3) TILE_STORE(3, sums + 768, 64);
 }
 
-// 16 C tokens by two blocks of weights: what is read of x is used twice.
+// 16 C tokens by two blocks of weights: each value read from x is used twice.
 template <int C> INLINE void add_tokens_twice(const bf16* const x[C], long ld, const bf16* pairs, long steps, float* sums) {
   TILE_ZERO(0);
   TILE_ZERO(1);

@@ -76,7 +76,7 @@ def _find(
     of its state, the first position that the query sees, its tiles, the first of them from ``number`` on, how many
     there are before ``stop``, and the place after them.
 
-    What is to be known of all requests is read at once, by each warp: one wait for memory and none for other warps."""
+    Each warp reads the lengths of all requests at once: one wait for memory and none for other warps."""
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     row = 0
     seen = 0

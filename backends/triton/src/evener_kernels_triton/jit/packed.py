@@ -261,7 +261,7 @@ def packed_sum(
 ):  # fmt: skip
     """[BN, BM] sums of rows ``n`` times the rows of x that begin at ``x_at`` [1, BM], over spans ``first`` to ``last``.
 
-    SUMS: a group's products are summed before they are scaled; what is added to its numbers is multiplied with the sum
+    SUMS: a group's products are summed before they are scaled; the offset of its numbers is multiplied with the sum
     of x, a product with ones. Else numbers are scaled before, and rounded to x's dtype. EVEN: whole spans of columns.
     """
     to: tl.constexpr = x_at.dtype.element_ty

@@ -120,7 +120,7 @@ def _load_x(x, columns, tile: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _largest(v):
-    """The largest size of a piece's numbers, as the bits of a float32; what is no number is larger than all."""
+    """The largest absolute value, as float32 bits; NaN compares as largest."""
     return tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
@@ -242,7 +242,7 @@ def _table_sums(
     KIND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The same of numbers that are looked up, beginning with ``n0`` to ``n3``. ``none`` [1, pieces] are zeros that the
-    compiler does not know: it would keep what is the same for all threads where each use needs a move."""
+    compiler does not know: it would keep a value that is the same for all threads where each use needs a move."""
     if PTX and KIND == "e2m1":
         y0, y1, y2, y3 = tl.inline_asm_elementwise(
             _E2M1_SUMS, _E2M1_TYPES,

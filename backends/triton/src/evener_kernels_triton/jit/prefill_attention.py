@@ -57,7 +57,7 @@ def _find(number, query_start, kv_lens, requests, M: gl.constexpr):
     """Tile ``number`` of all requests' tiles of M queries: its request, first token, tokens, position of the first, and
     tokens of the request's state. There is no such tile if the request is ``requests``.
 
-    What is to be known of all requests is read at once, by each warp: one wait for memory and none for other warps.
+    Each warp reads the lengths of all requests at once: one wait for memory and none for other warps.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])

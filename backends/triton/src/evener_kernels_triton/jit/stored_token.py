@@ -124,7 +124,7 @@ def _split_x(
         most = gl.maximum(most, gl.abs(v))
         if ADD or NORM:
             values = values + (v,)
-    # The largest is between 128 and 256 afterwards. What is no number stays none.
+    # The largest is between 128 and 256 afterwards. NaN stays NaN.
     high = gl.maximum(gl.cast(gl.max(gl.max(most, 1), 0), gl.int32, bitcast=True) >> 23, 15)
     lift = gl.cast((261 - high) << 23, gl.float32, bitcast=True)
     back = gl.cast(gl.where(high == 255, 0x7FC00000, (high - 7) << 23), gl.float32, bitcast=True)

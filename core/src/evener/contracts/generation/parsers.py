@@ -32,11 +32,11 @@ class Parser(ABC):
 
     @abstractmethod
     def feed(self, text: str) -> Sequence[Parsed]:
-        """What is certain after the next piece of text. What is not yet certain is kept until it is."""
+        """Parse the next piece of text; return what can no longer change, and keep the rest."""
 
     @abstractmethod
     def finish(self) -> Sequence[Parsed]:
-        """What was kept, when the text has ended."""
+        """The rest, when the text has ended."""
 
 
 class ReasoningParser(Parser):

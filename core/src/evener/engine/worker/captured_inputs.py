@@ -41,7 +41,8 @@ class Staging:
         """The array that the host may write now. It has what was written some time before, at first ``value``."""
         self._at = (self._at + 1) % len(self._arrays)
         if self._copied is not None and self._at % (len(self._arrays) // 2) == 0:
-            self._copied.synchronize()  # recorded half a round ago, so what is written over from now on was copied
+            # The event is half a ring old: the arrays reused next have been copied.
+            self._copied.synchronize()
             self._copied.record()
         return self._arrays[self._at]
 

@@ -167,7 +167,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """What has to fit beside the state, and how much state is useful.
+    """The memory that is needed beside the state, and how much state is useful.
 
     Attributes:
         weights: as estimated from headers and packings.
@@ -210,7 +210,7 @@ class MemoryDemand:
 
 
 def plan_memory(demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, longest: int = 0) -> MemoryPlan:
-    """Divide the memory; state gets ``kv_bytes``, or what is left when None, but no more than is useful.
+    """Divide the memory; state gets ``kv_bytes``, or the rest when None, but no more than is useful.
 
     Args:
         longest: tokens of the longest request that the memory for state would hold.
