@@ -240,10 +240,11 @@ def bare(text: str, kind: type[ToolParser]) -> str:
 
 
 def without(text: str, marks: Sequence[str]) -> str:
-    """Without these marks and blank characters."""
-    for mark in marks:
-        text = text.replace(mark, "")
-    return "".join(text.split())
+    """Without these marks and blank characters, nor marks that the ends of two pieces make when one is taken out."""
+    text = "".join(text.split())
+    while found := next((mark for mark in marks if mark in text), None):
+        text = text.replace(found, "")
+    return text
 
 
 def letters(text: str, kind: type[ToolParser]) -> list[str]:
