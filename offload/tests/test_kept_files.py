@@ -198,7 +198,9 @@ def test_a_full_disk_costs_the_blocks_and_one_warning(
     assert sum("No space left" in record.message for record in caplog.records) == 1
 
 
-def test_the_end_does_not_wait_long_for_a_disk_that_hangs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait_long_for_a_disk_that_hangs_and_says_nothing_when_it_answers_later(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(BlockFiles, "write", lambda *_: hangs.wait(60))
     monkeypatch.setattr(stored_blocks, "_END_SECONDS", 0.2)
@@ -209,6 +211,8 @@ def test_the_end_does_not_wait_long_for_a_disk_that_hangs(config: Config, monkey
     controller.close()
     assert time.monotonic() - began < 5
     hangs.set()
+    kept(controller)._thread.join(10)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_ranks_that_do_not_answer_end_the_files_and_nothing_takes_the_places_that_they_may_still_read(

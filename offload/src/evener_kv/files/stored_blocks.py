@@ -68,6 +68,7 @@ class StoredBlocks:
         #: (reads first, then in order) for the thread.
         self._queue: list[tuple[bool, int, FileCopy | None]] = []
         self._numbers, self._changed, self._broken = itertools.count(), threading.Condition(), False
+        self._closed = False
         self._open(fingerprint)
         self._thread = threading.Thread(target=self._run, name="evener-kv-files", daemon=True)
         self._thread.start()
@@ -136,6 +137,7 @@ class StoredBlocks:
             self.finished()
             if self._gone:
                 self._copy(FileCopy(True, 0, {}, threading.Event()), self._gone)
+        self._closed = True
         for channel in self._channels:
             channel.close()
         self._channels = []
@@ -231,6 +233,8 @@ class StoredBlocks:
             done = [self._answer(channel, Copied).done for channel in self._channels]
         except TransferError as error:
             self._broken = copy.lost = True
-            log.warning("KV blocks in %s are not used any more: %s", self._settings.folder, error)
+            # A closed engine does not use them anyway.
+            level = logging.DEBUG if self._closed else logging.WARNING
+            log.log(level, "KV blocks in %s are not used any more: %s", self._settings.folder, error)
             return
         copy.done = {key for key, each in zip(keys, zip(*done, strict=True), strict=True) if all(each)}
