@@ -113,6 +113,7 @@ def test_blocks_that_come_while_the_engine_looks_for_them_are_used(
 
         def late() -> Any:
             found = plain()
+            time.sleep(0.001)  # steps are counted, and files that are still written need time
             for copy in [copy for read in reads.values() for copy in read.copies]:
                 assert copy.over.wait(10)
             return found
