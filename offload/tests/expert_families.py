@@ -29,7 +29,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 #: Families with so many experts that they are most of the model, and how many of their layers have experts.
 FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen3Moe": ({**HEADS, "num_experts": 96, "moe_intermediate_size": 64, "num_hidden_layers": 3}, 3),
-    "DeepseekV3": ({**HEADS, "n_routed_experts": 160, "moe_intermediate_size": 64, "num_hidden_layers": 4,
+    "DeepseekV3": ({**HEADS, "n_routed_experts": 80, "moe_intermediate_size": 128, "num_hidden_layers": 4,
                     "first_k_dense_replace": 2}, 2),
     "GptOss": ({**HEADS, "num_local_experts": 64, "intermediate_size": 64}, 4),
     "Mixtral": ({**HEADS, "num_local_experts": 64, "intermediate_size": 128, "num_hidden_layers": 3}, 3),

@@ -93,7 +93,8 @@ def test_a_kernel_agrees_with_its_reference(kernel: Any, narrow: int) -> None:
     assert len(draws) == (2 if kernel.op == "sample" else 0), "many draws, with and without filters"
 
 
-@pytest.mark.parametrize("op", ["penalize", pytest.param("grouped_linear", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["penalize", "grouped_linear"])
 def test_chunked_kernels_match_their_reference(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evener_kernels_triton.logits._ROWS_PER_COUNT", 4)
     monkeypatch.setattr("evener_kernels_triton.experts.MAX_PAIRS", 20)

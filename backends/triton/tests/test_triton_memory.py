@@ -200,8 +200,10 @@ def latent(heads: int, q_rank: int, before: list[int], counts: list[int]) -> tup
     ],
     ids=["one", "split", "batch", "chunks", "both", "prompts"],
 )
-@pytest.mark.parametrize("q_rank", [0, Q_RANK])
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    ("heads", "q_rank"),
+    [(16, 0), (128, Q_RANK), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, Q_RANK), (128, 0)))],
+)
 def test_latent_attention_workspace_covers_peak_memory(
     heads: int, q_rank: int, before: list[int], counts: list[int], most: bool
 ) -> None:

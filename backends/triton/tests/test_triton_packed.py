@@ -67,7 +67,11 @@ def test_a_packed_matrix_of_two_parts_has_their_values(storage: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+#: One form of each way to store numbers, scales and order; the others differ in sizes, which the test above reads all.
+QUICK = ("uint4 by 64, act", "uint4 by 32, zeros", "q4_k", "q6_k", "nf4 by 64", "nvfp4")
+
+
+@pytest.mark.parametrize("storage", [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in STORAGES])
 def test_products_with_a_packed_matrix_are_those_of_its_values(storage: str) -> None:
     """One token, whose sums are scaled, over columns in several splits; and so many that weights are scaled."""
     columns = 1024 if unit_of(storage) == 256 else 640 if storage in TABLES else 544

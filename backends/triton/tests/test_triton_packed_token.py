@@ -52,13 +52,12 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want).norm() / want.norm())
 
 
-#: A table of sixteen numbers is looked up in another quick test (``test_triton_tables.py``).
-LOOKED_UP = ("nf4 by 64", "fp4 by 128")
+#: One form of each way to store numbers. A table of sixteen numbers is looked up in another quick test
+#: (``test_triton_tables.py``).
+QUICK = ("uint4 by 64, zeros", "q4_k", "nvfp4", "float4_e2m1")
 
 
-@pytest.mark.parametrize(
-    "storage", [pytest.param(form, marks=pytest.mark.slow) if form in LOOKED_UP else form for form in FORMS]
-)
+@pytest.mark.parametrize("storage", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FORMS])
 def test_a_norm_before_and_an_activation_after_are_in_the_launch(storage: str) -> None:
     """Programs with several tiles of rows, and with one."""
     draw = torch.Generator().manual_seed(7)

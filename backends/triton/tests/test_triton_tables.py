@@ -24,7 +24,6 @@ HOST = torch.device("cpu")
 SIZES = Tuning(132, 227 << 10, False)
 NF4 = QuantFormat("nf4", 64, scale="float32")
 FORMS = {"nvfp4": NVFP4, "nf4": NF4, "fp4 by 512": QuantFormat("fp4", 512, scale="float32")}
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +70,7 @@ def test_the_words_of_a_table_give_its_numbers_as_the_instructions_look_them_up(
         assert bits.view(torch.float32) == table[code].bfloat16()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_all_scales_of_eight_bits_and_signs_are_read(dtype: torch.dtype) -> None:
     """Of one token, of some, and of the matrix in full. A scale that is no number is refused when a checkpoint is
     read."""
@@ -90,7 +89,9 @@ def test_all_scales_of_eight_bits_and_signs_are_read(dtype: torch.dtype) -> None
         torch.testing.assert_close(got, values[:, at].T, rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("form", ["nvfp4", "nf4", pytest.param("fp4 by 512", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form", ["nvfp4", *(pytest.param(form, marks=pytest.mark.slow) for form in ("nf4", "fp4 by 512"))]
+)
 def test_parts_keep_their_own_tables_and_factors(form: str) -> None:
     """Rows that are a multiple of 32 share a launch, others have their own."""
     columns = max(256, FORMS[form].group)

@@ -92,7 +92,7 @@ def tiny_tensors(one_thread: None) -> None:
 #: What other cases have too, each with something else beside it; an index is kept in blocks as latent state is.
 ALONE = (
     "full", "full, one plan in flight", "full, three plans in flight", "latent", "latent in 8 bits", "recurrent",
-    "sparse",
+    "sparse", "window",
 )  # fmt: skip
 
 

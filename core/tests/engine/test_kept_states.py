@@ -110,7 +110,9 @@ def other(name: str, size: int, count: int) -> NewRequest:
     return NewRequest(id=name, prompt=prompt, max_tokens=count, sampling=Sampling(temperature=0.0))
 
 
-@pytest.mark.parametrize(("family", "host"), [("Llama", False), ("Qwen3Next", True)])
+@pytest.mark.parametrize(
+    ("family", "host"), [pytest.param("Llama", False, marks=pytest.mark.slow), ("Qwen3Next", True)]
+)
 def test_without_free_blocks_states_are_given_back_and_the_texts_stay_the_same(
     family: str, host: bool, make_lively: Any, play: Any, one_thread: None, shrink_pool: Any
 ) -> None:

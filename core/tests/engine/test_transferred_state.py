@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 #: What other cases have too, each with something else beside it.
-ALONE = ("full", "latent", "latent in 8 bits", "window")
+ALONE = ("full", "latent", "latent in 8 bits", "window", "sparse")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in ALONE else c for c in CASES])
