@@ -381,7 +381,7 @@ def test_no_descriptor_imports_torch() -> None:
 #: Lines of code that each area of the core has today. These caps are never raised: a feature that needs more lines
 #: first moves something out of the area, to a package of its own or to nothing. When an area shrinks, its cap follows.
 CAPS: Mapping[str, int] = {
-    "evener.engine.wire": 368, "evener.engine.batching": 72, "evener.engine.controller": 968,
+    "evener.engine.wire": 368, "evener.engine.batching": 31, "evener.engine.controller": 968,
     "evener.engine.worker": 1_329, "evener.engine.processes": 812, "evener.engine.sampling": 212,
     "evener.engine.quantized": 41, "evener.ops": 1_391, "evener.plugins": 1_477, "evener.frontend": 742,
     "evener.layers": 1_127, "evener.config": 820, "evener.cli": 292, "evener.loading": 632, "evener.resolution": 540,

@@ -91,7 +91,7 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     """A controller over workers that are ready, whose ``facts`` these are; ``streaming`` as in ``build_controller``."""
     infer, kinds = config.infer, _kinds(facts, config)
     # Nobody reads vectors and scores while they are made.
-    limit, executor = limit_steps(config, executor, facts.max_reqs, streaming and facts.info.pooling is None)
+    limit = limit_steps(config, facts.max_reqs, streaming and facts.info.pooling is None)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
     media, batches = open_media(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
     found, lora, drafts = find_connector(config), find_adapters(infer.adapter_slots), find_drafts(infer)
@@ -102,7 +102,7 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
                           connector=found and found.controller(config, facts, state))  # fmt: skip
     # Last: they may have threads, which nobody would end if something above failed.
     state.pool.listeners += installed_catalog().answers("cache listener", config, facts)
-    return Controller(scheduler, executor, plans_in_flight(config), config.serve.max_queue)
+    return Controller(scheduler, limit.wrap(executor), plans_in_flight(config), config.serve.max_queue)
 
 
 def _kinds(facts: WorkerFacts, config: Config) -> Mapping[str, StateKind]:
