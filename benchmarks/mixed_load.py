@@ -35,7 +35,7 @@ from machine import facts, record
 from model_configs import CONFIGS, write
 
 from evener.config import from_overrides
-from evener.engine.batching import StepLimit, limit_steps
+from evener.engine.batching.step_limit import StepLimit, limit_steps
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import Finished, NewRequest, Sampling, Tokens

@@ -16,7 +16,7 @@ from timed_device import SimulatedDevice
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config import from_overrides
 from evener.contracts.state import StateSpec, StateTensor
-from evener.engine.batching import StepLimit, limit_steps
+from evener.engine.batching.step_limit import StepLimit, limit_steps
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager

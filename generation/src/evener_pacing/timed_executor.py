@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from evener.engine.batching import StepLimit
+from evener.engine.batching.step_limit import StepLimit
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Order, Plan, StepMasks, StepResult
 

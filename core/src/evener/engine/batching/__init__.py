@@ -7,8 +7,3 @@ module                 what it holds
 ``step_limit``         how many tokens a step may have, and which package says it
 =====================  =============================================================================
 """
-
-from evener.engine.batching.micro_batches import MicroBatches
-from evener.engine.batching.step_limit import StepLimit, limit_steps
-
-__all__ = ["MicroBatches", "StepLimit", "limit_steps"]
