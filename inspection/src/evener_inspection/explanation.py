@@ -136,12 +136,12 @@ def _has_weights(path: Path) -> bool:
 def _weight_mismatch(a: Assembly) -> str | None:
     """Which tensors are missing, unexpected or of a wrong shape, by the files' headers; None if all match, or if no
     file was read."""
-    from evener.loading.match import check_match, match_context
+    from evener.loading.match import check_match
 
     try:
         if a.headers:
-            context = match_context(a.build, a.other_stages)
-            check_match(a.build.weights, a.headers, a.scheme, where=str(a.checkpoint.path), **context)
+            builds = (a.build, *a.other_stages)
+            check_match(a.build.weights, a.headers, a.scheme, builds, str(a.checkpoint.path))
     except CheckpointError as error:
         return str(error)
     return None
