@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import after_stdlib  # noqa: F401
+import msgspec
 import vllm_dummy_weights
 from model_configs import CONFIGS, write
 
@@ -155,8 +156,8 @@ def here(args: argparse.Namespace) -> int:
         info = llm.info
         mode = "eager" if kind in ("eager", "experts") else "captured"
         say(f"{model} {mode}: ready after {ready:.1f} s ({info.start_seconds} s of it in the worker), "
-            f"{info.device}, memory {json.dumps(info.memory)}")  # fmt: skip
-        print(json.dumps(info.manifest)[:20000])
+            f"{info.device}, memory {json.dumps(info.memory.to_json())}")  # fmt: skip
+        print(msgspec.json.encode(info.manifest).decode()[:20000])
         wanted = [tuple(int(n) for n in case.split("x")) for case in args.cases.split(",") if case] or list(CASES)
         for batch, prompt in wanted:
             try:
@@ -281,7 +282,7 @@ def first(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path) -
     """Milliseconds to the first token of requests that are alone: the median, and the slowest tenth."""
     generate(llm, batch, prompt, 2, 0)
     times = sorted(generate(llm, batch, prompt, 1, seed) * 1e3 for seed in range(1, 31))
-    captured = any("single prompts" in note for note in llm.info.manifest["notes"])
+    captured = any("single prompts" in note for note in llm.info.manifest.notes)
     row = {
         "engine": "evener", "model": model, "mode": kind, "bs": batch, "inp": prompt, "captured": captured,
         "ttft_ms": round(times[15], 3), "p90_ms": round(times[27], 3),

@@ -201,14 +201,14 @@ class Run:
         place: Any = assembly.placement
         second = getattr(place, "streamed", place).second_bytes if place is not None else 0
         # Experts in slots are in host memory, too, and some in two layouts.
-        self._left = int(memory["host"]) - slots - second
+        self._left = int(memory.host) - slots - second
         self._read_gb_s = read_gb_s(args.apart)
         copy_gb_s = copied_gb_s(device, args.apart // 8)
         self._facts = {
             "engine": "evener", "model": Path(args.model).name, "form": form, "way": way, "device": llm.info.device,
             "host_threads": torch.get_num_threads(), "cap_gb": args.cap and round(args.cap / 1e9, 2), "ready_s": ready,
-            "host_layers": memory["host_layers"], "residents": residents,
-            "weights_gb": gb(memory["weights"]), "host_gb": gb(self._left), "second_layout_gb": gb(second),
+            "host_layers": memory.host_layers, "residents": residents,
+            "weights_gb": gb(memory.weights), "host_gb": gb(self._left), "second_layout_gb": gb(second),
             "host_reads_gb_s": round(self._read_gb_s, 1), "copies_gb_s": round(copy_gb_s, 1),
             "moved_ms": round(self._left / copy_gb_s / 1e6, 2),
         }  # fmt: skip

@@ -30,11 +30,12 @@ from typing import Any
 
 import after_stdlib  # noqa: F401
 from arrivals import offsets
+from evener_pacing.timed_executor import TimedExecutor, TimedLimit
 from machine import facts, record
 from model_configs import CONFIGS, write
 
 from evener.config import from_overrides
-from evener.engine.batching import StepLimit, TimedExecutor, limit_steps
+from evener.engine.batching.step_limit import StepLimit, limit_steps
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import Finished, NewRequest, Sampling, Tokens
@@ -62,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-class FixedBudget(StepLimit):
+class FixedBudget(TimedLimit):
     """Each step may have the same number of tokens."""
 
     def __init__(self, tokens: int) -> None:
@@ -168,14 +169,14 @@ def half_and_99(seconds: Sequence[float]) -> tuple[float, float]:
     return cuts[49] * 1e3, cuts[98] * 1e3
 
 
-def limit_of(controller: Controller, folder: str, keys: Mapping[str, Any], max_reqs: int, budget: str) -> StepLimit:
+def limit_of(folder: str, keys: Mapping[str, Any], max_reqs: int, budget: str) -> StepLimit:
     """What limits steps to ``budget``: tokens, or the name of a limit, which gets the engine's settings ``keys``."""
     if budget.isdigit():
         return FixedBudget(int(budget))
     config = from_overrides(folder, {**keys, "infer.step_tokens": "auto", "generation.step_limit": budget})
-    limit, _ = limit_steps(config, controller.executor, max_reqs, True)
+    limit = limit_steps(config, max_reqs, True)
     if type(limit) is StepLimit:
-        raise SystemExit(f"{budget} does not limit steps; install evener-generation, and leave infer.step_target=0 out")
+        raise SystemExit(f"{budget} does not limit steps; leave infer.step_target=0 out")
     return limit
 
 
@@ -184,7 +185,7 @@ def run(
 ) -> dict[str, Any]:
     """One budget under one load."""
     inner = controller.executor.inner if isinstance(controller.executor, TimedExecutor) else controller.executor
-    controller.scheduler.limit, controller.executor = limit, TimedExecutor(inner, limit)
+    controller.scheduler.limit, controller.executor = limit, limit.wrap(inner)
     skip = min(args.skip, seconds / 2)
     seen, lasted = play(controller, arrive(args, rate, seconds), args.waiting, skip, seconds)
     median, p99 = half_and_99(seen.gaps)
@@ -243,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
                 raise SystemExit(f"the engine's steps have at most {controller.scheduler.step_tokens} tokens")
             asked = {"model": Path(args.model).name, "dtype": ready.info.dtype, "device": ready.info.device,
                      "prompts": args.prompts, "answers": args.answers, "waiting": args.waiting}  # fmt: skip
-            limits = {each: limit_of(controller, str(folder), keys, ready.info.max_reqs, each) for each in budgets}
+            limits = {each: limit_of(str(folder), keys, ready.info.max_reqs, each) for each in budgets}
             rows = []
             for row in runs(controller, args, limits):
                 rows.append(row)

@@ -103,7 +103,7 @@ def main(model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping
                 quantize(form, CONFIGS[model]["num_hidden_layers"])
                 use(best, form)
             llm = start(path, True, ["infer.max_seq_len=2048", f"infer.max_reqs={max(batch for batch, _ in cases)}"])
-            layouts = sorted({str(layout) for layout in llm.info.manifest.get("packings", {}).values()})
+            layouts = sorted({str(layout) for layout in llm.info.manifest.packings.values()})
             say(f"{model} {form}: memory {llm.info.memory}, layouts {layouts}")
             for batch, prompt in cases:
                 try:

@@ -323,7 +323,7 @@ def _answers(
             ready = client.receive(None)[0]
             assert isinstance(ready, Ready), ready
             memory: Any = ready.info.memory
-            page = memory["block_bytes"]
+            page = memory.block_bytes
             for name in ("first", "again"):
                 name += ", scarce" if scarce else ", roomy"
                 found, stats = _run_requests(client, shape["vocab_size"], name, scarce)

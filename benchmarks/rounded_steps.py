@@ -82,7 +82,7 @@ def main(model: str, form: str, cases: Sequence[tuple[int, int]], ways: Sequence
         for way in ways:
             quantize(form, way == "kept")
             llm = start(path, True, ["infer.max_seq_len=2048"])
-            say(f"{model} {form} {way}: {llm.info.manifest.get('activations')}, ready after {llm.info.start_seconds} s")
+            say(f"{model} {form} {way}: {llm.info.manifest.activations}, ready after {llm.info.start_seconds} s")
             for batch, prompt in cases:
                 try:
                     measure(llm, f"{model} {form} {way}", "graphs", batch, prompt, out)

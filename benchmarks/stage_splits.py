@@ -103,7 +103,7 @@ def measure(folder: Path, keys: dict[str, Any], cases: Sequence[tuple[int, int]]
     with llm:
         ready, rows = time.perf_counter() - began, []
         seconds(1, 16, SHORT, 0)
-        division = next((note for note in llm.info.manifest["notes"] if note.startswith("layers are divided")), None)
+        division = next((note for note in llm.info.manifest.notes if note.startswith("layers are divided")), None)
         for batch, prompt in cases:
             seconds(batch, prompt, SHORT, 1)
             first = min(seconds(batch, prompt, 1, seed) for seed in (2, 3))

@@ -136,8 +136,8 @@ def contracts() -> str:
         "What a package implements. Everything is imported from `evener.contracts.<module>`; no module imports torch.\n"
         "**required** methods are abstract; (optional) ones say what their default does. `T` is a step's token count, "
         "`R` its output rows.\n"
-        "A dataclass takes its fields by place or by name, `Marks(True)`; one marked *arguments by name only* not: "
-        '`Option(type=str, default="blaze", help="The chip.")`.\n'
+        "A dataclass takes its fields by position or by name: `Marks(True)`. One marked *arguments by name only* takes "
+        'them by name: `Option(type=str, default="blaze", help="The chip.")`.\n'
         "How they fit together: [architecture.md](architecture.md). By example: "
         "[backend-author.md](backend-author.md), [model-author.md](model-author.md).",
         "\n".join(f"- [{name}](#{name.replace('.', '')})" for name in MODULES)

@@ -1,9 +1,10 @@
-"""Tables and plot of ``docs/performance.md``, from the records in ``docs/results``.
+"""Tables and plot of ``docs/performance.md``, and tables of the lab's pages, from the records in ``docs/results``.
 
     python scripts/performance_page.py [--check]
 
-A table stands in the page between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a file of ``docs/results``.
-``make docs`` calls this too, and ``make check`` fails if the page is not fresh.
+A table stands in a page between ``<!-- table: NAME -->`` and ``<!-- end -->``. NAME is a device of ``DEVICES``, with
+one table for all its records, or a file of ``docs/results``. ``make docs`` calls this too, and ``make check`` fails if
+a page is not fresh.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/performance.md"
+#: Pages with generated tables.
+PAGES = (PAGE, ROOT / "docs/lab/mixed-load.md", ROOT / "docs/lab/serving.md")
 PLOT = ROOT / "docs/performance-sweep.svg"
 RESULTS = ROOT / "docs/results"
 SWEEP = "cpu-zen4-serving"
@@ -31,9 +34,32 @@ COMPARISON = ("device", "model", "case", "metric", "unit", "better", "ours", "ve
 Record = Mapping[str, Any]
 
 
+class Device(NamedTuple):
+    """The table of one device: its records are those of ``files`` whose ``device`` begins with ``name``."""
+
+    name: str
+    files: tuple[str, ...]
+
+
+#: By the name of the table.
+DEVICES: Mapping[str, Device] = {
+    "h200": Device("NVIDIA H200", ("h200", "h200-fp8", "h200-four-bits", "h200-first-start")),
+    "h200-x2": Device("2 × NVIDIA H200", ("h200-x2",)),
+    "h100": Device("NVIDIA H100", ("h100-first-token", "h100-fp8")),
+    "h200-and-host": Device("NVIDIA H200", ("h100-hybrid",)),
+    "h100-and-host": Device("NVIDIA H100", ("h100-hybrid", "h100-stages")),
+    "cpu-zen4": Device("AMD EPYC (Zen 4)", ("cpu-zen4", "cpu-kv-files")),
+    "cpu-zen5": Device("AMD EPYC (Zen 5)", ("cpu-zen5",)),
+    "cpu-xeon": Device("Intel(R) Xeon(R)", ("cpu-levels", "cpu-start")),
+    "cpu-avx2": Device("AMD EPYC", ("cpu-avx2",)),
+}
+
+
 def main(argv: Sequence[str]) -> int:
     """Write the page and the plot, or check them; 0 if they are what they should be."""
-    parser = argparse.ArgumentParser(description="Write the tables and the plot of docs/performance.md.")
+    parser = argparse.ArgumentParser(
+        description="Write the tables and the plot of docs/performance.md, and tables of the lab's pages."
+    )
     parser.add_argument("--check", action="store_true", help="only say what would change")
     check = parser.parse_args(argv).check
     stale = [path for path, text in generated().items() if not path.is_file() or path.read_text("utf-8") != text]
@@ -45,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def generated() -> dict[Path, str]:
-    """The page with fresh tables, and the plot, by path."""
-    return {PAGE: with_tables(PAGE.read_text("utf-8")), PLOT: plot(records(SWEEP))}
+    """The pages with fresh tables, and the plot, by path."""
+    return {**{page: with_tables(page.read_text("utf-8")) for page in PAGES}, PLOT: plot(records(SWEEP))}
 
 
 def records(name: str) -> list[dict[str, Any]]:
@@ -63,29 +89,38 @@ def with_tables(text: str) -> str:
     starts, tables = text.count("<!-- table: "), re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
     fresh, made = tables.subn(lambda match: f"{match[1]}\n{table(match[2])}\n\n{match[3]}", text)
     if made != starts:
-        raise ValueError(f"{starts} tables start in {PAGE.name} and {made} end; add <!-- end --> behind each")
+        raise ValueError(f"{starts} tables start in a page and {made} end; add <!-- end --> behind each")
     return fresh
 
 
 def table(name: str) -> str:
-    """Markdown of the records of one file, without those that name another ``page``."""
+    """Markdown of the records of a device, or of one file."""
     own = {SWEEP: sweep_rows, PERPLEXITY: perplexity_rows, CALIBRATED: calibrated_rows, MIXED: mixed_rows}
-    rows, make = [row for row in records(name) if "page" not in row], own.get(name, comparison_rows)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in make(rows))
+    cells = own[name](records(name)) if name in own else comparison_rows(device_records(name))
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+
+
+def device_records(name: str) -> list[dict[str, Any]]:
+    """A device's records, grouped by model and by the format of its weights; without those that name another
+    ``page``."""
+    device = DEVICES[name]
+    found = [row for file in device.files for row in records(file)]
+    found = [row for row in found if row["device"].startswith(device.name) and "page" not in row]
+    models = [row["model"] for row in found]
+    bases = [model.partition(",")[0] for model in models]
+    return sorted(found, key=lambda row: (bases.index(row["model"].partition(",")[0]), models.index(row["model"])))
 
 
 def comparison_rows(rows: Sequence[Record]) -> list[tuple[str, ...]]:
     """Ours beside the peer's. The ratio says how many times as fast evener is, whatever the unit."""
-    floors = any("floor" in row for row in rows)
-    head = ("model", "case", "ours", "peer", "×", *(["of the floor"] if floors else []), "date")
+    head = ("model", "case", "ours", "peer", "×", "of the floor", "date")
     cells: list[tuple[str, ...]] = [head, ("---",) * len(head)]
     for row in rows:
         peer = f"{row['peer']}: {number(row['theirs'], row['unit'])}"
         case, ours = f"{row['case']}: {row['metric']}", f"{number(row['ours'], row['unit'])} {row['unit']}"
-        share = [f"{_gain(row, row['floor'], row['ours']):.0%}" if "floor" in row else ""] if floors else []
-        cells.append(
-            (row["model"], case, ours, peer, f"{_gain(row, row['theirs'], row['ours']):.2f}", *share, row["date"])
-        )
+        share = f"{_gain(row, row['floor'], row['ours']):.0%}" if "floor" in row else ""
+        times = f"{_gain(row, row['theirs'], row['ours']):.2f}"
+        cells.append((row["model"], case, ours, peer, times, share, row["date"]))
     return cells
 
 

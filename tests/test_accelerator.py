@@ -171,9 +171,9 @@ def test_quantized_keys_and_values_take_half_the_memory_eager_and_captured(
         with engine(tmp_path, **options, **stored) as client:
             worker = client.controller.executor.worker  # type: ignore[attr-defined]  # the inline executor's
             info = worker.facts.info
-            sizes.append(info.memory["block_bytes"])
-            rows = [row for row in info.manifest["ops"] if row["op"] == "attention"]
-            assert all("/" in row["provider"] for row in rows), rows
+            sizes.append(info.memory.block_bytes)
+            rows = [row for row in info.manifest.ops if row.op == "attention"]
+            assert all("/" in row.provider for row in rows), rows
             for i, prompt in enumerate(prompts):
                 client.send(NewRequest(id=str(i), prompt=prompt, max_tokens=40, sampling=Sampling(temperature=0.0)))
             said.append(answers_of(client, len(prompts)))
@@ -237,8 +237,8 @@ def test_a_layer_in_one_launch_gives_the_tokens_of_several_eager_and_captured(
     for more in ({"ops.decoder_layer": "reference"}, {"infer.use_cuda_graph": False}, {}):
         with engine(tmp_path, **options, **more) as client:
             worker = client.controller.executor.worker  # type: ignore[attr-defined]  # the inline executor's
-            rows = [row for row in worker.facts.info.manifest["ops"] if row["op"] == "decoder_layer"]
-            used = [row["provider"] for row in rows if row["provider"].endswith("one_token_layer")]
+            rows = [row for row in worker.facts.info.manifest.ops if row.op == "decoder_layer"]
+            used = [row.provider for row in rows if row.provider.endswith("one_token_layer")]
             if not more and not used:
                 pytest.skip(f"no kernel for a whole layer here: {rows}")
             assert bool(used) == ("ops.decoder_layer" not in more)
@@ -266,9 +266,9 @@ def test_a_model_takes_what_was_planned_on_the_device(accelerator: Subject, capt
     measured = torch.accelerator.memory.max_memory_allocated() - before
     info: Any = worker.facts.info
     planned = info.memory
-    print(f"planned {planned['total']}, measured {measured}: {measured / planned['total'] - 1:+.2%}", flush=True)
-    assert planned["measured_weights"] == pytest.approx(planned["weights"], rel=0.05)
-    assert measured == pytest.approx(planned["total"], rel=0.05), planned
+    print(f"planned {planned.total}, measured {measured}: {measured / planned.total - 1:+.2%}", flush=True)
+    assert planned.measured_weights == pytest.approx(planned.weights, rel=0.05)
+    assert measured == pytest.approx(planned.total, rel=0.05), planned
 
 
 @pytest.mark.slow

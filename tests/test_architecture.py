@@ -109,6 +109,8 @@ UPWARD = {
     "evener.loading": OUTSIDE,
     "evener.distributed": OUTSIDE,
     "evener.engine": ("evener.frontend", *COMMANDS),
+    "evener.engine.facts": tuple(f"evener.engine.{room}" for room in (
+        "wire", "batching", "controller", "quantized", "sampling", "worker", "processes")),
     "evener.engine.wire": tuple(f"evener.engine.{room}" for room in (
         "batching", "controller", "quantized", "sampling", "worker", "processes")),
     "evener.engine.batching": tuple(f"evener.engine.{room}" for room in (
@@ -232,7 +234,8 @@ def test_vectors_of_texts_import_only_what_callers_know_and_pooling_only_the_cor
     rows = {name: pooled.pop(name) for name in ["evener_pooling.rows"]}
     own = ("evener_pooling", "evener.plugins.discover", "evener.sampling_params", "evener.config.schema",
            "evener.contracts", "evener.errors")  # fmt: skip
-    worker = ("evener.engine.worker.runner", "evener.engine.sampling", "evener.engine.wire")
+    worker = ("evener.engine.worker.runner", "evener.engine.worker.step_layout", "evener.engine.sampling",
+              "evener.engine.wire")  # fmt: skip
     assert pooled and violations(pooled, allow_of_evener(*own), typing=True) == []
     assert violations(pooler, allow_of_evener(*own, *worker), typing=True) == []
     # It reads what the engine sends.
@@ -381,12 +384,13 @@ def test_no_descriptor_imports_torch() -> None:
 #: Lines of code that each area of the core has today. These caps are never raised: a feature that needs more lines
 #: first moves something out of the area, to a package of its own or to nothing. When an area shrinks, its cap follows.
 CAPS: Mapping[str, int] = {
-    "evener.engine.wire": 368, "evener.engine.batching": 72, "evener.engine.controller": 968,
-    "evener.engine.worker": 1_329, "evener.engine.processes": 812, "evener.engine.sampling": 212,
-    "evener.engine.quantized": 41, "evener.ops": 1_391, "evener.plugins": 1_477, "evener.frontend": 742,
-    "evener.layers": 1_127, "evener.config": 820, "evener.cli": 292, "evener.loading": 632, "evener.resolution": 540,
-    "evener.distributed": 166, "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.exits": 51,
-    "evener.state_pages": 28, "evener.tuning": 318, "evener.tuning_files": 138, "evener.api": 41,
+    "evener.engine.facts": 154, "evener.engine.wire": 309, "evener.engine.batching": 28,
+    "evener.engine.controller": 966, "evener.engine.worker": 1_317, "evener.engine.processes": 804,
+    "evener.engine.sampling": 212, "evener.engine.quantized": 41, "evener.ops": 1_391, "evener.plugins": 1_476,
+    "evener.frontend": 742, "evener.layers": 1_127, "evener.config": 820, "evener.cli": 292, "evener.loading": 628,
+    "evener.resolution": 513, "evener.distributed": 166, "evener.folders": 62, "evener.backend": 244,
+    "evener.builtin": 65, "evener.exits": 51, "evener.state_pages": 28, "evener.tuning": 318,
+    "evener.tuning_files": 138, "evener.api": 41,
     # What a device, a kernel, a model and a format implement; then what came later, each a room of its own.
     "evener.contracts": 713, "evener.contracts.communicator": 41, "evener.contracts.declared": 107,
     "evener.contracts.adapters": 63, "evener.contracts.builder": 15, "evener.contracts.connector": 48,
@@ -398,9 +402,9 @@ CAPS: Mapping[str, int] = {
     "evener.contracts.writing": 23,
 }  # fmt: skip
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
-TOP_CAP = 956
+TOP_CAP = 952
 #: The whole core.
-TOTAL_CAP = 14_654
+TOTAL_CAP = 14_647
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:
@@ -467,7 +471,8 @@ def test_a_table_of_modules_names_every_module_of_its_package_and_no_other(packa
 
 
 def test_the_rooms_of_the_core_have_such_tables() -> None:
-    rooms = ("contracts", "plugins", "resolution", "engine", "engine/wire", "engine/controller", "engine/worker")
+    engine = ("engine", "engine/facts", "engine/wire", "engine/controller", "engine/worker")
+    rooms = ("contracts", "plugins", "resolution", *engine)
     shown = {package.path.parent for package in PACKAGES if TABLE.search(package.text)}
     assert shown >= {ROOT / "core/src/evener" / room for room in rooms}
 

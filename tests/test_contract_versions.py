@@ -50,7 +50,7 @@ try:
     with LLM(folder, load="dummy", dtype="float32", backend="frozen", **{"infer.kv_memory": "4MiB"}) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
         tokens = llm.generate([5, 7, 5], greedy)[0].outputs[0].token_ids
-        used = [row["buckets"] for row in llm.info.manifest["ops"] if row["provider"] == "frozen/ice_norm"]
+        used = [row.buckets for row in llm.info.manifest.ops if row.provider == "frozen/ice_norm"]
         print(json.dumps({"tokens": tokens, "used": bool(used)}))
 except EvenerError as error:
     print(json.dumps({"error": f"{type(error).__name__}: {error}"}))

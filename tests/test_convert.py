@@ -27,6 +27,7 @@ from safetensors import safe_open
 
 from evener.cli.main import main
 from evener.config import from_overrides
+from evener.config.resolve import ResolvedValue
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError, EvenerError
@@ -131,7 +132,7 @@ def test_stages_of_a_split_model_have_the_layers_that_it_was_split_for(tmp_path:
     with rank_threads(from_overrides(str(made), {**SMALL, **stages})) as (_, executor):
         info = executor.facts.info
         assert [rank.layers for rank in info.ranks] == [(0, 1), (1, 3)]
-        assert info.config["infer.pp_layer_partition"] == {"value": ["1", "2"], "reason": "as the checkpoint was split"}
+        assert info.config["infer.pp_layer_partition"] == ResolvedValue(["1", "2"], "as the checkpoint was split")
     with pytest.raises(ConfigError, match=r"was split with infer.pp_layer_partition=1,2"):
         greedy(made, **stages, **{"infer.pp_layer_partition": "2,1"})
 

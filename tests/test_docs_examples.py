@@ -129,6 +129,7 @@ def test_the_server_of_a_document_answers_every_documents_clients(
 
 WATCH = """
 import json, sys
+import msgspec
 from evener import LLM, SamplingParams
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.worker.worker import Worker
@@ -153,9 +154,9 @@ with LLM(sys.argv[1], **small) as llm:
     watch(Frontend, "handle", True, lambda found: seen.extend(map(repr, found[0])))
     watch(type(llm._client), "send", True, None)
     llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=3))
-    manifest = llm.info.manifest["ops"]
+    manifest = msgspec.to_builtins(llm.info.manifest.ops)
 with LLM(sys.argv[1], **small, **{"ops.decoder_layer": "reference"}) as llm:
-    expanded = llm.info.manifest["ops"]
+    expanded = msgspec.to_builtins(llm.info.manifest.ops)
 json.dump({"seen": seen, "manifest": manifest, "expanded": expanded}, sys.stdout)
 """
 

@@ -190,6 +190,7 @@ def test_the_backend_is_chosen_where_its_hardware_is(place: Place) -> None:
 
 RUN = """
 import json, sys
+import msgspec
 from evener import LLM, SamplingParams
 
 folder, *backends = sys.argv[1:]
@@ -210,7 +211,7 @@ for backend in backends:
         greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
         found[backend] = {
             "tokens": [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)],
-            "info": {k: getattr(llm.info, k) for k in ("backend", "device", "manifest")},
+            "info": {"device": llm.info.device, "manifest": msgspec.to_builtins(llm.info.manifest)},
         }
 json.dump({"runs": found, "rows": calls}, sys.stdout)
 """
@@ -251,7 +252,7 @@ def test_an_option_of_the_backend_is_checked_before_it_is_imported_and_reaches_i
 from evener import LLM
 keys = {"abacus.rods": "8", "infer.kv_memory": "4MiB"}
 with LLM("haiku", load="dummy", backend="abacus", **keys) as llm:
-    print(*[row["buckets"] for row in llm.info.manifest["ops"] if row["provider"] == "abacus/bead_norm"])
+    print(*[row.buckets for row in llm.info.manifest.ops if row.provider == "abacus/bead_norm"])
 """
     done = place.python("-c", code, **place.chip)
     assert done.stdout.strip() == "['1', '2', '3..4', '5..8']", done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from docs_blocks import DOCS
-from performance_page import COMPARISON, PAGE, RESULTS, records, table, with_tables
+from performance_page import COMPARISON, DEVICES, PAGE, RESULTS, device_records, records, table, with_tables
 
 from evener import errors
 
@@ -50,6 +50,27 @@ def test_a_ratio_says_how_many_times_as_fast_we_are_whatever_the_unit() -> None:
         assert cells[0] == record["model"] and cells[2].endswith(unit) and f"{theirs:g}" in cells[3], row
         assert float(cells[4]) == pytest.approx(times, abs=0.006), row
         assert cells[5] == (f"{record['floor'] / ours:.0%}" if floor else ""), row
+
+
+def test_the_performance_page_has_one_table_for_each_device_and_begins_with_them() -> None:
+    found = re.findall(r"<!-- table: (\S+) -->", PAGE.read_text("utf-8"))
+    assert found[: len(DEVICES)] == list(DEVICES) and not set(found[len(DEVICES) :]) & set(DEVICES)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_device_s_table_comes_after_at_most_two_sentences(name: str) -> None:
+    section = PAGE.read_text("utf-8").partition(f"<!-- table: {name} -->")[0].rpartition("\n## ")[2]
+    prose = " ".join(section.splitlines()[1:])
+    assert 0 < len(re.findall(r"[.:!?](?= |$)", prose.strip())) <= 2, prose
+
+
+def test_each_comparison_of_a_device_s_files_is_in_one_table_and_rows_of_a_model_are_together() -> None:
+    files = {file for device in DEVICES.values() for file in device.files}
+    shown = [json.dumps(row) for name in DEVICES for row in device_records(name)]
+    assert sorted(shown) == sorted(json.dumps(row) for file in files for row in records(file) if "page" not in row)
+    for name in DEVICES:
+        models = [row["model"] for row in device_records(name)]
+        assert len(set(models)) == sum(a != b for a, b in zip(models, [None, *models], strict=False)), name
 
 
 def test_a_table_of_the_performance_page_without_an_end_is_an_error() -> None:

@@ -75,7 +75,7 @@ def test_the_plan_is_that_of_the_real_checkpoint(kind: str, family: str, tmp_pat
         assert found["packings"] == wanted["packings"] and found["dequantized"] == wanted["dequantized"]
         assert held(found) == held(wanted) and found["model"]["problem"] is None
     _, ready = build_controller(from_overrides(str(folder), {**SMALL, "load": "dummy"}))
-    assert ready.info.memory["weights"] == held(found)
+    assert ready.info.memory.weights == held(found)
 
 
 @pytest.mark.parametrize(

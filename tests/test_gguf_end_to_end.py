@@ -69,7 +69,7 @@ def test_a_file_gives_the_tokens_of_its_folder_and_says_what_was_dequantized(pai
         with LLM(model, **{**KEEP, "ops.linear": "reference"}) as llm:
             outputs = llm.generate(["at t", "tea"], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
             texts.append([output.outputs[0].token_ids for output in outputs])
-            notes.append(llm.info.manifest["dequantized"])  # type: ignore[index]
+            notes.append(llm.info.manifest.dequantized)  # type: ignore[index]
     assert texts[0] == texts[1]
     assert "dequantized from q8_0 to float32" in notes[0][0] and notes[1] == []
 
@@ -93,7 +93,7 @@ def test_ranks_cut_blocks_without_dequantizing_them_and_give_the_tokens_of_one(p
         with rank_threads(from_overrides(str(pair[0]), {**keys, "infer.tp_size": ranks})) as (controller, executor):
             found.append(play(controller, asked).tokens)
         for worker in executor.workers:
-            assert worker.facts.info.manifest["packings"]["cpu.blocks"] == 4 * LAYERS + 1
+            assert worker.facts.info.manifest.packings["cpu.blocks"] == 4 * LAYERS + 1
             down = [w for w in worker.assembly.build.weights if getattr(w, "name", "").endswith("down_proj")]
             assert {w.parts[0].format.storage for w in down} == {"q8_0"}
     assert found[0] == found[1] and len(set(found[0]["a"])) > 5
@@ -111,8 +111,8 @@ def test_a_table_and_its_head_are_planned_and_counted_once_if_both_stay_quantize
     controller, ready = build_controller(from_overrides(str(pair[0]), keys))
     controller.close()
     memory = ready.info.memory
-    assert memory["measured_weights"] == memory["weights"] and memory["measured_mapped"] == memory["mapped"]
-    assert (memory["copies"] == 0) == kept
+    assert memory.measured_weights == memory.weights and memory.measured_mapped == memory.mapped
+    assert (memory.copies == 0) == kept
 
 
 def test_of_a_table_in_blocks_a_step_reads_what_its_head_does(pair: Sequence[Path]) -> None:

@@ -124,17 +124,17 @@ def test_logits_and_tokens_are_those_of_the_folder(folder: Path, tmp_path: Path,
     assert torch.equal(NaiveModel(path, schemes=(GgufScheme(),)).logits(ids), theirs)
     (tokens, info), (wanted, other) = (greedy(model, ids, 64) for model in (path, folder))
     assert tokens == wanted and len(set(tokens)) > 8
-    assert info.manifest["packings"] == other.manifest["packings"] and info.manifest["dequantized"] == []
-    ours, whole = ({k: info.memory[k] + info.memory["mapped"] * (k == "weights") for k in ("weights", "host")}
+    assert info.manifest.packings == other.manifest.packings and info.manifest.dequantized == []
+    ours, whole = ({k: getattr(info.memory, k) + info.memory.mapped * (k == "weights") for k in ("weights", "host")}
                    for info in (info, other))  # fmt: skip
-    assert ours == whole and info.memory["measured_weights"] == info.memory["weights"]
+    assert ours == whole and info.memory.measured_weights == info.memory.weights
 
 
 def test_the_rest_in_blocks_beside_experts_in_mxfp4(folder: Path, tmp_path: Path, one_thread: None) -> None:
     """As published files have it: attention and embeddings in Q8_0."""
     path = write_gpt_oss(folder, tmp_path / "m.gguf", q8_0)
     tokens, info = greedy(path, prompt_of(259))
-    assert len(set(tokens)) > 8 and info.manifest["dequantized"] == []
+    assert len(set(tokens)) > 8 and info.manifest.dequantized == []
     assert max(NaiveModel(path, schemes=(GgufScheme(),)).greedy_gaps(prompt_of(259), tokens)) < 2e-2
 
 
@@ -160,7 +160,7 @@ def test_a_model_with_experts_in_another_type_runs(kind: str, folder: Path, tmp_
     path = write_gpt_oss(folder, tmp_path / "m.gguf", lambda name: kind if "_exps" in name else "F32", **stacks)
     tokens, info = greedy(path, prompt_of(259))
     assert max(NaiveModel(path, schemes=(GgufScheme(),)).greedy_gaps(prompt_of(259), tokens)) < 2e-2
-    assert info.manifest["dequantized"] == []
+    assert info.manifest.dequantized == []
 
 
 def test_ranks_cut_experts_without_dequantizing_them(folder: Path, tmp_path: Path, one_thread: None) -> None:
@@ -275,7 +275,7 @@ def test_a_file_is_converted_to_a_folder_with_the_same_tokens(folder: Path, tmp_
     stored = open_checkpoint(tmp_path / "made").headers
     assert stored[f"{EXPERTS}.down_proj_blocks"] == ("uint8", (5, 64, 2, 16))
     (tokens, info), (wanted, other) = (greedy(model, prompt_of(259)) for model in (tmp_path / "made", path))
-    assert tokens == wanted and info.manifest["packings"] == other.manifest["packings"]
+    assert tokens == wanted and info.manifest.packings == other.manifest.packings
 
 
 def test_gpt_oss_is_not_written_to_a_file() -> None:

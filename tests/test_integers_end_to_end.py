@@ -178,7 +178,7 @@ def test_the_cpu_keeps_the_numbers_packed(kind: str, tmp_path: Path) -> None:
         # QKV, output, gate and up, and down of two layers.
         assert found["packings"]["cpu.blocks"] == 8 and not found["dequantized"]
         _, ready = build_controller(from_overrides(str(folder), SMALL))
-        assert ready.info.memory["weights"] == found["memory"]["weights"]
+        assert ready.info.memory.weights == found["memory"]["weights"]
 
 
 @pytest.mark.parametrize(

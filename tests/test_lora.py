@@ -21,8 +21,8 @@ from evener import LLM, SamplingParams
 from evener.config import from_overrides
 from evener.contracts.adapters import AdapterLimits
 from evener.engine.controller.controller import Controller
+from evener.engine.facts.engine_info import EngineInfo
 from evener.engine.processes.start import build_controller
-from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import LoadAdapter, NewRequest, Sampling, ToController, UnloadAdapter
 from evener.engine.wire.plan import Plan
 from evener.engine.worker.inline_executor import InlineExecutor
@@ -390,7 +390,7 @@ def test_the_memory_plan_has_the_places_of_adapters(zoo: Zoo) -> None:
     numbers = sum(rows + columns for rows, columns in info.adapters.targets.values())
     assert planned - without == 4 * 4 * 8 * numbers
     memory = info.memory
-    assert memory["measured_weights"] == memory["weights"] == planned
+    assert memory.measured_weights == memory.weights == planned
 
 
 def test_a_model_without_such_projections_says_so(tmp_path: Path) -> None:

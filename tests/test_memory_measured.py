@@ -67,12 +67,12 @@ def compare(model: Path, **keys: Any) -> None:
     worker = Worker(from_overrides(model, {"backend": "cpu", **keys}), BackendSearch("cpu"))
     info: Any = worker.facts.info
     planned, config = info.memory, worker.assembly.config
-    assert planned["measured_weights"] == pytest.approx(planned["weights"], rel=0.05)
-    assert planned["measured_mapped"] == planned["mapped"]
-    assert worker.pool.nbytes == planned["state"]
+    assert planned.measured_weights == pytest.approx(planned.weights, rel=0.05)
+    assert planned.measured_mapped == planned.mapped
+    assert worker.pool.nbytes == planned.state
     tables = worker.runner.tables
     rows = sum(table.nbytes for table in (tables.tokens, tables.floats, tables.ints, *tables.blocks))
-    assert rows == pytest.approx(planned["tables"], rel=0.05)
+    assert rows == pytest.approx(planned.tables, rel=0.05)
     peak = 0
     for count, temperature in ((1, 0.0), (config.max_reqs, 0.0), (config.max_reqs, 1.0)):
         tokens = min(config.step_tokens, count * (config.max_seq_len - 1))
@@ -85,8 +85,8 @@ def compare(model: Path, **keys: Any) -> None:
         worker.assembly.resolver.footprint.workspace,
     )
     workspace = peak + scratch
-    measured = planned["measured_weights"] + worker.pool.nbytes + rows + workspace
-    assert planned["total"] == pytest.approx(measured, rel=0.05), (planned, workspace)
+    measured = planned.measured_weights + worker.pool.nbytes + rows + workspace
+    assert planned.total == pytest.approx(measured, rel=0.05), (planned, workspace)
 
 
 @pytest.mark.slow

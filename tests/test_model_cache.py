@@ -103,7 +103,7 @@ def test_every_value_is_restored_bit_for_bit_and_counted_once(huge: str, tmp_pat
                 for each in a.build.weights if not isinstance(each, Table) and each.value is not None
             })  # fmt: skip
             memory = executor.workers[1].facts.info.memory
-            sums.append(memory["measured_weights"] + memory["measured_mapped"])
+            sums.append(memory.measured_weights + memory.measured_mapped)
     assert held[0].keys() == held[1].keys() and len(held[0]) > 10 and sums[0] == sums[1]
     for name, tensors in held[0].items():
         assert tensors and all(map(torch.equal, tensors, held[1][name])), name

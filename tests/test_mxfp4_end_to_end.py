@@ -4,7 +4,7 @@ them; kept as stored where a kernel reads that; counted and explained as what it
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from family_runner import ANSWER, SMALL, assert_naive_logits, prompt_of
 from safetensors.torch import load_file, save_file
 
 from evener.config import from_overrides
+from evener.engine.facts.engine_info import EngineInfo
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener_conformance.naive.model import NaiveModel, find_architecture
@@ -56,7 +57,7 @@ def packed(tmp_path: Path) -> tuple[Logits, Path]:
     return logits_of(model), tmp_path
 
 
-def greedy(folder: Path, ids: Sequence[int], count: int, **keys: Any) -> tuple[list[int], Mapping[str, Any]]:
+def greedy(folder: Path, ids: Sequence[int], count: int, **keys: Any) -> tuple[list[int], EngineInfo]:
     """Tokens of the engine on the CPU backend, and what it said of itself."""
     controller, ready = build_controller(from_overrides(str(folder), {**SMALL, **keys}))
     request = NewRequest(id="a", prompt=list(ids), max_tokens=count, sampling=Sampling(temperature=0.0))
@@ -82,12 +83,12 @@ def test_a_backend_that_reads_the_blocks_keeps_them_and_counts_what_they_take(
     _, folder = packed
     ids = prompt_of(CONFIG["vocab_size"])
     (kept, info), (_, wider) = greedy(folder, ids, ANSWER), greedy(folder, ids, 1, **WIDER)
-    assert info.manifest["dequantized"] == []
+    assert info.manifest.dequantized == []
     found = explain(from_overrides(str(folder), SMALL))
     assert found["packings"]["cpu.blocks"] == 2 * CONFIG["num_hidden_layers"]
-    assert found["memory"]["weights"] == info.memory["weights"]
+    assert found["memory"]["weights"] == info.memory.weights
     saved = NUMBERS * (4 - 17 / 32)  # less what fills up tiles of so few columns
-    assert 0.97 * saved < wider.memory["weights"] - info.memory["weights"] < saved
+    assert 0.97 * saved < wider.memory.weights - info.memory.weights < saved
     # Activations have 16 bits beside blocks, so the tokens are nearly those of transformers.
     rows = NaiveModel(folder, schemes=(Mxfp4Scheme(),)).greedy_gaps(ids, kept)
     assert max(rows) < 5e-3
@@ -105,5 +106,5 @@ def test_unpacked_weights_are_dequantized_and_explain_reports_their_bytes(
     assert line.startswith(f"{count} tensors are dequantized from float4_e2m1 to bfloat16, {more:,} bytes more (")
     assert line in render(found, 400)
     _, info = greedy(folder, [3, 4, 5], 2, **keys)
-    assert info.manifest["dequantized"] == [line]
-    assert info.memory["weights"] == found["memory"]["weights"] > NUMBERS * 2
+    assert info.manifest.dequantized == [line]
+    assert info.memory.weights == found["memory"]["weights"] > NUMBERS * 2

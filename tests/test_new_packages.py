@@ -31,7 +31,7 @@ for backend in backends:
     with LLM(folder, load="dummy", dtype="float32", backend=backend, **small) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
         tokens = [o.outputs[0].token_ids for o in llm.generate([[5, 7, 5], list(range(7, 97))], greedy)]
-        found.append([tokens, sorted({row["provider"] for row in llm.info.manifest["ops"]})])
+        found.append([tokens, sorted({row.provider for row in llm.info.manifest.ops})])
 json.dump(found, sys.stdout)
 """
 

@@ -15,6 +15,7 @@ from evener_conformance.tiny_tokenizer import VOCAB_SIZE, write_tiny_tokenizer
 EXAMPLE = DOCS / "examples/evener-quant-example"
 RUN = """
 import json, sys
+import msgspec
 import torch
 from evener import LLM, SamplingParams
 from evener_conformance.oracle import Comparison, compare_greedy
@@ -52,7 +53,7 @@ for which, keys in {"kernel": {}, "reference": {"ops.linear": "reference"}}.item
             return llm.generate(list(prompt), greedy)[0].outputs[0].token_ids
         prompt = list(range(7, 57))
         compare_greedy(logits, [prompt], [answer(prompt, 24)], resume=answer, result=result)
-        found[which] = llm.info.manifest
+        found[which] = msgspec.to_builtins(llm.info.manifest)
 result.check()
 json.dump(found, sys.stdout)
 """

@@ -154,7 +154,7 @@ def test_the_engine_measures_what_the_plan_said(tmp_path: Path, one_thread: None
     plain, _ = folders(tmp_path, "Qwen3")
     _, ready = build_controller(from_overrides(str(plain), {**SMALL, "quant": "q8_0"}))
     memory = ready.info.memory
-    assert memory["measured_weights"] == memory["weights"]
+    assert memory.measured_weights == memory.weights
 
 
 class Kept(Packing):

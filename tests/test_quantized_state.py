@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from evener.cli.main import main
 from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.contracts.declared import LinearWeight, Weight
+from evener.engine.facts.manifest_report import ManifestReport
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.worker.worker import Worker
@@ -86,7 +86,7 @@ def traffic() -> dict[str, Any]:
     return {"messages": messages, "arrivals": {"again": 40}}
 
 
-def answers(config: Config) -> tuple[RunResult, Mapping[str, Any]]:
+def answers(config: Config) -> tuple[RunResult, ManifestReport]:
     controller, ready = build_controller(config)
     try:
         return play(controller, **traffic()), ready.info.manifest
@@ -99,9 +99,9 @@ def answers(config: Config) -> tuple[RunResult, Mapping[str, Any]]:
 def test_the_cpu_s_kernels_give_the_reference_s_tokens(family: str, dtype: str, tmp_path: Path) -> None:
     asked = stored(tmp_path, dtype)
     ours, manifest = answers(configured(tmp_path, family, **asked))
-    attention = next(row for row in manifest["ops"] if row["op"] == "attention")
-    assert attention["provider"] == "cpu/cpu.paged"
-    assert any(row["op"] in ("decoder_layer", "attention_block") and "/" in row["provider"] for row in manifest["ops"])
+    attention = next(row for row in manifest.ops if row.op == "attention")
+    assert attention.provider == "cpu/cpu.paged"
+    assert any(row.op in ("decoder_layer", "attention_block") and "/" in row.provider for row in manifest.ops)
     theirs, _ = answers(configured(tmp_path, family, **asked, **{"infer.attn_type": "ref"}))
     assert ours.tokens == theirs.tokens and ours.cached == theirs.cached and ours.cached["again"] > 0
     plain, _ = answers(configured(tmp_path, family))
@@ -125,11 +125,11 @@ def test_the_pool_of_a_16_bit_model_holds_twice_as_many_blocks(tmp_path: Path) -
         Worker(configured(tmp_path, **little, **more), BackendSearch("cpu"))
         for more in ({}, stored(tmp_path, "fp8_e4m3"))
     )
-    assert narrow.facts.info.memory["block_bytes"] * 2 == plain.facts.info.memory["block_bytes"]
+    assert narrow.facts.info.memory.block_bytes * 2 == plain.facts.info.memory.block_bytes
     assert narrow.facts.blocks // plain.facts.blocks == 2
     # What is in memory, not only in the plan.
     pools = [worker.pool for worker in (plain, narrow)]
-    assert abs(pools[0].nbytes - pools[1].nbytes) <= plain.facts.info.memory["block_bytes"]
+    assert abs(pools[0].nbytes - pools[1].nbytes) <= plain.facts.info.memory.block_bytes
 
 
 def test_a_device_without_float8_stores_int8_and_says_so(
@@ -143,8 +143,8 @@ def test_a_device_without_float8_stores_int8_and_says_so(
     asked = {"backend": "simulated", "infer.max_seq_len": 256, "infer.block_size": "auto", **stored(folder, "fp8_e4m3")}
     got, manifest = answers(configured(folder, **asked))
     said = "the KV cache is stored as int8 instead of fp8_e4m3 (infer.kv_dtype=fp8_e4m3), which simulated"
-    assert f"{said}.paged does not store" in manifest["notes"] and said in caplog.text
-    assert "simulated/simulated.paged" in {row["provider"] for row in manifest["ops"] if row["op"] == "attention"}
+    assert f"{said}.paged does not store" in manifest.notes and said in caplog.text
+    assert "simulated/simulated.paged" in {row.provider for row in manifest.ops if row.op == "attention"}
     same = {"infer.max_seq_len": 256, "infer.block_size": 128}
     want, _ = answers(configured(folder, **stored(folder, "int8"), **same))
     assert got.tokens == want.tokens
@@ -157,8 +157,8 @@ def test_a_provider_that_cannot_is_refused_and_the_manifest_says_why(tmp_path: P
     shape = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**shape, "head_dim": 20}))
     _, manifest = answers(config)
-    row = next(row for row in manifest["ops"] if row["op"] == "attention")
-    assert row["provider"] == "reference" and "not a multiple of 16" in row["refused"][0]["reason"]
+    row = next(row for row in manifest.ops if row.op == "attention")
+    assert row.provider == "reference" and "not a multiple of 16" in row.refused[0].reason
 
 
 PAGES = ("docs/architecture.md", "docs/operator.md")

@@ -73,7 +73,7 @@ def test_a_model_cache_brings_the_weights_to_the_device(tmp_path: Path, caplog: 
     found = []
     for more in ({}, {"model_cache": str(tmp_path / "cache")}, {"model_cache": str(tmp_path / "cache")}):
         controller, ready = build_controller(from_overrides(str(tmp_path / "model"), {**keys, **more}))
-        found.append((play(controller, **traffic()).tokens, ready.info.memory["measured_weights"]))
+        found.append((play(controller, **traffic()).tokens, ready.info.memory.measured_weights))
         controller.executor.close()
     assert found[0] == found[1] == found[2]
     said = [each.getMessage() for each in caplog.records if each.name == "evener.model_cache"]
@@ -99,7 +99,7 @@ def test_two_ranks_in_one_process_have_a_chip_each_and_give_the_tokens_of_one(tm
         for rank, worker in enumerate(executor.workers):
             plan = worker.facts.info.memory
             assert worker.assembly.device.index == rank and f"simulated chip {rank}" in worker.facts.info.device
-            assert taken[rank] >= plan["measured_weights"] + plan["state"] > plan["state"] > 0
+            assert taken[rank] >= plan.measured_weights + plan.state > plan.state > 0
         assert taken[2:] == [0, 0]
         two = play(controller, **traffic())
     finally:

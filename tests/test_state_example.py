@@ -33,6 +33,7 @@ print(result.tokens, sorted(kinds))
 """
 CAPTURED = """
 import json, sys
+import msgspec
 from pathlib import Path
 from evener import LLM, SamplingParams
 from evener_conformance.graph.backend import install_graph_backend
@@ -50,7 +51,7 @@ for captured in (True, False):
     with LLM("model", load="dummy", dtype="float32", backend="graphs", **keys) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
         tokens = [o.outputs[0].token_ids for o in llm.generate([[5, 7, 5], list(range(7, 67))], greedy)]
-        found.append([tokens, llm.info.manifest])
+        found.append([tokens, msgspec.to_builtins(llm.info.manifest)])
 json.dump(found, sys.stdout)
 """
 

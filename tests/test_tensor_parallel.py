@@ -15,6 +15,7 @@ from evener.backend_search import BackendSearch
 from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.engine.controller.controller import Controller
+from evener.engine.facts.manifest_report import ManifestReport
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.worker.worker import Worker
@@ -101,10 +102,10 @@ def test_ranks_in_processes_give_the_tokens_of_one(family: str, ranks: int, tmp_
 
 def test_the_kernels_of_one_rank_serve_between_the_sums(tmp_path: Path) -> None:
     with rank_threads(configured(tmp_path, "Llama", **{"infer.tp_size": 2})) as (_, executor):
-        rows = executor.workers[0].assembly.resolver.manifest.to_json()["ops"]
-    served = {row["op"]: row["provider"] for row in rows if row["provider"].startswith("cpu/")}
+        rows = ManifestReport.of(executor.workers[0].assembly.resolver.manifest).ops
+    served = {row.op: row.provider for row in rows if row.provider.startswith("cpu/")}
     assert {"attention_block", "mlp_block"} <= set(served)
-    [reason] = {each["reason"] for row in rows if row["op"] == "decoder_layer" for each in row["refused"]}
+    [reason] = {each.reason for row in rows if row.op == "decoder_layer" for each in row.refused}
     assert reason == "is written for one rank; it may serve what is between the sums over ranks"
 
 
@@ -117,8 +118,8 @@ def test_a_ranks_state_and_weights_are_its_share(tmp_path: Path) -> None:
     assert {w.assembly.geometry.block_bytes * 4 for w in ranks} == {one.assembly.geometry.block_bytes}
     assert len({w.facts.blocks for w in ranks}) == 1 and ranks[0].facts.blocks > 3 * one.facts.blocks
     explained = explain(shared)
-    assert explained["memory"]["weights"] == ranks[0].facts.info.memory["weights"]
+    assert explained["memory"]["weights"] == ranks[0].facts.info.memory.weights
     for worker in ranks:
         memory = worker.facts.info.memory
-        assert memory["measured_weights"] == memory["weights"] - memory["mapped"]
-        assert memory["weights"] < 0.4 * one.facts.info.memory["weights"]
+        assert memory.measured_weights == memory.weights - memory.mapped
+        assert memory.weights < 0.4 * one.facts.info.memory.weights

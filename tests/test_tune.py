@@ -13,6 +13,7 @@ import torch
 from evener import LLM, SamplingParams
 from evener.cli import main as cli
 from evener.config import from_overrides
+from evener.engine.facts.manifest_report import ManifestReport, OpChoice
 from evener.errors import MemoryPlanError
 from evener.tuning.tuner import _differences, tune
 from evener.tuning_files.measurements import decode
@@ -110,15 +111,15 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> 
     return folder
 
 
-def serve(model: Path, **keys: Any) -> tuple[list[int], dict[str, Any]]:
+def serve(model: Path, **keys: Any) -> tuple[list[int], ManifestReport]:
     """Greedy tokens, and the manifest."""
     with LLM(model, **{**KEYS, **keys}) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
         return llm.generate([1, 2, 3], greedy)[0].outputs[0].token_ids, llm.info.manifest
 
 
-def rows(manifest: dict[str, Any], op: str) -> list[dict[str, Any]]:
-    return [row for row in manifest["ops"] if row["op"] == op]
+def rows(manifest: ManifestReport, op: str) -> list[OpChoice]:
+    return [row for row in manifest.ops if row.op == op]
 
 
 def test_tunes_measurements_decide_later_runs_and_slow_wrong_and_broken_kernels_lose(
@@ -143,20 +144,20 @@ def test_tunes_measurements_decide_later_runs_and_slow_wrong_and_broken_kernels_
 
     # A run without tuning would take the planted norm for all rows; the wrong one is kept away by hand.
     plain, before = serve(model, **{"ops.add_rms_norm": "cpu", "infer.tuning": "off"})
-    assert {row["provider"] for row in rows(before, "rms_norm")} == {"planted/slow"}
+    assert {row.provider for row in rows(before, "rms_norm")} == {"planted/slow"}
     tokens, manifest = serve(model, **{"ops.add_rms_norm": "cpu", "infer.tuning": str(file)})
     assert tokens == plain
     for row in rows(manifest, "rms_norm"):
-        if "1" in row["buckets"]:
-            assert row["provider"] != "planted/slow"
-            assert row["why"].startswith(f"chosen by tuning file {file}: ") and "µs, beats " in row["why"]
-    assert any("1" in row["buckets"] for row in rows(manifest, "rms_norm"))
-    assert f"tuning file {file} is used" in manifest["notes"]
+        if "1" in row.buckets:
+            assert row.provider != "planted/slow"
+            assert row.why.startswith(f"chosen by tuning file {file}: ") and "µs, beats " in row.why
+    assert any("1" in row.buckets for row in rows(manifest, "rms_norm"))
+    assert f"tuning file {file} is used" in manifest.notes
     # Its best variant serves where the planted kernel is forced.
     forced = {"ops.add_rms_norm": "cpu", "ops.embedding": "planted"}
     tokens, manifest = serve(model, **{**forced, "infer.tuning": str(file)})
     assert tokens == plain
-    assert rows(manifest, "embedding")[0]["provider"] == "planted/rows[pause_ms=0]"
+    assert rows(manifest, "embedding")[0].provider == "planted/rows[pause_ms=0]"
 
 
 def test_a_file_in_the_users_cache_folder_is_found_and_one_of_another_device_is_not_used(
@@ -169,14 +170,14 @@ def test_a_file_in_the_users_cache_folder_is_found_and_one_of_another_device_is_
     assert {found.entry.op for found in outcomes} == {"rms_norm"} and {o.entry.tokens for o in outcomes} == {"1"}
     others = {"ops.add_rms_norm": "cpu"}
     _, manifest = serve(model, **others)
-    assert f"tuning file {path.name} is used" in manifest["notes"]
-    assert rows(manifest, "rms_norm")[0]["provider"] != "planted/slow"
+    assert f"tuning file {path.name} is used" in manifest.notes
+    assert rows(manifest, "rms_norm")[0].provider != "planted/slow"
     assert cli.main(["doctor", "--backend", "cpu"]) == 0
     assert f"tuning file {path.name}: {len(outcomes)} measurements, for " in capsys.readouterr().out
     path.write_text(path.read_text().replace('"device": "', '"device": "Another '))
     _, manifest = serve(model, **others)
-    assert any(f"{path.name} is not used: it was measured on Another" in note for note in manifest["notes"])
-    assert rows(manifest, "rms_norm")[0]["provider"] == "planted/slow"
+    assert any(f"{path.name} is not used: it was measured on Another" in note for note in manifest.notes)
+    assert rows(manifest, "rms_norm")[0].provider == "planted/slow"
 
 
 def test_tune_refuses_a_model_that_does_not_fit(model: Path) -> None:

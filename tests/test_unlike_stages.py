@@ -138,7 +138,7 @@ def test_layers_are_divided_by_the_measured_time_of_one_on_each_device(
         held = [tuple(worker.assembly.build.held) for worker in ranks.workers]
         assert_same(play(controller, **traffic()), want)
         shown = ranks.facts.info.config["infer.pp_layer_partition"]
-        assert shown["value"] == [str(len(layers)) for layers in held] and "time of a layer" in shown["reason"]
+        assert shown.value == [str(len(layers)) for layers in held] and "time of a layer" in shown.reason
     # The head, on the simulated chip, takes as long as a layer.
     assert [len(layers) for layers in held] == ([1, 4] if slow == "cpu,simulated" else [4, 1])
     assert [*held[0], *held[1]] == list(range(5))
@@ -258,9 +258,9 @@ def test_processes_of_unlike_stages_match_one_device_and_the_death_of_one_is_rep
     try:
         assert [(r.backend, r.layers) for r in ready.info.ranks] == [("cpu", (0, 2)), ("simulated", (2, 3))]
         assert ready.info.ranks[1].device.startswith("simulated chip 2")
-        assert ready.info.ranks[0].memory["blocks"] == ready.info.ranks[1].memory["blocks"] > 8
+        assert ready.info.ranks[0].memory.blocks == ready.info.ranks[1].memory.blocks > 8
         assert_same(play(controller, **traffic()), want)
-        os.kill(executor.pids[1], signal.SIGKILL)
+        os.kill(executor.children[1].process.pid, signal.SIGKILL)
         (dead,) = play(controller, traffic()["messages"]).dead
         assert "worker of rank 1 (stage 1 of 2)" in dead and "SIGKILL" in dead
     finally:
@@ -286,7 +286,7 @@ def test_a_stage_is_killed_in_the_midst_of_chunks_preemption_prefix_hits_and_abo
 
     def end(name: str) -> Abort:
         if name == "late":
-            os.kill(executor.pids[1], signal.SIGKILL)
+            os.kill(executor.children[1].process.pid, signal.SIGKILL)
         return Abort(name if name != "late" else "nobody")
 
     try:

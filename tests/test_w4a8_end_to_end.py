@@ -129,7 +129,7 @@ def found_by_us(folder: Path, ids: list[int], vocab: int, **keys: Any) -> tuple[
     with LLM(folder, **{**SMALL, **keys}) as llm:
         (output,) = llm.generate([ids], params)
         (found,) = output.outputs[0].logprobs or ()
-        return torch.tensor([found[i] for i in range(0, vocab, 3)]), llm.info.manifest["activations"]
+        return torch.tensor([found[i] for i in range(0, vocab, 3)]), llm.info.manifest.activations
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_weights_stay_packed_and_activations_are_rounded_as_the_checkpoint_says(
     found = explain(from_overrides(str(folder), SMALL))
     assert found["packings"]["cpu.blocks"] == (4 if layout == SGLANG else 8) and not found["dequantized"]
     _, ready = build_controller(from_overrides(str(folder), SMALL))
-    assert ready.info.memory["weights"] == found["memory"]["weights"]
+    assert ready.info.memory.weights == found["memory"]["weights"]
 
     kept, told = found_by_us(folder, ids, vocab, **{"infer.quant_activations": "keep"})
     torch.testing.assert_close(kept, exact, atol=1e-4, rtol=1e-4)
@@ -195,7 +195,7 @@ def test_two_ranks_cut_the_weights_and_give_the_tokens_of_one(
         want = greedy(folder, prompt(family), 12, **keys)
         with rank_threads(config) as (controller, executor):
             assert play(controller, [request]).tokens["a"] == want
-            ranks = [rank.memory["weights"] for rank in executor.facts.info.ranks]
+            ranks = [rank.memory.weights for rank in executor.facts.info.ranks]
         whole = explain(from_overrides(str(folder), SMALL))["memory"]["weights"]
         assert max(ranks) < 0.8 * whole
         assert not explain(config)["dequantized"]

@@ -184,7 +184,7 @@ def test_an_engine_that_sleeps_gives_the_memory_of_its_weights_and_cache_back(tm
             "num_key_value_heads": 16, "head_dim": 64}  # fmt: skip
     (folder / "config.json").write_text(json.dumps({**shape, **size}))
     with LLM(folder, **{**KEYS, "infer.kv_memory": 2**25}, load="dummy") as llm:
-        want, weights = tokens(llm), llm.info.memory["measured_weights"]
+        want, weights = tokens(llm), llm.info.memory.measured_weights
         awake = own_memory()
         assert weights > 2**27
         llm.sleep()

@@ -13,6 +13,7 @@ from evener_conformance.distributions import write_distribution
 EXAMPLE = DOCS / "examples/evener-backend-worked"
 RUN = """
 import json, sys
+import msgspec
 from pathlib import Path
 from evener import LLM, SamplingParams
 from evener_models.llama import LlamaForCausalLM
@@ -25,7 +26,7 @@ for backend in ("worked", "cpu"):
     small |= {"cpu.native": "off"} if backend == "cpu" else {}
     with LLM(".", load="dummy", dtype="float32", backend=backend, **small) as llm:
         tokens = [o.outputs[0].token_ids for o in llm.generate([[5, 7, 5], list(range(7, 97))], greedy)]
-        found.append([tokens, llm.info.manifest])
+        found.append([tokens, msgspec.to_builtins(llm.info.manifest)])
 json.dump(found, sys.stdout)
 """
 

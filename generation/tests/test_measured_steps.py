@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from evener_pacing.measured import LEAST_TOKENS, MeasuredSteps, measured_steps
 from evener_pacing.pace import PacedSteps
+from evener_pacing.timed_executor import TimedExecutor, TimedLimit
 from timed_device import SimulatedDevice
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config import from_overrides
 from evener.contracts.state import StateSpec, StateTensor
-from evener.engine.batching import StepLimit, TimedExecutor, limit_steps
+from evener.engine.batching.step_limit import StepLimit, limit_steps
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
@@ -41,7 +42,7 @@ def asks(name: str, prompt: int, answer: int) -> NewRequest:
 
 
 def controller_over(
-    device: SimulatedDevice, limit: StepLimit, depth: int = 2, budget: int = 2048, max_requests: int = 64
+    device: SimulatedDevice, limit: TimedLimit, depth: int = 2, budget: int = 2048, max_requests: int = 64
 ) -> Controller:
     spec = StateSpec("full", (StateTensor("key", (1, 8), "float32"),))
     state = StateManager([spec], {kind.name: kind for kind in BUILTIN_KINDS}, 16, 20_000, prefix_cache=False)
@@ -49,7 +50,7 @@ def controller_over(
     return Controller(scheduler, TimedExecutor(device, limit, device.clock), depth)
 
 
-def streams(device: SimulatedDevice, limit: StepLimit, depth: int = 2, count: int = 64) -> list[float]:
+def streams(device: SimulatedDevice, limit: TimedLimit, depth: int = 2, count: int = 64) -> list[float]:
     """Run streams that start one after another, as the first ends its prompt. Returns the seconds between the tokens of
     each, sorted."""
     controller = controller_over(device, limit, depth)
@@ -72,7 +73,7 @@ def test_running_answers_get_their_tokens_within_the_target_while_prompts_are_co
     background: bool, depth: int
 ) -> None:
     slow = SimulatedDevice(per_token(0.001), background)
-    before = streams(slow, StepLimit(), depth)
+    before = streams(slow, TimedLimit(), depth)
     assert before[int(0.97 * len(before))] > 2.0, "2,048 tokens take two seconds"
     limited = SimulatedDevice(per_token(0.001), background)
     gaps = streams(limited, MeasuredSteps(TARGET, 64), depth)
@@ -156,9 +157,8 @@ def test_a_step_that_waits_for_masks_is_measured_once_with_both_waits() -> None:
 
 def test_steps_of_a_server_are_measured_unless_the_pace_is_chosen() -> None:
     def limit(streaming: bool, **keys: Any) -> tuple[type, type]:
-        device = SimulatedDevice(per_token(1.0), background=True)
-        limit, executor = limit_steps(from_overrides("m", keys), device, 8, streaming)
-        return type(limit), type(executor)
+        limit = limit_steps(from_overrides("m", keys), 8, streaming)
+        return type(limit), type(limit.wrap(SimulatedDevice(per_token(1.0), background=True)))
 
     measured, fixed = (MeasuredSteps, TimedExecutor), (StepLimit, SimulatedDevice)
     assert limit(True) == measured

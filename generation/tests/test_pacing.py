@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import pytest
 from evener_pacing.costs import StepCosts, StepWork
 from evener_pacing.pace import LEAST_TOKENS, PacedSteps, paced_steps
+from evener_pacing.timed_executor import TimedExecutor, TimedLimit
 from timed_device import SimulatedDevice
 
 from evener.builtin.kinds import BUILTIN_KINDS
 from evener.config import from_overrides
 from evener.contracts.state import StateSpec, StateTensor
-from evener.engine.batching import StepLimit, TimedExecutor
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
@@ -41,7 +41,7 @@ class Device:
         return self.fixed + self.read * work.context + prompts
 
 
-class Fixed(StepLimit):
+class Fixed(TimedLimit):
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
@@ -64,7 +64,7 @@ class Load:
         return ordered[int(0.99 * len(ordered))] / ordered[len(ordered) // 2]
 
 
-def controller_over(device: SimulatedDevice, limit: StepLimit, budget: int = 8192) -> Controller:
+def controller_over(device: SimulatedDevice, limit: TimedLimit, budget: int = 8192) -> Controller:
     spec = StateSpec("full", (StateTensor("key", (1, 8), "float32"),))
     state = StateManager([spec], {kind.name: kind for kind in BUILTIN_KINDS}, 16, 45_000, prefix_cache=False)
     return Controller(Scheduler(state, 256, budget, limit=limit), TimedExecutor(device, limit, device.clock), 2)
@@ -75,7 +75,7 @@ def asks(name: str, prompt: int, answer: int) -> NewRequest:
 
 
 def under_load(
-    limit: StepLimit, rate: float, seconds: float, waiting: int = 32, aborted: float = 0.0, skip: float = 8.0
+    limit: TimedLimit, rate: float, seconds: float, waiting: int = 32, aborted: float = 0.0, skip: float = 8.0
 ) -> Load:
     """Requests with prompts of 200 to 8,000 tokens; those that find ``waiting`` others waiting are refused. So many of
     the others are ``aborted``, at random."""

@@ -55,7 +55,7 @@ def test_captured_steps_with_experts_on_the_host_give_the_tokens_of_one_device(
     assert stats.preemptions and got.cached["once more"] == 128
     assert 10 < stats.counters["host_expert_captured_steps"] < stats.steps
     assert sum(replay.runs for replay in chip(controller).capture.replays) >= 20
-    assert "decode steps of up to" in (note := "\n".join(ready.info.manifest["notes"])) and "prompts" not in note
+    assert "decode steps of up to" in (note := "\n".join(ready.info.manifest.notes)) and "prompts" not in note
 
 
 def test_shared_experts_are_computed_while_the_host_computes_the_others(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_steps_that_cannot_be_captured_run_eagerly_and_the_manifest_says_why(
 ) -> None:
     controller, ready = build_controller(configured(**{"infer.cpu_layer_num": 3, **keys}))
     assert_same(play(controller, **traffic()), on_the_cpu())
-    notes = "\n".join(ready.info.manifest["notes"])
+    notes = "\n".join(ready.info.manifest.notes)
     assert re.search("steps run eagerly: experts of 3 layers are in host " + why, notes), notes
     assert not controller.scheduler.stats.counters["host_expert_captured_steps"]
 

@@ -65,7 +65,7 @@ def test_ranks_with_their_own_experts_give_the_tokens_of_one_rank(
         assert_same(play(controller, **traffic()), want)
         for worker in executor.workers:
             memory = worker.facts.info.memory
-            assert memory["measured_weights"] + memory["measured_mapped"] == memory["weights"] + memory["mapped"]
+            assert memory.measured_weights + memory.measured_mapped == memory.weights + memory.mapped
 
 
 @pytest.mark.parametrize(

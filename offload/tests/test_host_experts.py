@@ -55,8 +55,8 @@ def test_a_chip_too_small_for_the_experts_gives_the_tokens_of_one_that_holds_the
     assert controller.scheduler.stats.preemptions and controller.scheduler.state.pool.used == 0
     assert got.cached["once more"] == 128
     memory = ready.info.memory
-    assert memory["measured_host"] == memory["host"] == few["host"] > 0.5 * every["weights"]
-    assert memory["host_layers"] == layers and memory["measured_weights"] == memory["weights"]
+    assert memory.measured_host == memory.host == few["host"] > 0.5 * every["weights"]
+    assert memory.host_layers == layers and memory.measured_weights == memory.weights
 
 
 @pytest.mark.slow  # in halves is harder
@@ -67,7 +67,7 @@ def test_two_ranks_each_compute_their_part_of_every_expert(configured: Configure
         whole = explain(configured(**{"infer.cpu_layer_num": 2}))["memory"]["host"]
         for worker in ranks.workers:
             memory = worker.facts.info.memory
-            assert memory["measured_host"] == memory["host"] < 0.52 * whole
+            assert memory.measured_host == memory.host < 0.52 * whole
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_named_layers_go_to_the_host_and_the_others_stay(configured: Configured)
     where = {w.name: w.value.data[0].device.type for w in assembly.build.weights if getattr(w, "experts", 0)}
     assert where == {f"model.layers.{n}.mlp.experts.{part}": "simulated" if n == 1 else "cpu"
                      for n in range(3) for part in ("gate_up", "down")}  # fmt: skip
-    assert "computes the experts of 2 layers: 0,2" in "\n".join(ready.info.manifest["notes"])
+    assert "computes the experts of 2 layers: 0,2" in "\n".join(ready.info.manifest.notes)
 
 
 def test_auto_moves_as_few_layers_as_the_memory_asks_for(configured: Configured) -> None:
@@ -106,7 +106,7 @@ def test_auto_moves_as_few_layers_as_the_memory_asks_for(configured: Configured)
             "value": layers, "reason": "what fits into the device's memory",
         }  # fmt: skip
     controller, ready = build_controller(config)
-    assert not play(controller, traffic()["messages"][:2]).dead and ready.info.memory["host_layers"] == layers
+    assert not play(controller, traffic()["messages"][:2]).dead and ready.info.memory.host_layers == layers
 
 
 def test_auto_is_explained_for_ranks_that_are_not_here(configured: Configured) -> None:
@@ -183,7 +183,7 @@ def test_steps_in_two_halves_give_the_same_tokens(configured: Configured, family
     assert_same(play(controller, **traffic()), want)
     stats = controller.scheduler.stats
     assert stats.preemptions and 10 < stats.counters["host_expert_halved_steps"] < stats.steps
-    assert "steps are halved: always" in "\n".join(ready.info.manifest["notes"])
+    assert "steps are halved: always" in "\n".join(ready.info.manifest.notes)
 
 
 @pytest.mark.parametrize("groups", ["infer.tp_size", pytest.param("infer.pp_size", marks=pytest.mark.slow)])
@@ -201,7 +201,7 @@ def test_without_the_key_sizes_are_timed_in_both_ways(configured: Configured) ->
     assert_same(play(controller, **traffic()), on_the_cpu())
     stats = controller.scheduler.stats
     assert stats.counters["host_expert_halved_steps"] >= 4
-    assert "steps are halved: where that is measured to be faster" in "\n".join(ready.info.manifest["notes"])
+    assert "steps are halved: where that is measured to be faster" in "\n".join(ready.info.manifest.notes)
 
 
 def test_the_device_computes_one_half_while_the_host_computes_experts_of_the_other(
@@ -270,7 +270,7 @@ def test_steps_that_a_drafter_follows_are_said_not_to_be_halved(tmp_path: Path) 
     controller, ready = build_controller(small_config(tmp_path / "model", "DeepseekV3", shape, **keys))
     assert not play(controller, traffic()["messages"][3:5]).dead
     assert controller.scheduler.stats.counters["host_expert_halved_steps"] == 0
-    assert "steps are halved: never, because a drafter follows them" in "\n".join(ready.info.manifest["notes"])
+    assert "steps are halved: never, because a drafter follows them" in "\n".join(ready.info.manifest.notes)
 
 
 def test_halves_have_three_settings(configured: Configured) -> None:
@@ -344,7 +344,7 @@ def test_without_the_package_the_key_names_it(configured: Configured, monkeypatc
 def test_on_the_cpu_backend_the_experts_are_on_the_host_already(configured: Configured) -> None:
     config = configured(backend="cpu", **{"infer.block_size": 128, "infer.cpu_layer_num": 2})
     controller, ready = build_controller(config)
-    assert ready.info.memory["host_layers"] == 0
+    assert ready.info.memory.host_layers == 0
     assert_same(play(controller, **traffic()), on_the_cpu())
 
 
@@ -367,9 +367,9 @@ def test_experts_quantized_while_loading_stay_packed_on_the_host(tmp_path: Path,
     controller, ready = build_controller(from_overrides(tmp_path, chip))
     assert_same(play(controller, **traffic()), want)
     numbers = 2 * 8 * 3 * 256 * 256
-    assert ready.info.memory["measured_host"] == ready.info.memory["host"]
-    assert PACKED[quant] * numbers <= ready.info.memory["host"] < 1.05 * PACKED[quant] * numbers
-    assert not ready.info.manifest["dequantized"]
+    assert ready.info.memory.measured_host == ready.info.memory.host
+    assert PACKED[quant] * numbers <= ready.info.memory.host < 1.05 * PACKED[quant] * numbers
+    assert not ready.info.manifest.dequantized
     every = explain(from_overrides(tmp_path, {**chip, "infer.cpu_layer_num": 0}))
     assert every["memory"]["weights"] > 4 * numbers and every["dequantized"]
 
@@ -391,7 +391,7 @@ def test_a_model_cache_keeps_the_weights_of_the_host_and_of_the_device(
     caplog.clear()
     controller, ready = build_controller(from_overrides(tmp_path / "model", cached))
     assert_same(play(controller, **traffic()), want)
-    assert ready.info.memory["measured_host"] == ready.info.memory["host"] > 0
+    assert ready.info.memory.measured_host == ready.info.memory.host > 0
     assert sum("weights from" in each.getMessage() for each in caplog.records) == 2
     assert len([path for path in (tmp_path / "cache").iterdir() if "-host-" in path.name]) == 1
 

@@ -51,8 +51,8 @@ def test_the_host_and_the_device_together_give_the_tokens_of_a_device_that_holds
     assert_same(play(controller, **traffic()), want)
     counters = controller.scheduler.stats.counters
     assert counters["expert_host_computed"] > 100 and counters["expert_misses"] > 100
-    assert any("the host computes missing experts" in note for note in ready.info.manifest["notes"])
-    assert ready.info.memory["measured_host"] == ready.info.memory["host"]
+    assert any("the host computes missing experts" in note for note in ready.info.manifest.notes)
+    assert ready.info.memory.measured_host == ready.info.memory.host
 
 
 def test_a_block_is_that_of_a_device_that_holds_all_up_to_rounding(configured: Configured) -> None:
@@ -103,6 +103,6 @@ def test_a_layout_that_the_host_cannot_read_is_in_host_memory_a_second_time(conf
     keys = {"infer.resident_experts": 8, "offload.host_when_sooner": "2"}
     once = explain(configured(**{"infer.resident_experts": 8}))["memory"]["host"]
     controller, ready = build_controller(configured(**keys))
-    assert ready.info.memory["measured_host"] == ready.info.memory["host"] == 2 * once
+    assert ready.info.memory.measured_host == ready.info.memory.host == 2 * once
     assert_same(play(controller, **traffic()), want)
     assert controller.scheduler.stats.counters["expert_host_computed"] > 100

@@ -72,7 +72,7 @@ def test_chats_go_back_and_forth_between_servers_that_keep_state_in_host_memory(
     first, second, address = pair("Qwen3Moe", "simulated", "simulated", **{"infer.kv_host_memory": "64MiB"})
     for engine in (first, second):
         pool = engine.scheduler.state.pool
-        pool.allocate(pool.free // pool.slab - 2)
+        assert pool.allocate_all([(pool.free // pool.slab - 2, pool.slab)]) is not None
     chats, alone = [list(prompt) for prompt in PROMPTS[:2]], [list(prompt) for prompt in PROMPTS[:2]]
     judge = pair("Qwen3Moe", "cpu", "cpu")[0]
     for turn in range(2):

@@ -153,8 +153,8 @@ def test_experts_of_a_quantized_checkpoint_stay_packed_on_the_host(
     assert_same(play(controller, **traffic()), want)
     assert controller.scheduler.stats.preemptions
     memory = ready.info.memory
-    assert memory["measured_host"] == memory["host"] and memory["measured_weights"] == memory["weights"]
-    assert least <= 8 * memory["host"] / numbers <= most
-    assert not any("experts" in line for line in ready.info.manifest["dequantized"])
+    assert memory.measured_host == memory.host and memory.measured_weights == memory.weights
+    assert least <= 8 * memory.host / numbers <= most
+    assert not any("experts" in line for line in ready.info.manifest.dequantized)
     every = explain(from_overrides(model, {**chip, "infer.cpu_layer_num": 0}))
-    assert every["memory"]["weights"] - memory["weights"] >= 4 * numbers, "the chip has them in float32"
+    assert every["memory"]["weights"] - memory.weights >= 4 * numbers, "the chip has them in float32"

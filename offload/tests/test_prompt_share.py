@@ -84,7 +84,7 @@ def test_the_host_and_the_device_together_give_the_tokens_of_one_device(configur
     assert share.computed > 100
     for name in ("host_expert_streamed_bytes", "host_expert_read_bytes", "host_expert_microseconds"):
         assert after[name] > before[name], name
-    assert "the host computes those with few rows meanwhile" in "\n".join(ready.info.manifest["notes"])
+    assert "the host computes those with few rows meanwhile" in "\n".join(ready.info.manifest.notes)
 
 
 def test_experts_that_the_host_will_compute_are_not_copied_ahead(

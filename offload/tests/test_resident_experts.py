@@ -56,8 +56,8 @@ def test_few_slots_for_experts_give_the_tokens_of_a_device_that_holds_all(config
     assert_same(play(controller, **traffic()), want)
     assert controller.scheduler.stats.preemptions and controller.scheduler.state.pool.used == 0
     memory = ready.info.memory
-    assert memory["measured_weights"] == memory["weights"] == few["weights"]
-    assert memory["measured_host"] == memory["host"] > 0.5 * every["weights"]
+    assert memory.measured_weights == memory.weights == few["weights"]
+    assert memory.measured_host == memory.host > 0.5 * every["weights"]
     layers = placement_of(controller).layer.values()
     assert len(layers) == FAMILIES[family][1] and all(layer.residents.hits for layer in layers)
 
@@ -74,9 +74,8 @@ def test_only_the_layers_that_are_named_leave_the_device(
     assert_same(play(controller, **traffic()), want)
     assert placement_of(controller).layers == layers
     shown = ",".join(map(str, layers)).replace(",", "-")
-    assert (
-        f"12 experts of each of {len(layers)} layers are on the device, the others in host memory: {shown}"
-        in (ready.info.manifest["notes"])
+    assert f"12 experts of each of {len(layers)} layers are on the device, the others in host memory: {shown}" in (
+        ready.info.manifest.notes
     )
 
 
@@ -86,7 +85,7 @@ def test_two_ranks_have_slots_for_their_parts_of_experts(configured: Configured)
     with rank_threads(configured(**{"infer.tp_size": 2, "infer.resident_experts": 8})) as (controller, ranks):
         assert_same(play(controller, **traffic()), want)
         for worker in ranks.workers:
-            assert worker.facts.info.memory["measured_weights"] == worker.facts.info.memory["weights"]
+            assert worker.facts.info.memory.measured_weights == worker.facts.info.memory.weights
 
 
 def test_auto_keeps_as_many_experts_on_the_device_as_fit(configured: Configured) -> None:

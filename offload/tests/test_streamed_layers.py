@@ -48,9 +48,9 @@ def test_large_steps_on_the_device_and_small_ones_on_the_host_give_the_tokens_of
     assert counters["host_expert_streamed_bytes"] == slots.residents.copied * slots.nbytes > 100 * slots.nbytes
     assert slots.residents.right > 0, "experts of the next layer are copied ahead"
     memory = ready.info.memory
-    assert memory["measured_host"] == memory["host"] == once["host"] + placement.streamed.second_bytes
-    assert memory["measured_weights"] == memory["weights"] == once["weights"] + SLOTS * slots.nbytes
-    assert "for large steps: those with 16 tokens or more" in "\n".join(ready.info.manifest["notes"])
+    assert memory.measured_host == memory.host == once["host"] + placement.streamed.second_bytes
+    assert memory.measured_weights == memory.weights == once["weights"] + SLOTS * slots.nbytes
+    assert "for large steps: those with 16 tokens or more" in "\n".join(ready.info.manifest.notes)
 
 
 @pytest.mark.parametrize("write", [q4_k_m_experts, pytest.param(fp8_folder, marks=pytest.mark.slow)])
@@ -65,7 +65,7 @@ def test_packed_experts_are_copied_in_a_layout_of_the_device(tmp_path: Path, wri
     counters = controller.scheduler.stats.counters
     assert counters["host_expert_streamed_tokens"] > 100 and counters["host_expert_microseconds"] > 0
     assert placement_of(controller).streamed.second_bytes > 0
-    assert ready.info.memory["measured_host"] == ready.info.memory["host"]
+    assert ready.info.memory.measured_host == ready.info.memory.host
 
 
 def test_measured_costs_decide_which_steps_are_streamed(configured: Configured) -> None:
@@ -75,7 +75,7 @@ def test_measured_costs_decide_which_steps_are_streamed(configured: Configured) 
     controller, ready = build_controller(configured(**keys))
     streamed = placement_of(controller).streamed
     assert streamed.takes(1) is not None and streamed.takes(1 << 29) is not None, "measured in the warm-up"
-    assert "for large steps: measured costs decide" in "\n".join(ready.info.manifest["notes"])
+    assert "for large steps: measured costs decide" in "\n".join(ready.info.manifest.notes)
     streamed._least = 24  # the chip computes on the host, so what was measured says nothing
     before = streamed.tokens
     assert_same(play(controller, **traffic()), want)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from evener.config.resolve import ResolvedValue
 from evener_conformance.fake_engine import FakeEngine
 
 WEATHER = {
@@ -54,7 +55,7 @@ def prompt(api: Any) -> str:
 
 
 def test_the_usage_counts_what_a_request_put_into_the_prefix_cache(make_api: Callable[..., Any]) -> None:
-    config = {"infer.block_size": {"value": 4}, "infer.prefix_cache": {"value": True}}
+    config = {"infer.block_size": ResolvedValue(4, ""), "infer.prefix_cache": ResolvedValue(True, "")}
     api = make_api(FakeEngine(info_overrides={"config": config}, cached=4))
     usage = message(api, max_tokens=3)["usage"]
     length = len(api.engine.sent[-1].prompt)
@@ -63,7 +64,7 @@ def test_the_usage_counts_what_a_request_put_into_the_prefix_cache(make_api: Cal
     assert {name: usage[name] for name in counts} == counts
     first, *_, last, _ = events(send(api, max_tokens=3, stream=True))
     assert first["message"]["usage"]["input_tokens"] == length and last["usage"] == usage
-    config["infer.prefix_cache"] = {"value": False}
+    config["infer.prefix_cache"] = ResolvedValue(False, "")
     usage = message(make_api(FakeEngine(info_overrides={"config": config})), max_tokens=3)["usage"]
     assert (usage["cache_creation_input_tokens"], usage["input_tokens"]) == (0, length)
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from evener.config.resolve import ResolvedValue
 from evener.contracts.media import MediaItem
 from evener.engine.wire.messages import NewRequest
 from evener.errors import RequestError
@@ -139,7 +140,7 @@ def test_sampling_has_ksanallms_names_and_defaults(api: Any) -> None:
 
 
 def test_the_operators_default_bounds_requests_that_name_no_number_of_new_tokens(make_api: Make) -> None:
-    config = {"request.max_new_tokens": {"value": 5, "source": "set", "reason": ""}}
+    config = {"request.max_new_tokens": ResolvedValue(5, "as asked")}
     api = make_api(FakeEngine(info_overrides={"config": config}), max_tokens=5)
 
     def new_tokens(**sampling: Any) -> int:

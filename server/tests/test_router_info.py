@@ -6,14 +6,15 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from evener.config.resolve import ResolvedValue
 from evener.contracts.adapters import AdapterLimits
 from evener_conformance.fake_engine import FakeEngine
 
 CONFIG = {
-    "infer.tp_size": {"value": 2, "reason": "set"}, "infer.block_size": {"value": 16, "reason": "auto"},
-    "infer.prefix_cache": {"value": True, "reason": "default"}, "infer.max_loras": {"value": 4, "reason": "set"},
-    "infer.kv_dtype": {"value": "bfloat16", "reason": "auto"},
-    "serve.api_keys": {"value": ["secret-key"], "reason": "set"},
+    "infer.tp_size": ResolvedValue(2, "set"), "infer.block_size": ResolvedValue(16, "auto"),
+    "infer.prefix_cache": ResolvedValue(True, "default"), "infer.max_loras": ResolvedValue(4, "set"),
+    "infer.kv_dtype": ResolvedValue("bfloat16", "auto"),
+    "serve.api_keys": ResolvedValue(["secret-key"], "set"),
 }  # fmt: skip
 #: The extension's model server protocol (its docs/proposals/003), with the names that it expects from vLLM.
 GATEWAY_GAUGES = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")

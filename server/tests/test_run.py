@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from evener.cli.main import main
+from evener.config.resolve import ResolvedValue
 from evener.contracts.outputs import Delta
-from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.facts.engine_info import EngineInfo
+from evener_conformance.fake_engine import NO_MEMORY
 from evener_server.run_outputs import OutputFolder
 
 
@@ -41,8 +43,8 @@ class FakeLLM:
 
     def __init__(self) -> None:
         self.info = EngineInfo(
-            model="", served_name="test", max_model_len=9, vocab_size=10, backend="test",
-            backend_reason="the only one", config={"dtype": {"value": "float32", "reason": "as asked"}},
+            model="", served_name="test", max_model_len=9, vocab_size=10, backend="test", device="",
+            backend_reason="the only one", memory=NO_MEMORY, config={"dtype": ResolvedValue("float32", "as asked")},
         )  # fmt: skip
         self.tokenizer = SimpleNamespace(encode=lambda text: [ord(c) for c in text])
 

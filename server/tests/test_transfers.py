@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from evener.config.resolve import ResolvedValue
 from evener.engine.wire.messages import NewRequest
 from evener_conformance.fake_engine import FakeEngine
 
-SHARES = {"config": {"offload.kv_transfer": {"value": "10.0.0.1:21100", "reason": "as asked"}}}
+SHARES = {"config": {"offload.kv_transfer": ResolvedValue("10.0.0.1:21100", "as asked")}}
 #: What routers made for vLLM send to the first server.
 ASKS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
         "remote_host": None, "remote_port": None}  # fmt: skip

@@ -31,7 +31,7 @@ def answers(folder: Path, **overrides: Any) -> tuple[list[list[int]], str]:
     ]
     with LLM(folder, **{**common, **overrides}) as llm:
         outputs = llm.generate([list(range(3, 21)), [7, 8]], params)
-        return [list(o.outputs[0].token_ids) for o in outputs], json.dumps(llm.info.manifest)
+        return [list(o.outputs[0].token_ids) for o in outputs], str(llm.info.manifest)
 
 
 @pytest.mark.slow

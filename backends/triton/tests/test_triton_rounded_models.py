@@ -176,7 +176,7 @@ def found_by_us(folder: Path, ids: list[int], vocab: int, **keys: Any) -> tuple[
     with LLM(folder, **common, **keys) as llm:
         (output,) = llm.generate([ids], params)
         (found,) = output.outputs[0].logprobs or ()
-        return torch.tensor([found[i] for i in some]), llm.info.manifest["activations"]
+        return torch.tensor([found[i] for i in some]), llm.info.manifest.activations
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_tables_stay_packed_and_give_the_same_tokens(
     controller, ready = build_controller(config)
     assert play(controller, [request]).tokens["a"] == greedy(folder, ids, COUNT)
     planned, memory = explain(config)["memory"]["weights"], ready.info.memory
-    assert memory["weights"] == memory["measured_weights"] == planned
+    assert memory.weights == memory.measured_weights == planned
     for ranks in (1, 2):
         found = explain(from_overrides(str(folder), {**keys, "infer.tp_size": ranks}))
         # QKV, output, gate and up, and down of two layers.

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from evener.contracts.outputs import FinishReason, PromptOutputs
+from evener.engine.facts.engine_info import EngineInfo
+from evener.engine.facts.memory_plan import MeasuredMemory
 from evener.engine.wire.client import EngineClient
-from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import (
     Abort,
     Command,
@@ -60,6 +61,13 @@ class _Running:
     scored: bool = False
 
 
+#: Of an engine without weights and state.
+NO_MEMORY = MeasuredMemory(
+    weights=0, copies=0, mapped=0, tables=0, workspace=0, state=0, blocks=0, block_bytes=0, free=0,
+    measured_weights=0, measured_mapped=0, measured_host=0,
+)  # fmt: skip
+
+
 class FakeEngine(EngineClient):
     """See the module's docstring. Thread-safe.
 
@@ -84,7 +92,8 @@ class FakeEngine(EngineClient):
     ) -> None:
         fields: dict[str, Any] = {
             "model": "", "served_name": "fake", "max_model_len": 128, "vocab_size": 512,
-            "backend": "fake", "backend_reason": "asked for", **(info_overrides or {}),
+            "backend": "fake", "backend_reason": "asked for", "device": "", "memory": NO_MEMORY,
+            **(info_overrides or {}),
         }  # fmt: skip
         self.info = EngineInfo(**fields)
         self.sent: list[ToController] = []

@@ -22,10 +22,10 @@ from evener.contracts.generation.chat import Chat
 from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import Delta, RequestOutput
 from evener.contracts.pooling import Embedding
+from evener.engine.facts.engine_info import EngineInfo
 from evener.engine.processes.launch import join_script
 from evener.engine.wire import messages as wire
 from evener.engine.wire.client import EngineClient
-from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.pooling import text_vectors
 from evener.errors import EngineDeadError, EngineError, EvenerError, RenderTimeoutError
 from evener.frontend.capacity import Capacity, Reservation
@@ -65,6 +65,7 @@ class AsyncLLM(AsyncWeightCommands):
         # Not asyncio's own threads: a burst of long texts must not delay other work. Renderings take turns anyway.
         self._texts, self._renderings = ThreadPoolExecutor(2, "evener-text"), ThreadPoolExecutor(1, "evener-render")
         self._frontend: Frontend | None = None
+        #: The chat templates; None before the engine is ready.
         self.chat: Chat | None = None
         self._prepared: tuple[Frontend, Chat] | None = None
         self._capacity: Capacity | None = None
@@ -314,17 +315,6 @@ class AsyncLLM(AsyncWeightCommands):
             EngineDeadError: the engine has stopped or is not ready.
         """
         return await self._ask(wire.GetStats(), wire.StatsReport)  # type: ignore[no-any-return]
-
-    async def warm_up_chat(self) -> None:
-        """Start the process that renders chat templates, so that the first chat does not wait for it.
-
-        Raises:
-            TemplateError: it does not start.
-            EngineDeadError: the engine has stopped or is not ready.
-        """
-        self._ready_frontend()
-        assert self.chat is not None, "made together with the front end"
-        await asyncio.to_thread(self.chat.warm_up)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait for the open ones; False if they do not end within ``timeout`` seconds."""

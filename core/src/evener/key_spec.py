@@ -233,6 +233,6 @@ def format_value(value: object) -> str:
     """A value as the user would type it."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return ",".join(map(str, value)) or "none"
     return "none" if value is None else str(value)

@@ -15,9 +15,9 @@ from evener.contracts.adapters import Adapters
 from evener.contracts.media import MediaPrompt
 from evener.contracts.outputs import RequestOutput
 from evener.contracts.pooling import Embedding
+from evener.engine.facts.engine_info import EngineInfo
 from evener.engine.processes.launch import join_script
 from evener.engine.wire.client import EngineClient
-from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import Command, CommandDone, Dead, Ready
 from evener.engine.wire.pooling import text_vectors
 from evener.errors import EngineDeadError, EngineError, RequestError

@@ -5,13 +5,14 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from evener.config.build import from_overrides
 from evener.config.checkpoint import ModelFacts, facts_of, read_model_facts
 from evener.config.cpu_cores import usable_cores
 from evener.config.packages import Packages
-from evener.config.resolve import GIB, DeviceFacts, ResolvedConfig, resolve_config
+from evener.config.resolve import GIB, DeviceFacts, ResolvedConfig, ResolvedValue, resolve_config
 from evener.config.schema import key_specs
 from evener.errors import CheckpointError, ConfigError
 from evener_inspection.config_command import aligned
@@ -113,18 +114,19 @@ def test_with_value_returns_a_new_resolved_config() -> None:
     before = resolve()
     after = before.with_value("infer.block_size", 16, "every provider offers it")
     assert (before.block_size, after.block_size) == ("auto", 16)
-    assert ("infer.block_size", 16, "every provider offers it") in after.rows()
+    assert after.values()["infer.block_size"] == ResolvedValue(16, "every provider offers it")
 
 
 def test_every_key_is_printed_with_its_value_and_reason() -> None:
     resolved = resolve(asked={"seed": 7})
-    rows = {key: (value, reason) for key, value, reason in resolved.rows()}
-    assert rows.keys() == key_specs().keys()
-    assert all(reason for _, reason in rows.values())
-    assert rows["seed"] == (7, "as asked") and rows["infer.depth"] == (2, "one is computed, one is read")
-    assert rows["infer.max_reqs"] == (64, "for host memory") and rows["backend"][0] == "host"
-    assert json.loads(json.dumps(resolved.to_json()))["dtype"]["value"] == "bfloat16"
-    assert len(aligned(resolved).splitlines()) == len(rows)
+    found = resolved.values()
+    assert found.keys() == key_specs().keys()
+    assert all(each.reason for each in found.values())
+    assert found["seed"] == ResolvedValue(7, "as asked")
+    assert found["infer.depth"] == ResolvedValue(2, "one is computed, one is read")
+    assert found["infer.max_reqs"] == ResolvedValue(64, "for host memory") and found["backend"].value == "host"
+    assert json.loads(msgspec.json.encode(found))["dtype"]["value"] == "bfloat16"
+    assert len(aligned(resolved).splitlines()) == len(found)
 
 
 def test_both_spellings_of_a_checkpoints_type_and_nested_settings_are_read() -> None:
@@ -182,6 +184,6 @@ def test_hardware_threads_of_one_core_count_once_and_a_containers_share_limits_t
 
 def test_no_secret_is_shown_with_the_resolved_values() -> None:
     resolved = resolve(asked={"serve.api_keys": ["s3cret", "other"]})
-    assert "s3cret" not in aligned(resolved) + json.dumps(resolved.to_json()) + repr(resolved)
-    assert resolved.to_json()["serve.api_keys"] == {"value": "(hidden)", "reason": "as asked"}
-    assert resolve().to_json()["serve.api_keys"] == {"value": [], "reason": "the default"}
+    assert "s3cret" not in aligned(resolved) + str(resolved.values()) + repr(resolved)
+    assert resolved.values()["serve.api_keys"] == ResolvedValue("(hidden)", "as asked")
+    assert resolve().values()["serve.api_keys"] == ResolvedValue([], "the default")

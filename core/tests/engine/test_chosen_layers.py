@@ -76,7 +76,7 @@ def test_chosen_layers_compute_what_they_do_in_the_whole_model(
     assert [slot.name.split(".")[2] for slot in part.executor.worker.assembly.build.slots] == list(map(str, numbers))  # type: ignore[attr-defined]
     found = play(part, MESSAGES)
     assert found.tokens == expected.tokens and found.pooled == expected.pooled
-    assert ready.info.config["infer.layers"]["value"] == text.split(",")
+    assert ready.info.config["infer.layers"].value == text.split(",")
     # Two ranks, and two stages that share the chosen layers.
     for ranks in ({"tp_size": 2}, {"pp_size": 2}):
         several = play(ranked(changed(config, layers=text, **ranks)), MESSAGES)
@@ -124,7 +124,7 @@ def test_only_chosen_layers_are_in_the_memory_plan_and_loaded(make_lively: Any) 
     assert part.block_bytes * 5 == whole.block_bytes
     _, ready = build_controller(changed(config, layers="4"))
     memory = ready.info.memory
-    assert memory["measured_weights"] + memory["measured_mapped"] == part.weights + part.mapped
+    assert memory.measured_weights + memory.measured_mapped == part.weights + part.mapped
 
 
 def test_a_start_with_chosen_layers_says_that_the_text_is_not_the_models(make_config: Any, caplog: Any) -> None:

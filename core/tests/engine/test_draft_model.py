@@ -185,7 +185,7 @@ def test_a_smaller_model_of_another_family_drafts(make_lively: Any, play: Any) -
     assert {name: tokens for name, tokens in found.tokens.items() if name != "high"} == expected.tokens
     assert controller.scheduler.stats.drafted_tokens > 0
     plan = executor.worker.facts.info.memory
-    assert plan["weights"] > strict_controller(config)[1].worker.facts.info.memory["weights"]
+    assert plan.weights > strict_controller(config)[1].worker.facts.info.memory.weights
 
 
 def test_a_step_without_drafts_is_one_step_of_the_draft_model(

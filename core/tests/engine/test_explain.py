@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -39,11 +40,11 @@ def test_explain_matches_what_a_run_uses(make_config: Any) -> None:
     config: Config = make_config("Gemma3")
     found, (_, ready) = explain(config), build_controller(config)
     info: Any = ready.info
-    assert found["ops"] == [row for row in info.manifest["ops"] if row["op"] != "attention"]
-    assert found["packings"] == info.manifest["packings"] and found["fallbacks"] == info.manifest["fallbacks"]
+    assert found["ops"] == [row for row in msgspec.to_builtins(info.manifest.ops) if row["op"] != "attention"]
+    assert found["packings"] == info.manifest.packings and found["fallbacks"] == info.manifest.fallbacks
     for name in ("weights", "tables", "workspace", "state", "blocks", "block_bytes"):
-        assert found["memory"][name] == info.memory[name], name
-    assert found["graphs"]["reason"] in info.manifest["notes"]
+        assert found["memory"][name] == info.memory.to_json()[name], name
+    assert found["graphs"]["reason"] in info.manifest.notes
 
 
 def test_explain_lists_provider_sizes_and_rejected_providers_of_each_state_group(make_config: Any) -> None:

@@ -326,7 +326,7 @@ def test_prefixes_of_different_salts_and_adapters_are_not_mixed(make_lively: Any
 def test_a_host_that_is_too_small_for_all_chats_changes_no_token(make_lively: Any, play: Any, shrink_pool: Any) -> None:
     config = make_lively("Llama", **HOST)
     controller, ready = build_controller(config)
-    assert any("blocks that leave the prefix cache go to host memory" in note for note in ready.info.manifest["notes"])
+    assert any("blocks that leave the prefix cache go to host memory" in note for note in ready.info.manifest.notes)
     shrink_pool(controller, least_blocks(controller))
     small = controller.scheduler.connector = HostBlocks(controller.scheduler.state, 6)
     assert talk(controller, play) == expected(NaiveModel(config.model, max_positions=128))

@@ -70,8 +70,8 @@ def test_weight_estimate_is_exact_to_the_byte(make_config: Any) -> None:
     for family in ("Llama", "Gemma3"):
         _, ready = build_controller(make_config(family))
         memory: Any = ready.info.memory
-        assert memory["measured_weights"] == pytest.approx(memory["weights"], rel=0.05)
-        assert memory["total"] <= 8 << 30 and memory["state"] == memory["blocks"] * memory["block_bytes"]
+        assert memory.measured_weights == pytest.approx(memory.weights, rel=0.05)
+        assert memory.total <= 8 << 30 and memory.state == memory.blocks * memory.block_bytes
 
 
 def test_a_pool_for_one_longest_request_serves_it_and_others_after_it(make_config: Any, shrink_pool: Any) -> None:
@@ -104,8 +104,8 @@ def test_on_a_device_with_its_own_memory_state_gets_what_warm_up_leaves(make_con
     keys = {"infer.kv_memory": "auto", "infer.max_reqs": 64, "infer.step_tokens": 64}
     controller, ready = build_controller(make_config(**keys))
     memory: Any = ready.info.memory
-    left = (1 << 20) - memory["workspace"] - int(0.05 * (2 << 20))
-    assert memory["blocks"] == left // memory["block_bytes"] == controller.scheduler.state.pool.count
+    left = (1 << 20) - memory.workspace - int(0.05 * (2 << 20))
+    assert memory.blocks == left // memory.block_bytes == controller.scheduler.state.pool.count
     played = play(controller, [NewRequest(id="a", prompt=list(range(40)), max_tokens=8)])
     assert played.reasons() == {"a": "length"}
 
@@ -115,7 +115,7 @@ def test_requests_are_shorter_where_a_warm_up_leaves_less_than_the_longest_takes
     keys = {"infer.kv_memory": "auto", "infer.max_reqs": 2, "infer.step_tokens": 64, "infer.max_seq_len": "auto"}
     controller, ready = build_controller(make_config("Llama", {"max_position_embeddings": 3_000}, **keys))
     length = ready.info.max_model_len
-    assert 64 < length < 3_000 and "a warm-up left" in ready.info.config["infer.max_seq_len"]["reason"]
+    assert 64 < length < 3_000 and "a warm-up left" in ready.info.config["infer.max_seq_len"].reason
     played = play(controller, [NewRequest(id="a", prompt=[7] * (length - 8), max_tokens=8)])
     assert played.reasons() == {"a": "length"}
 
@@ -137,7 +137,7 @@ def test_a_context_cut_by_the_memory_for_state_says_so_in_the_log_and_to_the_fro
         _, ready = build_controller(make_config("Llama", {"max_position_embeddings": 8_000}, **keys))
     assert ready.info.max_model_len < 8_000
     reason = "the memory for state holds no more; a larger infer.kv_memory allows up to 8000"
-    assert ready.info.config["infer.max_seq_len"]["reason"] == reason
+    assert ready.info.config["infer.max_seq_len"].reason == reason
     assert f"a request has at most {ready.info.max_model_len} tokens: {reason}" in caplog.text
     frontend, _ = FrontendSettings().build(ready.info, lambda message: None)
     assert frontend.context.endswith(f"({reason})")
@@ -151,7 +151,7 @@ def test_a_kv_memory_that_no_request_can_use_is_named_with_what_state_gets(
         _, ready = build_controller(make_config(**{"infer.kv_memory": asked}))
     (record,) = [each for each in caplog.records if "infer.kv_memory is" in each.getMessage()]
     assert record.levelname == level
-    size = f"{asked >> 30}.00 GiB, but state gets {ready.info.memory['state'] / 2**20:.1f} MiB: "
+    size = f"{asked >> 30}.00 GiB, but state gets {ready.info.memory.state / 2**20:.1f} MiB: "
     assert size in record.getMessage() and "(infer.max_reqs)" in record.getMessage()
 
 

@@ -114,7 +114,7 @@ def test_a_worker_process_gives_the_same_tokens_and_its_death_ends_requests_with
         after = type(played)()
         while not after.tokens:
             after.see(client.receive(PATIENCE))
-        os.kill(executor.pids[0], signal.SIGKILL)
+        os.kill(executor.children[0].process.pid, signal.SIGKILL)
         while not after.dead:
             after.see(client.receive(PATIENCE))
         ended_with(after, ["later0", "later1", "later2"], "worker", "SIGKILL")

@@ -96,8 +96,8 @@ def test_the_memory_plan_has_one_byte_an_element_and_the_manifest_says_why(
     plain, narrow = (
         build_controller(make_lively("Llama", **more))[1].info for more in ({}, {"infer.kv_dtype": "fp8_e4m3"})
     )
-    assert plain.memory["block_bytes"] == 4 * narrow.memory["block_bytes"]
-    notes = narrow.manifest["notes"]
+    assert plain.memory.block_bytes == 4 * narrow.memory.block_bytes
+    notes = narrow.manifest.notes
     assert "keys and values are stored as fp8_e4m3: infer.kv_dtype=fp8_e4m3" in notes
     assert any("with scales of 1, because none were found" in record.message for record in caplog.records)
 

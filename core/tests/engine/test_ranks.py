@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from evener.config.resolve import ResolvedValue
+from evener.engine.facts.engine_info import EngineInfo
+from evener.engine.facts.worker_facts import WorkerFacts, merge_facts
 from evener.engine.processes.local_clients import InlineClient
 from evener.engine.processes.process_executor import ProcessExecutor
 from evener.engine.processes.start import build_controller, start_engine
-from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.messages import NewRequest, Sampling
-from evener.engine.wire.worker_facts import WorkerFacts, merge_facts
 from evener.errors import ArchitectureError, EngineDeadError, EngineError
+from evener_conformance.fake_engine import NO_MEMORY
 from evener_conformance.reference.engine import RunResult
 from evener_inspection.rank_threads import RankThreads
 
@@ -38,7 +40,7 @@ def test_two_ranks_match_one_and_the_death_of_either_is_reported_by_name(
     alone.close()
     controller, ready = build_controller(make_config(**{"infer.tp_size": 2}))
     executor = controller.executor
-    assert isinstance(executor, ProcessExecutor) and len(executor.pids) == 2
+    assert isinstance(executor, ProcessExecutor) and len(executor.children) == 2
     assert len(ready.info.ranks) == 2
     client = InlineClient(controller, ready)
     try:
@@ -48,7 +50,7 @@ def test_two_ranks_match_one_and_the_death_of_either_is_reported_by_name(
         after = type(expected)()
         while not after.tokens:
             after.see(client.receive(PATIENCE))
-        os.kill(executor.pids[1], signal.SIGKILL)
+        os.kill(executor.children[1].process.pid, signal.SIGKILL)
         while not after.dead:
             after.see(client.receive(PATIENCE))
         (reason,) = after.dead
@@ -72,14 +74,14 @@ def test_a_stopped_rank_times_out_and_all_processes_exit(rank: int, make_config:
         while not played.tokens:
             played.see(client.receive(PATIENCE))
             assert not played.dead, played.dead
-        os.kill(executor.pids[rank], signal.SIGSTOP)
+        os.kill(executor.children[rank].process.pid, signal.SIGSTOP)
         while not played.dead:
             played.see(client.receive(PATIENCE))
         assert f"rank {rank} (stage {rank} of 2) process sent no heartbeat" in played.dead[0]
         assert played.reasons() == dict.fromkeys(("r0", "r1", "r2"), "error")
     finally:
         client.close()
-    assert executor._children[rank].process.returncode == -signal.SIGKILL
+    assert executor.children[rank].process.returncode == -signal.SIGKILL
 
 
 def test_a_hanging_step_times_out(make_config: Any, warm_children: None) -> None:
@@ -106,7 +108,7 @@ def test_ranks_of_one_process_share_the_device_of_a_backend_that_has_one(make_co
     try:
         assert [worker.assembly.device.index for worker in executor.workers] == [0, 0]
         assert [worker.assembly.ranks.local_size for worker in executor.workers] == [2, 2]
-        assert ready.info.config["executor"] == {"value": "inline", "reason": "as asked"}
+        assert ready.info.config["executor"] == ResolvedValue("inline", "as asked")
     finally:
         controller.executor.close()
 
@@ -114,9 +116,16 @@ def test_ranks_of_one_process_share_the_device_of_a_backend_that_has_one(make_co
 def test_merged_facts_are_the_minimum_and_different_state_is_an_error() -> None:
     def facts(blocks: int, length: int, cut: int = 1) -> WorkerFacts:
         info = EngineInfo(
-            model="", served_name="", max_model_len=length, vocab_size=9, device="d", backend="b", backend_reason=""
+            model="",
+            served_name="",
+            max_model_len=length,
+            vocab_size=9,
+            device="d",
+            backend="b",
+            backend_reason="",
+            memory=NO_MEMORY,
         )
-        return WorkerFacts([], [cut], blocks, 16, 4, length, 24, 24, info)
+        return WorkerFacts([], [cut], blocks, 16, 4, length, 24, info)
 
     both = merge_facts([facts(10, 90), facts(12, 80)])
     assert (both.blocks, both.max_seq_len, both.info.max_model_len) == (10, 80, 80)

@@ -14,8 +14,8 @@ import torch
 from evener.config.schema import Config
 from evener.contracts.media import make_item
 from evener.contracts.outputs import PromptOutputs
+from evener.engine.batching.micro_batches import MicroBatches
 from evener.engine.controller.controller import Controller
-from evener.engine.controller.scheduler import MicroBatches
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.worker.stages import PipelineChannel
@@ -193,9 +193,9 @@ def test_irecv_is_started_by_the_plan_that_sends(
         expected += self is first._ids
         return irecv(self, tensor, source)
 
-    def passing(self: PipelineChannel, stream: torch.Tensor, plan: Any, parts: Any) -> None:
+    def passing(self: PipelineChannel, stream: torch.Tensor, plan: Any, *where: Any) -> None:
         nonlocal waiting
-        send_stream(self, stream, plan, parts)
+        send_stream(self, stream, plan, *where)
         waiting += bool(plan.samples)
         assert expected == waiting, "else the last stage's device waits for a plan that may wait for it"
 

@@ -23,6 +23,7 @@ from evener.engine.controller.blocks import BlockPool
 from evener.engine.controller.state import BlockTable, StateManager
 from evener.errors import UnknownNameError
 
+from .pools import take
 from .traffic import patient
 
 KINDS = {kind.name: kind for kind in BUILTIN_KINDS}
@@ -135,18 +136,18 @@ def test_the_block_pool_counts_references_and_remembers_keys_until_a_block_is_gi
 
 def test_a_block_with_a_known_prefix_is_given_out_after_those_without_one() -> None:
     pool = BlockPool(5)
-    first, second, third, fourth = pool.allocate(4) or []
+    first, second, third, fourth = take(pool, 4)
     pool.set_key(first, "a")
     pool.set_key(second, "b")
     pool.release([first, third, second, fourth])
-    assert set(pool.allocate(2) or []) == {third, fourth}
-    assert pool.allocate(1) == [first], "the least recently used prefix goes first"
+    assert set(take(pool, 2)) == {third, fourth}
+    assert take(pool, 1) == [first], "the least recently used prefix goes first"
     assert pool.find("a") is None and pool.find("b") == second
 
 
 def test_releasing_an_unreferenced_block_is_an_assertion_error() -> None:
     pool = BlockPool(3)
-    (block,) = pool.allocate(1) or []
+    (block,) = take(pool, 1)
     pool.release([block])
     with pytest.raises(AssertionError, match="more often than it was taken"):
         pool.release([block])

@@ -31,6 +31,7 @@ from evener_kv.transfer.remote_blocks import RemoteBlocks
 from evener_kv.transfer.settings import Address
 
 from .counted import counters
+from .pools import take
 
 GREEDY = Sampling(temperature=0.0)
 KEY = b"0123456789abcdef-key"
@@ -237,7 +238,7 @@ def test_blocks_are_held_until_they_are_needed_or_for_as_long_as_was_set(
     hold(engine, play, prompts()[0])
     hold(engine, play, prompts()[1], "q")
     assert pool.used == 4
-    taken = pool.allocate(pool.free - 4)
+    taken = take(pool, pool.free - 4)
     # Six blocks are needed, and four are free: the blocks held for longest go first.
     message = NewRequest(id="long", prompt=[5 + i % 60 for i in range(80)], max_tokens=9, sampling=GREEDY)
     assert play(engine, [message]).reasons() == {"long": "length"}
@@ -249,10 +250,10 @@ def test_fetched_state_waits_for_free_blocks(make_lively: Any, play: Any, pair: 
     first, second, address = pair(config)
     hold(first, play, prompt)
     pool = second.scheduler.state.pool
-    taken = pool.allocate(pool.free - 6)
+    taken = take(pool, pool.free - 6)
     second.handle([NewRequest(id="long", prompt=[4], max_tokens=60, sampling=GREEDY)])
     second.step()
-    more = pool.allocate(pool.free - 2)
+    more = take(pool, pool.free - 2)
     second.handle([NewRequest(id="d", prompt=prompt, max_tokens=9, sampling=GREEDY, transfer=f"{address}/p")])
     until = time.monotonic() + 60
     while not second.scheduler.connector._fetches or not second.scheduler.connector._fetches["d"].over.is_set():
@@ -270,7 +271,7 @@ def test_a_fetched_request_keeps_its_turn_when_its_time_is_over(make_lively: Any
     first, second, address = pair(make_lively("Llama"), kv_transfer_seconds=1.0)
     hold(first, play, prompts()[2])
     pool, connector = second.scheduler.state.pool, second.scheduler.connector
-    pool.allocate(pool.free - 2)
+    take(pool, pool.free - 2)
     second.handle([NewRequest(id="d", prompt=prompts()[2], max_tokens=9, sampling=GREEDY, transfer=f"{address}/p")])
     request, until = second.scheduler.waiting[0], time.monotonic() + 60
     while not connector._fetches or not connector._fetches["d"].over.is_set():
@@ -317,7 +318,7 @@ def test_many_prompts_at_once_in_a_small_pool_change_no_token(
         hold(first, play, prompt, f"p{index}")
     pool = second.scheduler.state.pool
     free = max(free, second.scheduler.state.blocks_for(80, 24) * pool.slab + 1)
-    taken = pool.allocate(max(0, pool.free - free) // pool.slab)
+    taken = take(pool, max(0, pool.free - free) // pool.slab)
     messages = [
         NewRequest(id=f"{way}{index}", prompt=prompt, max_tokens=12, sampling=GREEDY,
                    transfer=f"{address}/p{index}" if way == "there" else "")
@@ -509,7 +510,7 @@ def test_blocks_in_host_memory_are_not_fetched_and_fetched_blocks_stay_there(
         """Let all blocks leave the device."""
         pool = controller.scheduler.state.pool
         controller.scheduler.connector.remote._held.expire()
-        pool.release(pool.allocate(pool.free // pool.slab))
+        pool.release(take(pool, pool.free // pool.slab))
 
     def held(tokens: list[int], name: str) -> str:
         hold(first, play, tokens, name)
@@ -541,7 +542,7 @@ def test_a_block_that_is_taken_before_its_contents_come_is_neither_kept_nor_writ
         assert time.monotonic() < until
     assert len(connector.remote.unwritten) == 3
     assert connector.give_back()
-    taken = pool.allocate(pool.free)
+    taken = take(pool, pool.free)
     assert taken and not connector.host.places._by_key
     assert connector.moves() is None
     pool.release(taken)

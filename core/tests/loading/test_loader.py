@@ -79,9 +79,7 @@ def tensors_of(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -
 def load(folder: Path, dtype: str = "bfloat16", layout: str = "plain") -> tuple[Builder, WeightBytes]:
     checkpoint = open_checkpoint(folder)
     build = declare(checkpoint.config, dtype, checkpoint.headers, layout)
-    report = load_weights(
-        build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ignored=build.ignored, ties=build.ties
-    )
+    report = load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, [build])
     estimate = estimate_weights(build.weights, PACKINGS, checkpoint.headers)
     assert (estimate.allocated, estimate.mapped) == (report.allocated, report.mapped)
     return build, report
@@ -198,7 +196,7 @@ def test_an_architecture_may_ignore_tensors_by_pattern(write_folder: Write, conf
     checkpoint = open_checkpoint(write_folder({**tensors_of(config), "mtp.0.weight": torch.zeros(2)}))
     build = declare(config, headers=checkpoint.headers)
     build.ignore(r"mtp\..*")
-    load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ignored=build.ignored)
+    load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, [build])
 
 
 def test_a_head_stored_beside_the_embedding_that_it_is_tied_to_must_be_equal(write_folder: Write, config: Any) -> None:
@@ -267,7 +265,7 @@ def test_uploading_through_pinned_buffers_gives_the_same_weights(
     checkpoint, device = Opaque(folder), PinnedBufferDevice()
     build = declare(checkpoint.config, dtype, checkpoint.headers, layout)
     with torch.inference_mode():
-        load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ties=build.ties, pinned_device=device)
+        load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, [build], pinned_device=device)
     for got, expected in zip(build.weights, want.weights, strict=True):
         pair = [w.value.data if isinstance(w, LinearWeight) else w.value for w in (got, expected)]
         pair = [p[0] if isinstance(p, tuple) else p for p in pair]
@@ -298,9 +296,8 @@ def test_a_file_that_ends_in_the_middle_is_an_error_that_names_it_and_the_tensor
     checkpoint.tensor("model.norm.weight")  # the map is made while the file is whole
     os.truncate(file, file.stat().st_size - 600)
     with pytest.raises(CheckpointError, match=r"cannot read '[a-z_.0-9]+' from .*\.safetensors: it ends too early"):
-        load_weights(
-            build.weights, checkpoint, Unquantized(), PACKINGS, CPU, ties=build.ties, pinned_device=PinnedBufferDevice()
-        )
+        others, device = [build], PinnedBufferDevice()
+        load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, others, pinned_device=device)
     checkpoint.close()
 
 

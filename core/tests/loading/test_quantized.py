@@ -14,6 +14,7 @@ from evener.contracts.declared import LinearWeight
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import BLOCKS, PackedWeight, Packing, WeightPart, block_format, plain
+from evener.engine.facts.manifest_report import ManifestReport
 from evener.errors import CheckpointError
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
@@ -149,7 +150,7 @@ def test_a_weight_with_a_part_that_the_packing_refuses_is_dequantized_whole_with
     [line] = resolver.manifest.dequantized_lines()
     more = 3 * (COLUMNS * 4 - 68)
     assert line.startswith(f"1 tensor is dequantized from q8_0 to float32, {more} bytes more (blocks: holds no ")
-    assert resolver.manifest.to_json()["dequantized"] == [line]
+    assert ManifestReport.of(resolver.manifest).dequantized == [line]
 
 
 def test_an_unpacked_tensor_is_dequantized_once_for_all_readers(

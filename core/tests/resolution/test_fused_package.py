@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from evener.engine.controller.controller import Controller
+from evener.engine.facts.manifest_report import OpChoice, Refusal
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ResolveError
@@ -132,15 +133,15 @@ def calls_of_one_step(controller: Controller) -> Counter[str]:
     return found
 
 
-def ops(ready: Any, name: str) -> list[dict[str, Any]]:
-    return [row for row in ready.info.manifest["ops"] if row["op"] == name]
+def ops(ready: Any, name: str) -> list[OpChoice]:
+    return [row for row in ready.info.manifest.ops if row.op == name]
 
 
 def test_a_composite_replaces_four_calls_of_a_model_that_was_not_edited(make_config: Any, fused: None) -> None:
     with_it, ready = build_controller(make_config())
     without, _ = build_controller(make_config(**{"ops.norm_qkv_rotary_write": "reference"}))
     (row,) = ops(ready, "norm_qkv_rotary_write")
-    assert (row["provider"], row["sites"], row["refused"]) == ("fused/entry", LAYERS, [])
+    assert (row.provider, row.sites, row.refused) == ("fused/entry", LAYERS, [])
     assert tokens(with_it) == tokens(without)
     new, old = calls_of_one_step(with_it), calls_of_one_step(without)
     assert new["kernels.fused_entry"] == LAYERS and not old["kernels.fused_entry"]
@@ -154,9 +155,9 @@ def test_a_kernel_for_some_buckets_leaves_the_rest_to_the_expansion_with_equal_t
 ) -> None:
     some, ready = build_controller(make_config(**{"fused.up_to": 4}))
     ours, rest = ops(ready, "norm_qkv_rotary_write")
-    assert (ours["provider"], ours["buckets"]) == ("fused/entry", ["1", "2", "3..4"])
-    assert (rest["provider"], rest["buckets"]) == ("expanded", ["5..8", "9..16", "17..24"])
-    assert rest["refused"] == [{"provider": "fused/entry", "reason": "serves at most 4 tokens"}]
+    assert (ours.provider, ours.buckets) == ("fused/entry", ["1", "2", "3..4"])
+    assert (rest.provider, rest.buckets) == ("expanded", ["5..8", "9..16", "17..24"])
+    assert rest.refused == [Refusal("fused/entry", "serves at most 4 tokens")]
     whole, _ = build_controller(make_config(**{"ops.norm_qkv_rotary_write": "reference"}))
     assert tokens(some) == tokens(whole)
 
@@ -166,14 +167,14 @@ def test_a_model_that_the_kernel_refuses_is_expanded_and_the_manifest_has_its_re
 ) -> None:
     controller, ready = build_controller(make_config("Qwen3"))
     (row,) = ops(ready, "norm_qkv_rotary_write")
-    assert row["provider"] == "expanded" and "head norms" in row["refused"][0]["reason"]
+    assert row.provider == "expanded" and "head norms" in row.refused[0].reason
     assert all(len(answer) == 10 for answer in tokens(controller).values())
 
 
 def test_a_kernel_for_another_state_layout_is_not_used(make_config: Any, fused: None) -> None:
     _, ready = build_controller(make_config(**{"fused.layout": "elsewhere"}))
     (row,) = ops(ready, "norm_qkv_rotary_write")
-    assert row["provider"] == "expanded" and "'elsewhere'" in row["refused"][0]["reason"]
+    assert row.provider == "expanded" and "'elsewhere'" in row.refused[0].reason
 
 
 def test_an_engine_without_fallbacks_refuses_to_start_and_names_what_is_missing(make_config: Any, fused: None) -> None:
@@ -188,11 +189,11 @@ def test_fallbacks_that_are_to_be_listed_are_a_warning_each_when_the_engine_star
     _, ready = build_controller(make_config(max_fallback=allowed))
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "only the reference" in r.message]
     ops = {line.removeprefix("only the reference serves ").split(" (at ")[0] for line in said}
-    assert ops == (set(ready.info.manifest["fallbacks"]) if allowed == "listed" else set())  # type: ignore[index]
+    assert ops == (set(ready.info.manifest.fallbacks) if allowed == "listed" else set())  # type: ignore[index]
     assert len(said) == len(ops)
 
 
 def test_the_manifest_lists_the_fallbacks(make_config: Any, fused: None) -> None:
     _, ready = build_controller(make_config())
-    fallbacks = ready.info.manifest["fallbacks"]  # type: ignore[index]
+    fallbacks = ready.info.manifest.fallbacks  # type: ignore[index]
     assert {"linear", "attention", "greedy"} <= set(fallbacks) and "rotary" not in fallbacks

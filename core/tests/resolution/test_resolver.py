@@ -15,6 +15,7 @@ from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, Packing, WeightPart
 from evener.contracts.state import LatentProvider, StateProvider
+from evener.engine.facts.manifest_report import ManifestReport, OpChoice, Refusal
 from evener.errors import PluginError, ResolveError, UnknownNameError
 from evener.layers.builder import Builder
 from evener.ops.reference.linear import PLAIN, PlainPacking
@@ -126,8 +127,8 @@ def resolved(
     return resolver, build
 
 
-def rows(resolver: Resolver, op: str) -> list[dict[str, Any]]:
-    return [row for row in resolver.manifest.rows() if row["op"] == op]
+def rows(resolver: Resolver, op: str) -> list[OpChoice]:
+    return [row for row in ManifestReport.of(resolver.manifest).ops if row.op == op]
 
 
 def test_every_token_count_falls_into_its_bucket() -> None:
@@ -148,7 +149,7 @@ def test_without_kernels_every_primitive_is_the_reference_and_every_composite_is
         "mlp_block",
         "head",
     }
-    assert "linear" in resolver.manifest.to_json()["fallbacks"]
+    assert "linear" in ManifestReport.of(resolver.manifest).fallbacks
     assert all(len(site.table) == len(BUCKETS) for site in build.sites)
 
 
@@ -156,27 +157,27 @@ def test_a_kernel_that_serves_some_buckets_leaves_the_rest_to_the_reference_and_
     kernel = Fast("rotary", high=4)
     resolver, _ = resolved(kernel)
     ours, rest = rows(resolver, "rotary")
-    assert (ours["provider"], ours["version"], ours["buckets"], ours["refused"]) == (
+    assert (ours.provider, ours.version, ours.buckets, ours.refused) == (
         "acme/fast",
         "1.2",
         ["1", "2", "3..4"],
         [],
     )
-    assert (rest["provider"], rest["version"], rest["buckets"]) == ("reference", "0.1", ["5..8", "9..16"])
-    assert rest["refused"] == [{"provider": "acme/fast", "reason": "serves 1 to 4 tokens"}]
-    assert ours["sites"] == rest["sites"] == 3 and set(kernel.built) == set(BUCKETS[:3])
+    assert (rest.provider, rest.version, rest.buckets) == ("reference", "0.1", ["5..8", "9..16"])
+    assert rest.refused == [Refusal("acme/fast", "serves 1 to 4 tokens")]
+    assert ours.sites == rest.sites == 3 and set(kernel.built) == set(BUCKETS[:3])
 
 
 def test_a_kernel_must_serve_the_whole_bucket() -> None:
     resolver, _ = resolved(Fast("rotary", high=7))
-    assert [row["buckets"] for row in rows(resolver, "rotary")] == [["1", "2", "3..4"], ["5..8", "9..16"]]
+    assert [row.buckets for row in rows(resolver, "rotary")] == [["1", "2", "3..4"], ["5..8", "9..16"]]
 
 
 def test_the_highest_priority_that_fits_wins_a_bucket_and_a_tie_goes_to_the_name_that_sorts_first() -> None:
     few, many = Fast("rotary", "few", high=2, priority=9), Fast("rotary", "many", low=9, priority=9)
     zeta, alpha = Fast("rotary", "zeta"), Fast("rotary", "alpha")
     resolver, _ = resolved(zeta, many, alpha, few)
-    found = {tuple(row["buckets"]): row["provider"] for row in rows(resolver, "rotary")}
+    found = {tuple(row.buckets): row.provider for row in rows(resolver, "rotary")}
     assert found == {("1", "2"): "acme/few", ("3..4", "5..8"): "acme/alpha", ("9..16",): "acme/many"}
 
 
@@ -192,12 +193,12 @@ def test_a_kernel_for_a_composite_is_used_at_every_site_and_its_parts_are_not_re
 def test_a_fused_kernel_is_a_candidate_only_where_its_state_layout_won() -> None:
     fused = Fast("norm_qkv_rotary_write", state_layout="acme.paged")
     (refused,) = rows(resolved(fused)[0], "norm_qkv_rotary_write")
-    assert refused["provider"] == "expanded"
-    assert refused["refused"] == [
-        {"provider": "acme/fast", "reason": "is written for state layout 'acme.paged', but 'reference' was chosen"}
+    assert refused.provider == "expanded"
+    assert refused.refused == [
+        Refusal("acme/fast", "is written for state layout 'acme.paged', but 'reference' was chosen")
     ]
     (taken,) = rows(resolved(fused, states=[Picky("acme.paged")])[0], "norm_qkv_rotary_write")
-    assert taken["provider"] == "acme/fast"
+    assert taken.provider == "acme/fast"
 
 
 def test_a_layout_is_chosen_when_kernels_read_it_in_every_bucket() -> None:
@@ -208,14 +209,14 @@ def test_a_layout_is_chosen_when_kernels_read_it_in_every_bucket() -> None:
     resolver, build = resolved(small, large)
     assert set(resolver.manifest.packings.values()) == {"tiled"}
     assert {w.layout for w in build.weights if isinstance(w, LinearWeight)} == {"tiled"}
-    assert "reference" not in {row["provider"] for row in rows(resolver, "linear")}
+    assert "reference" not in {row.provider for row in rows(resolver, "linear")}
 
 
 def test_a_layout_that_one_bucket_cannot_read_is_not_chosen() -> None:
     resolver, _ = resolved(Fast("linear", high=4, packings=(Tiled(),)))
     assert set(resolver.manifest.packings.values()) == {"plain"}
-    assert all(row["provider"] == "reference" for row in rows(resolver, "linear"))
-    assert {r["reason"] for row in rows(resolver, "linear") for r in row["refused"]} == {
+    assert all(row.provider == "reference" for row in rows(resolver, "linear"))
+    assert {r.reason for row in rows(resolver, "linear") for r in row.refused} == {
         "does not read weight in layout 'plain'"
     }
 
@@ -223,7 +224,7 @@ def test_a_layout_that_one_bucket_cannot_read_is_not_chosen() -> None:
 def test_a_kernel_that_also_reads_the_plain_layout_serves_its_buckets_beside_the_reference() -> None:
     resolver, _ = resolved(Fast("linear", high=4, packings=(Tiled(), PLAIN)))
     assert set(resolver.manifest.packings.values()) == {"plain"}
-    assert {row["provider"] for row in rows(resolver, "linear")} == {"acme/fast", "reference"}
+    assert {row.provider for row in rows(resolver, "linear")} == {"acme/fast", "reference"}
 
 
 def test_a_packing_that_cannot_hold_the_weight_is_skipped() -> None:
@@ -242,7 +243,7 @@ def test_the_best_state_provider_that_supports_a_group_gets_it_as_a_unit() -> No
     best, good = Picky("best", "no head_dim of 22", 9), Picky("good", None, 5, ["full"])
     resolver, build = resolved(family="Gemma3", states=[good, best])
     assert [slot.provider.name for slot in build.slots if slot.provider] == ["reference"] * 3 + ["good"]
-    reasons = {row["provider"]: [r["reason"] for r in row["refused"]] for row in rows(resolver, "attention")}
+    reasons = {row.provider: [r.reason for r in row.refused] for row in rows(resolver, "attention")}
     assert reasons == {
         "acme/good": ["no head_dim of 22"],
         "reference": ["no head_dim of 22", "does not serve state of kind 'window'"],
@@ -261,19 +262,19 @@ def test_state_of_an_unserved_kind_is_an_error_with_the_reasons() -> None:
 def test_a_forced_provider_is_used_though_another_has_priority(wanted: str) -> None:
     kernels = [Fast("rotary", "slow"), Fast("rotary", "rapid", priority=9, package="other"), Fast("rms_norm", "quick")]
     resolver, _ = resolved(*kernels, forced={"rotary": wanted})
-    assert [row["provider"] for row in rows(resolver, "rotary")] == ["acme/slow"]
-    assert [row["provider"] for row in rows(resolver, "rms_norm")] == ["acme/quick"]
+    assert [row.provider for row in rows(resolver, "rotary")] == ["acme/slow"]
+    assert [row.provider for row in rows(resolver, "rms_norm")] == ["acme/quick"]
 
 
 def test_a_forced_name_keeps_the_others_out_and_the_manifest_names_the_option() -> None:
     resolver, _ = resolved(Fast("rotary", "a", priority=9), Fast("rotary", "b"), forced={"rotary": "b"})
     (row,) = rows(resolver, "rotary")
-    assert row["provider"] == "acme/b" and row["refused"] == [{"provider": "acme/a", "reason": "ops.rotary=b"}]
+    assert row.provider == "acme/b" and row.refused == [Refusal("acme/a", "ops.rotary=b")]
     resolver, _ = resolved(
         Fast("rotary"), states=[Picky("best")], forced={"rotary": "reference", "attention": "reference"}
     )
-    assert rows(resolver, "rotary")[0]["provider"] == rows(resolver, "attention")[0]["provider"] == "reference"
-    assert rows(resolver, "attention")[0]["refused"] == [{"provider": "acme/best", "reason": "ops.attention=reference"}]
+    assert rows(resolver, "rotary")[0].provider == rows(resolver, "attention")[0].provider == "reference"
+    assert rows(resolver, "attention")[0].refused == [Refusal("acme/best", "ops.attention=reference")]
 
 
 def test_a_forced_state_provider_that_refuses_is_an_error_with_its_reason_and_no_silent_fallback() -> None:
@@ -285,7 +286,7 @@ def test_of_a_forced_packages_state_providers_the_best_that_does_not_refuse_is_u
     states = [Picky("best", "for another chip", 9), Picky("good", None, 1)]
     resolver, build = resolved(states=states, forced={"attention": "acme"})
     assert {slot.provider.name for slot in build.slots if slot.provider} == {"good"}
-    assert rows(resolver, "attention")[0]["refused"] == [{"provider": "acme/best", "reason": "for another chip"}]
+    assert rows(resolver, "attention")[0].refused == [Refusal("acme/best", "for another chip")]
     with pytest.raises(ResolveError, match=r"asked for; acme/best: for another chip; acme/good: too wide; or"):
         resolved(states=[states[0], Picky("good", "too wide", 1)], forced={"attention": "acme"})
 
@@ -294,8 +295,8 @@ def test_forcing_a_state_provider_affects_only_the_kinds_of_state_that_it_serves
     states = [Picky("narrow", None, 5, ["full"]), Picky("wide", None, 1)]
     resolver, build = resolved(family="Gemma3", states=states, forced={"attention": "narrow"})
     assert [slot.provider.name for slot in build.slots if slot.provider] == ["wide"] * 3 + ["narrow"]
-    assert {"provider": "acme/narrow", "reason": "does not serve state of kind 'window'"} in [
-        refused for row in rows(resolver, "attention") for refused in row.get("refused", [])
+    assert Refusal("acme/narrow", "does not serve state of kind 'window'") in [
+        refused for row in rows(resolver, "attention") for refused in row.refused
     ]
 
 

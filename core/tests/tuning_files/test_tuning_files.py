@@ -13,6 +13,7 @@ import pytest
 from evener.contracts.declared import CallSite
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction, Variant
+from evener.engine.facts.manifest_report import ManifestReport, OpChoice, Refusal
 from evener.errors import ConfigError, ResolveError
 from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
@@ -77,7 +78,7 @@ def entry(*measured: Measurement, tokens: str = "1", static: Mapping[str, Any] =
     return Entry("rms_norm", tokens, dict(static), list(measured))
 
 
-def resolved(*kernels: Kernel, entries: Sequence[Entry] = (), **fields: Any) -> tuple[list[dict[str, Any]], Any]:
+def resolved(*kernels: Kernel, entries: Sequence[Entry] = (), **fields: Any) -> tuple[list[OpChoice], Any]:
     """The manifest's rows, and what the site's callable for one token gives."""
     tuned = TuningTable()
     tuned.add("chip.json", entries)
@@ -90,7 +91,7 @@ def resolved(*kernels: Kernel, entries: Sequence[Entry] = (), **fields: Any) -> 
     resolver = Resolver(available)
     resolver.sites([site])
     provider = resolver.manifest.choices[0].provider
-    return list(resolver.manifest.rows()), None if provider == "reference" else site.table[0]()
+    return ManifestReport.of(resolver.manifest).ops, None if provider == "reference" else site.table[0]()
 
 
 def test_the_fastest_measured_kernel_goes_before_priority_and_the_manifest_names_the_second() -> None:
@@ -102,10 +103,10 @@ def test_the_fastest_measured_kernel_goes_before_priority_and_the_manifest_names
     )
     rows, result = resolved(slow, fast, entries=[entry(*measured)])
     assert result == ("fast", {})
-    assert rows[0]["provider"] == "acme/fast" and rows[0]["tokens"] == ["1"]
-    assert rows[0]["why"] == "chosen by tuning file chip.json: 12.3 µs, beats 15.1 µs of acme/slow"
+    assert rows[0].provider == "acme/fast" and rows[0].tokens == ["1"]
+    assert rows[0].why == "chosen by tuning file chip.json: 12.3 µs, beats 15.1 µs of acme/slow"
     # The other bucket was not measured.
-    assert rows[1]["provider"] == "acme/slow" and rows[1]["tokens"] == ["2"] and "why" not in rows[1]
+    assert rows[1].provider == "acme/slow" and rows[1].tokens == ["2"] and not rows[1].why
 
 
 def test_a_kernel_is_built_in_the_variant_that_was_fastest() -> None:
@@ -114,7 +115,7 @@ def test_a_kernel_is_built_in_the_variant_that_was_fastest() -> None:
         kernel, entries=[entry(Measurement("acme/wide", 2.0, {"width": 8}), Measurement("acme/wide", 3))]
     )
     assert result == ("wide", {"width": 8})
-    assert rows[0]["provider"] == "acme/wide[width=8]" and "beats 3.0 µs of acme/wide" in rows[0]["why"]
+    assert rows[0].provider == "acme/wide[width=8]" and "beats 3.0 µs of acme/wide" in rows[0].why
     assert kernel.built == [{"width": 8}, {}]
 
 
@@ -123,12 +124,12 @@ def test_a_removed_variant_is_skipped_with_the_reason() -> None:
         Wide("wide", 1), entries=[entry(Measurement("acme/wide", 2.0, {"width": 16}), Measurement("acme/wide", 3.0))]
     )
     assert result == ("wide", {})
-    assert rows[0]["refused"] == [{"provider": "acme/wide", "reason": "has no variant [width=16] any more"}]
+    assert rows[0].refused == [Refusal("acme/wide", "has no variant [width=16] any more")]
 
 
 def test_the_reference_may_be_the_fastest() -> None:
     rows, _ = resolved(Wide("wide", 1), entries=[entry(Measurement("reference", 1.0), Measurement("acme/wide", 2.0))])
-    assert rows[0]["provider"] == "reference" and "1.0 µs, beats 2.0 µs of acme/wide" in rows[0]["why"]
+    assert rows[0].provider == "reference" and "1.0 µs, beats 2.0 µs of acme/wide" in rows[0].why
 
 
 @pytest.mark.parametrize(
@@ -142,21 +143,21 @@ def test_the_reference_may_be_the_fastest() -> None:
 def test_a_forced_provider_overrides_measurements(fields: dict[str, Any], provider: str) -> None:
     measured = Measurement("acme/fast", 1.0), Measurement("acme/slow", 2.0, {"width": 4}), Measurement("reference", 3.0)
     rows, _ = resolved(Wide("slow", 9), Wide("fast", 1), entries=[entry(*measured)], **fields)
-    assert rows[0]["provider"] == provider
+    assert rows[0].provider == provider
 
 
 def test_max_fallback_none_ignores_a_measured_reference() -> None:
     measured = entry(Measurement("reference", 1.0), Measurement("acme/wide", 2.0))
     rows, _ = resolved(Wide("wide", 1), entries=[measured], max_fallback="none")
-    assert rows[0]["provider"] == "acme/wide"
+    assert rows[0].provider == "acme/wide"
     with pytest.raises(ResolveError):
         resolved(entries=[measured], max_fallback="none")
 
 
 def test_a_measured_kernel_that_refuses_the_call_is_not_taken() -> None:
     rows, _ = resolved(Wide("fast", 1, high=0), Wide("slow", 0), entries=[entry(Measurement("acme/fast", 1.0))])
-    assert rows[0]["provider"] == "acme/slow"
-    assert rows[0]["refused"] == [{"provider": "acme/fast", "reason": "is too narrow"}]
+    assert rows[0].provider == "acme/slow"
+    assert rows[0].refused == [Refusal("acme/fast", "is too narrow")]
 
 
 @pytest.mark.parametrize("changed", [{"hidden": 16}, {"dtype": "bfloat16"}, {"eps": 1e-5}])
@@ -164,7 +165,7 @@ def test_measurements_do_not_apply_to_other_shapes_and_dtypes(changed: dict[str,
     rows, _ = resolved(
         Wide("slow", 9), Wide("fast", 1), entries=[entry(Measurement("acme/fast", 1.0), static={**STATIC, **changed})]
     )
-    assert [row["provider"] for row in rows] == ["acme/slow"]
+    assert [row.provider for row in rows] == ["acme/slow"]
 
 
 def test_a_truncated_last_bucket_uses_the_full_bucket_s_measurement() -> None:

@@ -76,9 +76,9 @@ class EvenerEngine(LLMEngine):  # type: ignore[misc]  # Dynamo ships no types
         return EngineConfig(
             model=self._config.model, served_model_name=info.served_name,
             llm=LlmRegistration(
-                context_length=info.max_model_len, kv_cache_block_size=info.config["infer.block_size"]["value"],
+                context_length=info.max_model_len, kv_cache_block_size=info.config["infer.block_size"].value,
                 total_kv_blocks=(await llm.stats()).blocks, max_num_seqs=info.max_reqs,
-                max_num_batched_tokens=info.config["infer.step_tokens"]["value"],
+                max_num_batched_tokens=info.config["infer.step_tokens"].value,
             ),
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from evener.contracts.checkpoint import Headers, ModelFiles
 from evener.contracts.quant import BLOCKS
 from evener.distributed.world import World
 from evener.errors import CheckpointError, ConfigError
-from evener.loading.match import IGNORABLE_BUFFERS, match_context
+from evener.loading.match import IGNORABLE_BUFFERS
 from evener_convert.gguf_check import check_same_model, check_same_tokenizer, check_usable_tokenizer
 from evener_convert.pieces import Piece, Read, Stored
 from evener_convert.source import Source, declare, description
@@ -98,11 +98,11 @@ def _element_headers(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
         CheckpointError: such a head differs from the embedding.
     """
     checkpoint, found = source.checkpoint, {}
-    context = match_context(declare(source, World()))
+    build = declare(source, World())
     for name, (dtype, shape) in checkpoint.headers.items():
-        if any(re.fullmatch(pattern, name) for pattern in (*IGNORABLE_BUFFERS, *context["ignored"])):
+        if any(re.fullmatch(pattern, name) for pattern in (*IGNORABLE_BUFFERS, *build.ignored)):
             continue
-        twin = context["ties"].get(name)
+        twin = build.ties.get(name)
         if twin is not None and twin in checkpoint.headers:
             if not torch.equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
                 raise CheckpointError(

@@ -23,7 +23,7 @@ from evener.distributed.world import World
 from evener.errors import ArchitectureError, ConfigError, EngineError
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
-from evener.loading.match import check_match, match_context
+from evener.loading.match import check_match
 from evener.loading.views import view_checkpoint
 from evener.plugins.discover import installed_catalog
 from evener_convert.pieces import Piece, rank_pieces, whole_pieces
@@ -79,7 +79,7 @@ def open_source(config: Config) -> Source:
     )
     source = Source(config, checkpoint, family, scheme)
     build = declare(source, World())
-    check_match(build.weights, checkpoint.headers, scheme, where=str(path), **match_context(build))
+    check_match(build.weights, checkpoint.headers, scheme, [build], str(path))
     return source
 
 

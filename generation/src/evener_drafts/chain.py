@@ -15,7 +15,7 @@ another one follows, one token's state is that of the other text. It can make a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -28,7 +28,7 @@ from evener.engine.wire.plan import Plan, StepMasks
 from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.runner import ForwardStep, Runner
-from evener.engine.worker.step_layout import StepLayout
+from evener.engine.worker.step_layout import LayoutArrays, StepLayout
 from evener.resolution.buckets import bucket_index
 
 
@@ -118,8 +118,8 @@ class ChainDrafter(ABC):
             if at:
                 alone = Plan(id=plan.id, slots=own, starts=[place - 2 for place in places], counts=[1] * len(rows))
                 layout = StepLayout(alone)
-                parts = layout.upload(device)
-                states = self._go_on(states, self._with_following(self._alone.step(layout, parts), parts))
+                arrays = layout.upload(device)
+                states = self._go_on(states, self._with_following(self._alone.step(layout, arrays), arrays))
             where = device.upload(np.array([own, places], dtype=np.int32))
             # A copy, because the op may overwrite it.
             ids = self._likeliest(states.clone(), _bare(states))
@@ -127,32 +127,32 @@ class ChainDrafter(ABC):
             found.append(device.readback(ids))
         return found
 
-    def _with_following(self, step: ForwardStep, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
+    def _with_following(self, step: ForwardStep, arrays: LayoutArrays[torch.Tensor]) -> ForwardStep:
         """The step with the tokens behind its own."""
-        following = self.runner.tables.tokens[parts["token_slots"], parts["positions"] + 1]
+        following = self.runner.tables.tokens[arrays.token_slots, arrays.positions + 1]
         return replace(step, token_ids=following, embedding_overrides=None)
 
     def _after(
         self, plan: Plan, done: PendingStep | Draw, hidden: torch.Tensor, step: ForwardStep,
-        parts: Mapping[str, torch.Tensor],
+        arrays: LayoutArrays[torch.Tensor],
     ) -> PendingStep | Draw:  # fmt: skip
         if isinstance(done, PendingStep):
-            self._compute(plan, hidden, step, parts)
+            self._compute(plan, hidden, step, arrays)
             return done
 
         def draw(masks: StepMasks | None) -> PendingStep:
             pending = done(masks)
-            self._compute(plan, hidden, step, parts)
+            self._compute(plan, hidden, step, arrays)
             return pending
 
         return draw
 
-    def _compute(self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: Mapping[str, torch.Tensor]) -> None:
+    def _compute(self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, arrays: LayoutArrays[torch.Tensor]) -> None:
         """The state of a step's tokens, once the last of each request was sampled."""
-        states = self._follow(hidden, self._with_following(step, parts))
+        states = self._follow(hidden, self._with_following(step, arrays))
         if plan.samples:
-            places = (parts["sample_positions"] - 1) % self._places
-            self._kept[parts["sample_slots"], places] = states.index_select(0, parts["last"])
+            places = (arrays.sample_positions - 1) % self._places
+            self._kept[arrays.sample_slots, places] = states.index_select(0, arrays.last)
 
 
 def _bare(rows: torch.Tensor) -> ForwardStep:

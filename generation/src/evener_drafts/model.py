@@ -27,14 +27,14 @@ from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.runner import ForwardStep, Runner
-from evener.engine.worker.step_layout import StepShape
+from evener.engine.worker.step_layout import StepArrays, StepShape
 
 
 class DraftRunner(Runner):
     """Runs the draft model. Its vocabulary may lack the model's last ids: it reads its own last one in their place."""
 
-    def step(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
-        step = super().step(shape, parts)
+    def step(self, shape: StepShape, arrays: StepArrays[torch.Tensor]) -> ForwardStep:
+        step = super().step(shape, arrays)
         step.token_ids = step.token_ids.clamp(max=self.model.vocab_size - 1)
         return step
 

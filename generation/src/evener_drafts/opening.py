@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from evener.config.schema import InferConfig
 from evener.contracts.generation.drafter import Drafter
-from evener.engine.wire.worker_facts import WorkerFacts
+from evener.engine.facts.worker_facts import WorkerFacts
 from evener.errors import ConfigError, DescriptorError
 from evener.plugins.discover import installed_catalog
 from evener_generation.drafting.speculation import Speculation, measured

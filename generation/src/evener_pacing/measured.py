@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from evener.config.schema import Config
 from evener.contracts.generation.drafts import DecodingRequest
-from evener.engine.batching.step_limit import StepLimit
 from evener.engine.wire.plan import Plan
 from evener_pacing.chosen import chosen
+from evener_pacing.timed_executor import TimedLimit
 
 #: Tokens of a step that is always allowed: with fewer, reading the weights would cost more time than computing.
 LEAST_TOKENS = 128
@@ -36,7 +36,7 @@ def measured_steps(config: Config, max_reqs: int) -> MeasuredSteps | None:
     return MeasuredSteps(config.infer.step_target / config.infer.pp_size, max_reqs)
 
 
-class MeasuredSteps(StepLimit):
+class MeasuredSteps(TimedLimit):
     """Limits steps to what is computed in a target time.
 
     Args:

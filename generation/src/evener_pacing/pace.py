@@ -29,11 +29,11 @@ from collections.abc import Sequence
 
 from evener.config.schema import Config
 from evener.contracts.generation.drafts import DecodingRequest
-from evener.engine.batching.step_limit import StepLimit
 from evener.engine.wire.plan import Plan
 from evener.errors import ConfigError
 from evener_pacing.chosen import chosen
 from evener_pacing.costs import StepCosts, StepWork
+from evener_pacing.timed_executor import TimedLimit
 
 #: Prompt tokens that a step may always have.
 LEAST_TOKENS = 32
@@ -67,7 +67,7 @@ def paced_steps(config: Config, max_reqs: int) -> PacedSteps | None:
     return PacedSteps(config.infer.step_target / config.infer.pp_size, ratio)
 
 
-class PacedSteps(StepLimit):
+class PacedSteps(TimedLimit):
     """Limits steps so that answers go on evenly while prompts keep up.
 
     Args:

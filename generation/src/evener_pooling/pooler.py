@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from evener.contracts.pooling import PoolingSettings
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.plan import Plan
 from evener.engine.worker.runner import ForwardStep, Runner
+from evener.engine.worker.step_layout import LayoutArrays
 
 #: Applies the model's head to rows [R, hidden]; float32 [R, width].
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -36,33 +37,33 @@ class Pooler:
         self._held = torch.zeros(0 if self._pooling == "last" else slots, width, dtype=torch.float32, device=where)
 
     def _step(
-        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: Mapping[str, torch.Tensor]
+        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, arrays: LayoutArrays[torch.Tensor]
     ) -> PendingStep:
-        rows = self._pool(plan.counts, hidden, parts, partial(self._runner.logits, step=step))
+        rows = self._pool(plan.counts, hidden, arrays, partial(self._runner.logits, step=step))
         if not plan.samples:
             return PendingStep(plan, None)
-        ends = parts["sample_positions"]
-        pending = self._runner.store_ids(plan, parts["sample_slots"], ends, torch.zeros_like(ends), ())
+        ends = arrays.sample_positions
+        pending = self._runner.store_ids(plan, arrays.sample_slots, ends, torch.zeros_like(ends), ())
         pending.pooled = [self._runner.device.readback(rows)]
         return pending
 
     def _pool(
-        self, counts: Sequence[int], hidden: torch.Tensor, parts: Mapping[str, torch.Tensor], head: Head
+        self, counts: Sequence[int], hidden: torch.Tensor, arrays: LayoutArrays[torch.Tensor], head: Head
     ) -> torch.Tensor:
         """Take a step's tokens. Returns the pooled rows of the prompts that end in it, float32 [N, width].
 
         Args:
             counts: tokens of each of the step's rows, ``Plan.counts``.
             hidden: hidden states of the step's tokens, [T, hidden].
-            parts: the arrays of its ``StepLayout`` on the device.
+            arrays: those of the step.
         """
         if self._pooling == "last":
-            rows = hidden.index_select(0, parts["last"])
+            rows = hidden.index_select(0, arrays.last)
             rows = head(rows) if len(rows) else rows
             return rows[:, self._tokens] if self._tokens else rows
-        slots, first = parts["slots"], parts["query_start"][:-1]
+        slots, first = arrays.slots, arrays.query_start[:-1]
         each: Head = torch.Tensor.float if self._head_last else head
-        begins = parts["positions"].index_select(0, first).eq(0)[:, None]
+        begins = arrays.positions.index_select(0, first).eq(0)[:, None]
         held = self._held.index_select(0, slots)
         if self._pooling == "mean":
             # Not index_add: sums have to be the same each time.
@@ -71,6 +72,6 @@ class Pooler:
         else:
             held = torch.where(begins, each(hidden.index_select(0, first)), held)
         self._held[slots] = held
-        pooled = self._held.index_select(0, parts["sample_slots"])
-        pooled = pooled / parts["sample_positions"][:, None] if self._pooling == "mean" else pooled
+        pooled = self._held.index_select(0, arrays.sample_slots)
+        pooled = pooled / arrays.sample_positions[:, None] if self._pooling == "mean" else pooled
         return head(pooled) if self._head_last and len(pooled) else pooled

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from evener.cli.command import Command, print_result, read_config
 from evener.config.schema import key_specs
 from evener.config.stages import config_of_stage
@@ -45,13 +47,13 @@ def main(argv: list[str]) -> int:
     resolved = resolve_config(config, model, device)
     if config.backend is None:
         resolved = resolved.with_value("backend", loaded.backend.name, loaded.selection.reason)
-    print_result(arguments, resolved.to_json(), lambda: aligned(resolved))
+    print_result(arguments, msgspec.to_builtins(resolved.values()), lambda: aligned(resolved))
     return 0
 
 
 def aligned(resolved: ResolvedConfig) -> str:
     """The rows of a configuration as aligned lines of text."""
-    cells = [(key, format_value(value), reason) for key, value, reason in resolved.rows()]
+    cells = [(key, format_value(found.value), found.reason) for key, found in resolved.values().items()]
     wide = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
     return "\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {reason}".rstrip() for key, value, reason in cells)
 

@@ -123,7 +123,7 @@ def _measure(config: Config, bench: Bench) -> tuple[dict[str, Any], list[list[St
         info = llm.info
         if info.pooling is not None:
             raise ConfigError(f"{config.model} generates no text, and evener bench-engine times generation")
-        step = info.config["infer.step_tokens"]["value"]
+        step = info.config["infer.step_tokens"].value
         times = []
         for load in bench.loads:
             wanted = load.new_tokens(min(step, _LEAST_STEP))
@@ -132,7 +132,7 @@ def _measure(config: Config, bench: Bench) -> tuple[dict[str, Any], list[list[St
     about = {
         "model": info.served_name, "architecture": info.architecture, "device": info.device, "backend": info.backend,
         "dtype": info.dtype, "tp_size": config.infer.tp_size, "pp_size": config.infer.pp_size,
-        "weights": "random" if config.load == "dummy" else "the checkpoint's", "memory": info.memory,
+        "weights": "random" if config.load == "dummy" else "the checkpoint's", "memory": info.memory.to_json(),
     }  # fmt: skip
     del llm, client
     gc.collect()  # an engine has cycles, and its weights are on the device

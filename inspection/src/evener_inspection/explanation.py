@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
@@ -15,8 +17,9 @@ from evener.errors import CheckpointError
 
 if TYPE_CHECKING:
     from evener.config.resolve import ResolvedConfig
+    from evener.engine.facts.manifest_report import OpChoice
+    from evener.engine.facts.memory_plan import MemoryPlan
     from evener.engine.worker.assembly import Assembly
-    from evener.engine.worker.memory import MemoryPlan
 
 #: Files that hold weights, or an index of them.
 _WEIGHTS = ("*.safetensors*", "*.bin*", "*.gguf")
@@ -35,6 +38,7 @@ def explain(config: Config) -> dict[str, Any]:
             no error but part of the result (``problem``).
     """
     search = BackendSearch(config_of_stage(config, 0).backend)
+    from evener.engine.facts.manifest_report import ManifestReport
     from evener.engine.worker.assembly import find_graph_capture
     from evener.engine.worker.memory import estimate_memory_plan
 
@@ -46,8 +50,8 @@ def explain(config: Config) -> dict[str, Any]:
     problems = [f"stage {row['stage']}: {row['memory']['problem']}" for row in stages if row["memory"]["problem"]]
     plan = dataclasses.replace(plan, problem="\n".join(problems) or plan.problem)
     largest = resolved.step_tokens, resolved.max_seq_len
-    manifest = a.resolver.manifest.to_json()
-    refused = {row["provider"]: row for row in manifest["ops"] if row["op"] == "attention"}
+    report = ManifestReport.of(a.resolver.manifest)
+    rows = [row for row in report.ops if row.op == "attention"]
     offer, graphs = find_graph_capture(a)
     backend = a.loaded.backend
     return {
@@ -61,18 +65,18 @@ def explain(config: Config) -> dict[str, Any]:
             "device": a.device.name,
         },
         "stages": stages,
-        "state": list(_state(a, refused)),
-        "ops": [row for row in manifest["ops"] if row["op"] != "attention"],
-        "attention": [row for row in manifest["ops"] if row["op"] == "attention"],
-        "packings": manifest["packings"],
-        "dequantized": manifest["dequantized"],
-        "activations": manifest["activations"],
+        "state": list(_state(a, rows)),
+        "ops": msgspec.to_builtins([row for row in report.ops if row.op != "attention"]),
+        "attention": msgspec.to_builtins(rows),
+        "packings": report.packings,
+        "dequantized": report.dequantized,
+        "activations": report.activations,
         "communicator": _communicator(a),
         "graphs": {"package": None if offer is None else offer.package, "reason": graphs},
         "memory": {**plan.to_json(), "lines": [*plan.lines(), *_scratch(a, *largest)]},
-        "fallbacks": manifest["fallbacks"],
-        "notes": [*manifest["notes"], *notes, *_divided_experts(a)],
-        "config": resolved.to_json(),
+        "fallbacks": report.fallbacks,
+        "notes": [*report.notes, *notes, *_divided_experts(a)],
+        "config": msgspec.to_builtins(resolved.values()),
     }  # fmt: skip
 
 
@@ -132,19 +136,19 @@ def _has_weights(path: Path) -> bool:
 def _weight_mismatch(a: Assembly) -> str | None:
     """Which tensors are missing, unexpected or of a wrong shape, by the files' headers; None if all match, or if no
     file was read."""
-    from evener.loading.match import check_match, match_context
+    from evener.loading.match import check_match
 
     try:
         if a.headers:
-            context = match_context(a.build, a.other_stages)
-            check_match(a.build.weights, a.headers, a.scheme, where=str(a.checkpoint.path), **context)
+            builds = (a.build, *a.other_stages)
+            check_match(a.build.weights, a.headers, a.scheme, builds, str(a.checkpoint.path))
     except CheckpointError as error:
         return str(error)
     return None
 
 
-def _state(a: Assembly, rows: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    size = a.geometry.block_size
+def _state(a: Assembly, rows: Sequence[OpChoice]) -> Iterator[dict[str, Any]]:
+    size, refused = a.geometry.block_size, {row.provider: row.refused for row in rows}
     labels = {candidate.value: candidate.label for candidate in a.resolver.available.states}
     for group in a.geometry.groups:
         provider = labels.get(group.provider, "reference")
@@ -152,7 +156,7 @@ def _state(a: Assembly, rows: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "kind": group.spec.kind, "window": group.spec.window, "layers": len(group.slots), "per": group.spec.per,
             "tensors": [f"{t.name} {list(t.shape)} {t.dtype}" for t in group.spec.tensors], "provider": provider,
             "block_size": size, "layer_bytes_per_block": group.provider.bytes_per_block(group.spec, size),
-            "graph": group.provider.graph, "refused": rows[provider]["refused"],
+            "graph": group.provider.graph, "refused": msgspec.to_builtins(refused[provider]),
         }  # fmt: skip
 
 

@@ -16,9 +16,9 @@ from evener.backend_search import BackendSearch
 from evener.config.schema import Config
 from evener.config.stages import config_of_stage, device_of_rank
 from evener.distributed.world import RankGroups, World
+from evener.engine.facts.worker_facts import merge_facts
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Order, StepResult
-from evener.engine.wire.worker_facts import merge_facts
 from evener.engine.worker.worker import Worker
 from evener_inspection.thread_communicator import ThreadCommunicator, thread_group
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from evener.config.schema import Config
 from evener.contracts.connector import BlockMover
 from evener.engine.controller.state import StateManager
-from evener.engine.wire.worker_facts import WorkerFacts
+from evener.engine.facts.worker_facts import WorkerFacts
 from evener.plugins.discover import core_version
 from evener_kv.files.rank_files import RankFiles
 from evener_kv.files.settings import FileSettings

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from evener.config.schema import Config
 from evener.contracts.connector import BlockMove, BlockMover, BlockMoves, BlockTransfer, Connector, StartingRequest
 from evener.engine.controller.state import StateManager
-from evener.engine.wire.worker_facts import WorkerFacts
+from evener.engine.facts.worker_facts import WorkerFacts
 from evener_kv.counted import Counted
 from evener_kv.host import HostConnector
 from evener_kv.host_blocks import HostBlocks

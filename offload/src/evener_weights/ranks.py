@@ -15,7 +15,7 @@ from evener.engine.worker.weights import load_stage
 from evener.engine.worker.worker import Worker
 from evener.errors import CheckpointError, EvenerError
 from evener.loading.checkpoint import open_checkpoint
-from evener.loading.match import check_match, match_context
+from evener.loading.match import check_match
 from evener.resolution.resolver import Resolver
 
 #: Of ``config.json``: who wrote it, with what.
@@ -41,7 +41,7 @@ def reopen(a: Assembly, folder: str) -> Assembly:
     if other := next((name for name in old if name in new and new[name] != old[name]), None):
         raise CheckpointError(f"{other} is {new[other]} in {folder}, and {old[other]} in the running model; store it "
                               "like that")  # fmt: skip
-    check_match(a.build.weights, new, scheme, where=folder, **match_context(a.build, a.other_stages))
+    check_match(a.build.weights, new, scheme, (a.build, *a.other_stages), folder)
     # A model cache holds the weights of the start.
     config = replace(a.config, config=replace(a.config.config, model_cache=None))
     return replace(a, config=config, checkpoint=checkpoint, scheme=scheme, headers=new)

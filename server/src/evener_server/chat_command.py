@@ -80,7 +80,8 @@ async def _local(command: Command, argv: list[str]) -> ChatModel:
     try:
         if llm.tokenizer is None:
             raise ConfigError(f"{config.model} has no tokenizer, which a chat needs; set tokenizer=FOLDER")
-        await llm.warm_up_chat()
+        assert llm.chat is not None, "the engine is ready"
+        await asyncio.to_thread(llm.chat.warm_up)
     except BaseException:
         await llm.close()
         raise

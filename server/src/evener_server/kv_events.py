@@ -31,7 +31,7 @@ import zmq
 
 from evener.config.schema import Config
 from evener.engine.controller.blocks import CacheListener
-from evener.engine.wire.worker_facts import WorkerFacts
+from evener.engine.facts.worker_facts import WorkerFacts
 from evener.errors import ConfigError
 from evener_server.options import ServerOptions
 

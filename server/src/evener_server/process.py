@@ -104,9 +104,11 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
             logger.info("%s: stopped before the engine had started", llm.name)
             return 128 + llm
         try:
-            if template is not None and llm.chat is not None:
+            assert llm.chat is not None, "the engine is ready"
+            if template is not None:
                 llm.chat.templates = {"default": template}
-            await llm.warm_up_chat()
+            # Otherwise the first chat would wait for the process that renders them.
+            await asyncio.to_thread(llm.chat.warm_up)
             if (unused := unused_file(config)) is not None:
                 logger.warning("%s", unused)
             run = _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys, traces, tls)

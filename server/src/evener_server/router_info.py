@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 
-from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.facts.engine_info import EngineInfo
 from evener_server.service import Service
 from evener_server.streaming import to_json
 
@@ -87,6 +87,5 @@ def cache_labels(info: EngineInfo) -> dict[str, str]:
 
 
 def setting(info: EngineInfo, key: str, default: Any) -> Any:
-    """The resolved value of a key, as the engine reports it."""
-    found = info.config.get(key)
-    return default if found is None else found["value"]
+    """The resolved value of a key; ``default`` if the engine does not report it."""
+    return info.config[key].value if key in info.config else default

@@ -11,11 +11,16 @@ import logging
 import random
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from evener.cli.command import Command, read_config
+from evener.config.resolve import ResolvedValue
 from evener.config.schema import Config
+from evener.engine.facts.manifest_report import ManifestReport
 from evener.errors import ConfigError, EngineError, EvenerError
 from evener.logs import set_up_logging
 from evener_server.collector import collector_paused, end_without_collection, objects_frozen
@@ -59,8 +64,8 @@ def main(argv: list[str]) -> int:
         print(answer.line(), file=sys.stderr)
     if outputs is not None:
         log.info("%s", answer.line())
-        outputs.write("resolved.json", answer.resolved)
-        outputs.write("manifest.json", answer.manifest)
+        outputs.write("resolved.json", msgspec.to_builtins(answer.resolved))
+        outputs.write("manifest.json", msgspec.to_builtins(answer.manifest))
         outputs.write("result.json", answer.to_json() | {"model": config.model, "sampling": dataclasses.asdict(params)})
         print(f"output folder: {outputs.folder}", file=sys.stderr)
     return 0
@@ -79,8 +84,8 @@ class _Answer:
     prompt_tokens: int = 0
     tokens: int = 0
     finish_reason: str | None = None
-    resolved: dict[str, Any] = field(default_factory=dict)
-    manifest: dict[str, Any] = field(default_factory=dict)
+    resolved: Mapping[str, ResolvedValue] = field(default_factory=dict)
+    manifest: ManifestReport = field(default_factory=ManifestReport)
 
     def rate(self) -> float | None:
         """Tokens per second after the first token; None for fewer than two tokens."""

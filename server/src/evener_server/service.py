@@ -14,7 +14,7 @@ from importlib_metadata import version
 from evener.async_llm import AsyncLLM
 from evener.contracts.pooling import check_task
 from evener.contracts.writing import ReasoningWriter
-from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.facts.engine_info import EngineInfo
 from evener.errors import RequestError
 from evener.sampling_params import SamplingParams
 from evener_server.bad_words import without_words

@@ -98,5 +98,5 @@ def version_info(service: Service) -> dict[str, Any]:
         "version": service.version,
         "backend": info and info.backend,
         "backend_reason": info and info.backend_reason,
-        "manifest": info and info.manifest,
+        "manifest": info and msgspec.to_builtins(info.manifest),
     }

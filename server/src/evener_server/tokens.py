@@ -81,7 +81,7 @@ class TokenService:
             RequestError: there is no tokenizer.
         """
         llm, tokenizer = self._service.llm, self._service.prompts.tokenizer
-        folder = self._service.info.config.get("tokenizer", {}).get("value") or self._service.info.model
+        folder = self._service.info.setting("tokenizer").value or self._service.info.model
         settings = await asyncio.to_thread(lambda: open_files(Path(folder)).json("tokenizer_config.json"))
         shown = {"tokenizer_class": type(tokenizer).__name__, **settings, **tokenizer.special_tokens}
         templates = {} if llm.chat is None else llm.chat.templates

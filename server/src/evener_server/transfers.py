@@ -20,7 +20,7 @@ _FIELDS = ("do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_
 
 def own_address(service: Service) -> tuple[str, int] | None:
     """Where other servers fetch blocks from this one; None: they cannot."""
-    address = service.info.config.get("offload.kv_transfer", {}).get("value")
+    address = service.info.setting("offload.kv_transfer").value
     if not address:
         return None
     host, _, port = str(address).rpartition(":")

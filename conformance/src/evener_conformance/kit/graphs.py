@@ -116,7 +116,7 @@ def _steps(check: Check, subject: Subject, seed: int, of: str, shape: Mapping[st
             except Exception as error:  # the backend's; it is the finding
                 yield check.result(case, "failed", format_backend_exception(error))
                 return
-    notes = "; ".join(info.manifest["notes"])
+    notes = "; ".join(info.manifest.notes)
     if "are captured" not in notes:
         yield check.result(case, "not applicable", notes)
         return

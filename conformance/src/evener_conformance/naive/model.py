@@ -113,9 +113,7 @@ class NaiveModel:
         packings = {PLAIN.layout: PLAIN}
         if checkpoint is None:
             return load_dummy(self.build.weights, packings, CPU, seed)
-        return load_weights(
-            self.build.weights, checkpoint, scheme, packings, CPU, ignored=self.build.ignored, ties=self.build.ties
-        )
+        return load_weights(self.build.weights, checkpoint, scheme, packings, CPU, [self.build])
 
     def _resolve(self, op: str, static: Mapping[str, Any]) -> OpFunction:
         if op.startswith("state."):

@@ -20,6 +20,7 @@ from evener.errors import ConfigError
 
 if TYPE_CHECKING:
     from evener.contracts.device import Device
+    from evener.key_spec import KeySpec
 
 GIB = 2**30
 #: Values for ``auto``: (with host memory, with device memory).
@@ -61,6 +62,14 @@ class DeviceFacts:
             backend=backend, name=device.name, dtypes=can.dtypes, emulated=can.emulated, host_memory=can.host_memory,
             graphs=can.graphs, free=free, local=local,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ResolvedValue:
+    """The value that a run uses for one key, and the reason for it. A sequence is a list."""
+
+    value: Any
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,23 +120,17 @@ class ResolvedConfig:
         changes: dict[str, Any] = {name: value, "reasons": {**self.reasons, key: reason}}
         return dataclasses.replace(self, **changes)
 
-    def rows(self) -> list[tuple[str, Any, str]]:
+    def values(self) -> dict[str, ResolvedValue]:
         """Every key with its value and reason, in the order of the documents; a secret's value is ``(hidden)``."""
-        specs, own = key_specs(), {f.name for f in dataclasses.fields(self)} - {"config", "reasons"}
-        rows: list[tuple[str, Any, str]] = []
-        for key, asked in to_flat(self.config).items():
-            name, spec = key.rpartition(".")[2], specs.get(key)
-            reason = self.reasons.get(key) or ("the default" if spec and asked == spec.default else "as asked")
-            value = getattr(self, name) if name in own and spec else asked
-            rows.append((key, "(hidden)" if spec and spec.secret and asked else value, reason))
-        return rows
+        specs = key_specs()
+        return {key: self._value(key, specs.get(key), asked) for key, asked in to_flat(self.config).items()}
 
-    def to_json(self) -> dict[str, dict[str, Any]]:
-        """``{key: {"value": …, "reason": …}}``, plain data."""
-        return {
-            key: {"value": list(value) if isinstance(value, tuple) else value, "reason": reason}
-            for key, value, reason in self.rows()
-        }
+    def _value(self, key: str, spec: KeySpec | None, asked: Any) -> ResolvedValue:
+        reason = self.reasons.get(key) or ("the default" if spec and asked == spec.default else "as asked")
+        if spec and spec.secret and asked:
+            return ResolvedValue("(hidden)", reason)
+        value = vars(self).get(key.rpartition(".")[2], asked) if spec else asked
+        return ResolvedValue(list(value) if isinstance(value, tuple) else value, reason)
 
 
 def resolve_config(config: Config, model: ModelFacts, device: DeviceFacts, serving: bool = False) -> ResolvedConfig:

@@ -29,7 +29,7 @@ class FormatParts:
             ``evener.contracts.adapters``.
         pooling_readers: functions that say how a model embeds or scores texts, ``{"name": "module:function"}``; see
             ``evener.contracts.pooling``.
-        quantizers: what quantizes weights while they are read, ``{"name": "module:Class"}``; the name is a value of
+        quantizers: quantize weights while they are read, ``{"name": "module:Class"}``; the name is a value of
             ``quant=``. See ``evener.contracts.conversion.quantizer``.
         state_formats: functions that decide which state is quantized, ``{"name": "module:function"}``; see
             ``evener.contracts.quantized``.
@@ -53,7 +53,7 @@ class GenerationParts:
         tool_parsers: readers of a model's tool calls, ``{"name": "module:Class"}``.
         reasoning_parsers: readers of a model's reasoning, ``{"name": "module:Class"}``.
         grammars: engines for structured output, ``{"name": "module:Class"}``.
-        drafters: what proposes tokens in speculative decoding, ``{"name": "module:Class"}``.
+        drafters: propose tokens in speculative decoding, ``{"name": "module:Class"}``.
     """
 
     tool_parsers: Mapping[str, str] = field(default_factory=dict)
@@ -67,10 +67,10 @@ class PinnedParts:
     """Parts of core that a package brings, all optional.
 
     Attributes:
-        draft_policies: what says which requests get drafts, ``{"name": "module:Class"}``; see
+        draft_policies: say which requests get drafts, ``{"name": "module:Class"}``; see
             ``evener.contracts.generation.drafts``.
-        worker_drafters: ``{"name": "module:Class"}``: what finds the ids of a drafter of the same name in the worker,
-            as ``evener.engine.worker.worker`` constructs it.
+        worker_drafters: ``{"name": "module:Class"}``: finds, in the worker, the ids of the drafter with the same name;
+            constructed as in ``evener.engine.worker.worker``.
         pooling_parts: ``{"choose": "module:function", "limits": "module:function", "outputs": "module:function",
             "pooler": "module:Class", "rows": "module:Class", "vectors": "module:Class"}``: see
             ``evener.contracts.pooling``.
@@ -78,8 +78,8 @@ class PinnedParts:
             ``evener.contracts.media``.
         executors: ``{"inline": "module:Class"}``: runs several ranks in one process; constructed with the configuration
             and the search for a backend.
-        grammar_masks: ``{"name": "module:function"}``: makes what gives the steps of requests with a grammar their
-            masks; see ``engine.controller.grammars``.
+        grammar_masks: ``{"name": "module:function"}``: makes the object that gives steps the masks of requests with a
+            grammar; see ``engine.controller.grammars``.
         adapters: ``{"name": "module:Class"}``: computes with adapters (LoRA); see ``evener.contracts.adapters``.
         weight_makers: ``{"name": "module:function"}``: fills weights, ``dummy`` for ``load=dummy`` and ``cache`` for
             ``model_cache``; called as ``evener_inspection.dummy_weights.load_dummy`` and
@@ -87,8 +87,8 @@ class PinnedParts:
         old_spellings: ``{"name": "module:Class"}``: rewrites legacy keys; see ``evener.config.old_spellings``.
         config_readers: ``{"name": "module:function"}``: makes the configuration of a command line and a file; called as
             ``evener_keys.command_line.from_command_line``.
-        stage_parts: ``{"check": "module:function", …}``: what stages on unlike devices need: ``settle``, ``check``,
-            ``config``, ``device``, ``meet`` and ``assemble``, called as functions of ``evener_stages``, and ``split``,
+        stage_parts: ``{"check": "module:function", …}``: functions for stages on unlike devices: ``settle``, ``check``,
+            ``config``, ``device``, ``meet`` and ``assemble``, called as those of ``evener_stages``, and ``split``,
             which says how many layers each stage gets.
         launchers: ``{"torchrun": "module:Class"}``: knows the ranks that a launcher has started; called as
             ``evener_torchrun.ranks.TorchrunEnv``.
@@ -96,13 +96,13 @@ class PinnedParts:
             ``evener.engine.worker.assembly`` constructs it.
         connectors: ``{"host": "module:Class"}``: keeps state that leaves the prefix cache; see
             ``evener.contracts.connector``.
-        cache_listeners: ``{"name": "module:function"}``: makes what hears of blocks that enter and leave the prefix
-            cache, or returns None; called with the configuration and the worker's facts; see
+        cache_listeners: ``{"name": "module:function"}``: makes an object that is told which blocks enter and leave the
+            prefix cache, or returns None; called with the configuration and the worker's facts; see
             ``engine.controller.blocks``.
-        step_limits: ``{"name": "module:function"}``: makes what limits the tokens of a server's steps, or returns None;
+        step_limits: ``{"name": "module:function"}``: makes the ``StepLimit`` of a server's steps, or returns None;
             called with the configuration and how many requests run at once. The first is used. See
             ``engine.batching.step_limit``.
-        engine_commands: ``{"weights": "module:Class"}``: what the engine does between steps, beside requests; see
+        engine_commands: ``{"weights": "module:Class"}``: work between steps, other than requests; see
             ``engine.wire.installed``.
     """
 

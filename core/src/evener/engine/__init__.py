@@ -1,8 +1,9 @@
-"""The engine, in seven packages. Read them in this order.
+"""The engine, in eight packages. Read them in this order.
 
 ==============  ===========================================================================================
 package         holds
 ==============  ===========================================================================================
+``facts``       what a started worker and a started engine say of themselves
 ``wire``        what crosses between the parts: messages, plans of steps, interfaces of client and executor
 ``batching``    how large a step may be
 ``controller``  the scheduler: which request computes which tokens in each step, and in which blocks
@@ -12,5 +13,6 @@ package         holds
 ``processes``   starting the parts in one process or in several, with their sockets and heartbeats
 ==============  ===========================================================================================
 
-``wire`` imports none of the others, ``controller`` and ``worker`` do not import each other, ``processes`` imports all.
+``facts`` imports none of the others, ``wire`` only ``facts``, ``controller`` and ``worker`` do not import each other,
+and ``processes`` imports all.
 """

@@ -22,7 +22,7 @@ from evener.loading.checkpoint import open_files
 if TYPE_CHECKING:
     from evener.config import Config
     from evener.contracts.checkpoint import ModelFiles
-    from evener.engine.wire.engine_info import EngineInfo
+    from evener.engine.facts.engine_info import EngineInfo
     from evener.engine.wire.messages import ToController
 
 
@@ -78,7 +78,7 @@ class FrontendSettings:
             plugins=RequestPlugins.load(self.plugins, model_dir, self.options),
             rng=None if self.seed is None else random.Random(self.seed),
             hidden_size=info.hidden_size, media_rows=info.media_rows, final_norm=info.final_norm,
-            context_reason=info.config.get("infer.max_seq_len", {}).get("reason", ""), pooling=info.pooling,
+            context_reason=info.setting("infer.max_seq_len").reason, pooling=info.pooling,
             adapters=adapters and adapters.front_end(info.adapters, (info.served_name,), send, self.lora_modules),
         )  # fmt: skip
         how = family().images(files.json("config.json")) if info.encoders else None

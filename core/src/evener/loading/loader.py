@@ -14,7 +14,8 @@ from evener.contracts.declared import Declared, LinearWeight, Slice, StackedWeig
 from evener.contracts.device import Device
 from evener.contracts.quant import PackedWeight, Packing, QuantScheme, WeightPart
 from evener.errors import CheckpointError
-from evener.loading.match import check_match, finding, shared_names
+from evener.layers.builder import Builder
+from evener.loading.match import check_match, finding, shared_names, tied_names
 from evener.loading.scheme import scheme_of
 from evener.loading.uploader import BUFFER_BYTES, BUFFER_COUNT, Uploader
 
@@ -35,8 +36,7 @@ class WeightBytes:
 
 def load_weights(
     declared: Sequence[Declared], checkpoint: Checkpoint, scheme: QuantScheme, packings: Mapping[str, Packing],
-    device: torch.device, *, ignored: Sequence[str] = (), ties: Mapping[str, str] | None = None,
-    other_stages: Sequence[Declared] = (), pinned_device: Device | None = None,
+    device: torch.device, builds: Sequence[Builder] = (), *, pinned_device: Device | None = None,
 ) -> WeightBytes:  # fmt: skip
     """Fill ``value`` of every declared weight and table. Call ``WeightGroup.bind`` afterwards.
 
@@ -46,15 +46,14 @@ def load_weights(
         scheme: how the checkpoint stores linear weights.
         packings: by layout.
         device: where the weights go.
-        ignored, ties: the builder's; see ``check_match``.
-        other_stages: weights that other pipeline stages read.
+        builds: of all stages; what they declare, ignore or tie may be in the checkpoint too.
         pinned_device: copies weights through its page-locked memory while others are read; None: one after another.
 
     Raises:
         CheckpointError: tensors are missing, left over or of other shapes, or tied tensors differ; nothing was loaded.
     """
-    check_match(declared, checkpoint.headers, scheme, ignored, ties, str(checkpoint.path), other_stages)
-    _check_ties(checkpoint, ties or {})
+    check_match(declared, checkpoint.headers, scheme, builds, str(checkpoint.path))
+    _check_ties(checkpoint, tied_names(builds))
     buffers = pinned_device.pinned_buffers(BUFFER_COUNT, BUFFER_BYTES) if pinned_device else ()
     with closing(Uploader(pinned_device, buffers)) if pinned_device and buffers else nullcontext() as uploader:
         return _Loader(checkpoint, scheme, packings, device, shared_names(declared), uploader).load(declared)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from evener.contracts.checkpoint import Headers
 from evener.contracts.declared import Declared, LinearWeight, Slice, StackedWeight, Weight
@@ -35,8 +34,8 @@ def stored_names(item: Declared, scheme: QuantScheme, headers: Headers) -> Itera
 
 
 def check_match(
-    declared: Sequence[Declared], headers: Headers, scheme: QuantScheme, ignored: Sequence[str] = (),
-    ties: Mapping[str, str] | None = None, where: str = "the checkpoint", other_stages: Sequence[Declared] = (),
+    declared: Sequence[Declared], headers: Headers, scheme: QuantScheme, builds: Sequence[Builder] = (),
+    where: str = "the checkpoint",
 ) -> None:  # fmt: skip
     """Compare the declared weights with the stored tensors.
 
@@ -44,17 +43,18 @@ def check_match(
         declared: the model's weights; tables are skipped.
         headers: ``{tensor: (dtype, shape)}``.
         scheme: how the checkpoint stores linear weights.
-        ignored: regular expressions for names that may be there and are not read.
-        ties: names that may be there beside their twins.
+        builds: of all stages. What they declare, ignore or tie may be there too: other stages, and other calls, read
+            it.
         where: what to call the checkpoint in the message.
-        other_stages: weights that other pipeline stages read.
 
     Raises:
         CheckpointError: tensors are missing, left over, or of other shapes; one error names ten of each kind.
     """
     wanted = dict.fromkeys(name for item in declared for name in stored_names(item, scheme, headers))
     missing = [name for name in wanted if name not in headers]
-    others = {name for item in other_stages for name in stored_names(item, scheme, headers)} | set(ties or ())
+    read, ignored = set(map(id, declared)), [pattern for each in builds for pattern in each.ignored]
+    rest = [item for each in builds for item in each.weights if id(item) not in read]
+    others = {name for item in rest for name in stored_names(item, scheme, headers)} | tied_names(builds).keys()
     pattern = re.compile("|".join(f"(?:{p})" for p in (*IGNORABLE_BUFFERS, *ignored)))
     extra = [n for n in headers if n not in wanted and n not in others and not pattern.fullmatch(n)]
     misshapen = [line for item in declared for line in _misshapen(item, headers, scheme)]
@@ -69,14 +69,9 @@ def check_match(
         )
 
 
-def match_context(build: Builder, others: Sequence[Builder] = ()) -> dict[str, Any]:
-    """Arguments of ``check_match`` for what a checkpoint may hold beside one stage's weights."""
-    builds = (build, *others)
-    return {
-        "ignored": [pattern for each in builds for pattern in each.ignored],
-        "ties": {name: twin for each in builds for name, twin in each.ties.items()},
-        "other_stages": [weight for each in others for weight in each.weights],
-    }
+def tied_names(builds: Sequence[Builder]) -> dict[str, str]:
+    """Names that may be stored beside their twins, which are read: ``{name: twin}``."""
+    return {name: twin for each in builds for name, twin in each.ties.items()}
 
 
 def finding(what: str, names: Sequence[str], limit: int = 10) -> str:

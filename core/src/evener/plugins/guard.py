@@ -51,12 +51,9 @@ class _Guard(MetaPathFinder, Loader):
                 return spec
         return None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+    def exec_module(self, module: ModuleType) -> None:
         self.tripped = True
         raise TorchImportRefused()
-
-    def exec_module(self, module: ModuleType) -> None:  # without it importlib would not call create_module
-        raise AssertionError("create_module refused already")
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+
+import msgspec
 
 from evener.backend import torch_marks
 from evener.contracts.probe import Marks, ProbeResult
@@ -27,7 +28,7 @@ from evener.folders.run import RunFolder
 from evener.plugins.catalog import Package
 from evener.plugins.discover import core_version, modified
 from evener.plugins.guard import guarded
-from evener.plugins.probe_child import decode, encode
+from evener.plugins.probe_child import ProbeAnswer, decode, encode
 
 #: Seconds between two checks of the children. Only the first start after a boot waits for them; later ones are cached.
 _POLL = 0.005
@@ -325,7 +326,8 @@ class ProbeProcess:
                 return self._error(f"did not answer within {self.seconds:g} seconds ({limit})")
             if not self._result.exists():
                 return self._error(f"ended without an answer ({_exit_text(self._process.returncode)})")
-            return self._answer(json.loads(self._result.read_text()))
+            answer = msgspec.convert(json.loads(self._result.read_text()), ProbeAnswer)
+            return self._error(f"raised {answer.error}", answer.traceback) if answer.error else decode(answer.result)
         finally:
             self._scratch.close()
 
@@ -341,11 +343,6 @@ class ProbeProcess:
             self._process.stdin.close()
         self._process.wait()
         _kill_started_in(self._scratch.path)  # also those that left its process group, as daemons do
-
-    def _answer(self, data: dict[str, Any]) -> ProbeResult | ProbeError:
-        if "result" in data:
-            return decode(data["result"])
-        return self._error(f"raised {data['error']}", data["traceback"])
 
     def _error(self, what: str, detail: str = "") -> ProbeError:
         """An error whose cause holds ``detail`` and the end of what the child printed."""

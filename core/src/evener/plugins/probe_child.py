@@ -24,6 +24,14 @@ from evener.contracts.probe import ProbeResult
 GRACE = 2.0
 
 
+class ProbeAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the child writes into its file: the result, as ``encode`` gives it, or the error that ended the probe."""
+
+    result: Any = None
+    error: str = ""
+    traceback: str = ""
+
+
 def encode(result: object) -> dict[str, Any]:
     """``result`` as JSON-able data.
 
@@ -61,18 +69,18 @@ def main(module: str, result_file: str, seconds: str) -> None:
     outcome = _outcome(module)
     target = Path(result_file)
     part = target.with_suffix(".part")
-    part.write_text(json.dumps(outcome))
+    part.write_text(json.dumps(msgspec.to_builtins(outcome)))
     part.replace(target)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _outcome(module: str) -> dict[str, Any]:
+def _outcome(module: str) -> ProbeAnswer:
     try:
-        return {"result": encode(importlib.import_module(module).probe())}
+        return ProbeAnswer(result=encode(importlib.import_module(module).probe()))
     except BaseException as error:  # also SystemExit: the parent reports whatever ended the probe
-        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        return ProbeAnswer(error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
 
 
 def _die_with_parent() -> None:

@@ -1,17 +1,15 @@
-"""The run's manifest: for every call site and bucket the provider that was chosen, and why others were not."""
+"""The run's manifest: for every call site and bucket the provider that was chosen, and why others were not. What is
+shown of it is a ``ManifestReport``, see ``engine.facts``."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, Variant
 from evener.contracts.quant import QuantFormat, WeightPart, plain
 from evener.resolution.buckets import merge_buckets
-from evener.tuning_files.measurements import label
 
 REFERENCE = "reference"
 EXPANDED = "expanded"
@@ -104,31 +102,3 @@ class Manifest:
             f"{op} (at {min(b.low for b in buckets)}..{max(b.high for b in buckets)} tokens)" if buckets else op
             for op, buckets in sorted(spans.items())
         ]
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """One row for each op and provider: its buckets, how many call sites, and why others were refused."""
-        sites: Counter[tuple[Any, ...]] = Counter()
-        buckets: dict[tuple[Any, ...], list[Bucket]] = {}
-        for c in self.choices:
-            key = (c.op, label(c.provider, c.variant), c.version, c.refused, c.why)
-            sites[key] += 1
-            if c.bucket is not None and c.bucket not in buckets.setdefault(key, []):
-                buckets[key].append(c.bucket)
-        for key, count in sites.items():
-            op, provider, version, refused, why = key
-            span = buckets.get(key, [])
-            yield {
-                "op": op, "provider": provider, "version": version, "buckets": [str(b) for b in sorted(span)],
-                "tokens": [str(b) for b in merge_buckets(span)], "sites": count // max(1, len(span)),
-                "refused": [{"provider": name, "reason": reason} for name, reason in refused],
-                **({"why": why} if why else {}),
-            }  # fmt: skip
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for ``/version`` and ``evener explain``."""
-        layouts = Counter(self.packings.values())
-        return {
-            "ops": list(self.rows()), "packings": dict(layouts), "dequantized": self.dequantized_lines(),
-            "activations": self.rounding_lines(),
-            "fallbacks": sorted({c.op for c in self.fallbacks()}), "notes": list(self.notes),
-        }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from evener.config.schema import Config
 from evener.contracts.connector import BlockMover
 from evener.engine.controller.state import StateManager
-from evener.engine.wire.worker_facts import WorkerFacts
+from evener.engine.facts.worker_facts import WorkerFacts
 from evener_kv.transfer.fingerprint import fingerprint
 from evener_kv.transfer.remote_blocks import RemoteBlocks
 from evener_kv.transfer.settings import TransferSettings

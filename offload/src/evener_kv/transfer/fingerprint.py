@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from evener.config.schema import Config
-from evener.engine.wire.worker_facts import WorkerFacts
+from evener.engine.facts.worker_facts import WorkerFacts
 from evener.errors import ConfigError
 from evener_kv.transfer.messages import VERSION
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from evener import logs
-from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.facts.engine_info import EngineInfo
 from evener.errors import RequestError
 from evener_server.anthropic.blocks import Conversation
 from evener_server.anthropic.body import ConversationBody, MessagesBody

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evener.config.schema import Config
 from evener.contracts.generation.drafts import DecodingRequest
-from evener.engine.wire.plan import Plan
+from evener.engine.wire.executor import Executor
+from evener.plugins.discover import installed_catalog
 
 
 class StepLimit:
@@ -22,5 +24,15 @@ class StepLimit:
         at least, so that none is left out. ``waiting`` ones start in the rest, in another order."""
         return most
 
-    def record(self, plan: Plan, seconds: float) -> None:
-        """A step has taken ``seconds``. Steps with media are left out: encoding has a budget of its own."""
+    def wrap(self, executor: Executor) -> Executor:
+        """The executor that the controller uses in place of ``executor``, such as one that measures its steps.
+        (optional; default: the same)"""
+        return executor
+
+
+def limit_steps(config: Config, max_reqs: int, streaming: bool) -> StepLimit:
+    """The limit on a run's steps: that of an installed package, if answers are read while they are made, unless the
+    configuration sets the token budget itself or has no target. Otherwise a step has the whole budget."""
+    if not streaming or config.infer.step_tokens != "auto" or config.infer.step_target == 0:
+        return StepLimit()
+    return next(installed_catalog().answers("step limit", config, max_reqs), StepLimit())

@@ -61,11 +61,6 @@ class BlockPool:
         """Number of pages in blocks that are held."""
         return self.count - self.slab - self.free
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` blocks as large as a slab, each held once. Returns None, and takes none, if fewer are free."""
-        taken = self.allocate_all([(count, self.slab)])
-        return None if taken is None else taken[0]
-
     def allocate_all(self, wanted: Sequence[tuple[int, int]]) -> list[list[int]] | None:
         """Take ``count`` blocks of ``span`` pages for each pair ``(count, span)``, held once each. Returns the ids for
         each pair; None, and takes none, if the pool has too few."""

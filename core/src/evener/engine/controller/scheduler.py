@@ -49,7 +49,8 @@ from evener.contracts.adapters import AdapterSlots
 from evener.contracts.connector import Connector
 from evener.contracts.generation.drafts import Drafts
 from evener.contracts.outputs import FinishReason
-from evener.engine.batching import MicroBatches, StepLimit
+from evener.engine.batching.micro_batches import MicroBatches
+from evener.engine.batching.step_limit import StepLimit
 from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.grammars import Grammars
 from evener.engine.controller.media import Media

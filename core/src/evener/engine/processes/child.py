@@ -16,7 +16,6 @@ from evener.backend_search import BackendSearch
 from evener.config import from_overrides
 from evener.config.schema import Config
 from evener.config.stages import config_of_stage, device_of_rank
-from evener.distributed.contact import Contact
 from evener.distributed.world import RankPlacement
 from evener.engine.processes.child_process import ChildFailure, ParentChannel, read_spec
 from evener.engine.processes.control_channel import SHUTDOWN, ControlClient
@@ -94,20 +93,17 @@ def main(argv: list[str]) -> int:
     """Run the role that ``argv`` names, and return the exit code."""
     role, level = argv
     spec = read_spec()
-    flat = spec["config"]
-    config = from_overrides(flat.pop("model"), flat)
+    config = from_overrides(spec.config.pop("model"), spec.config)
     set_up_logging(config.log, int(level))
     if role == "controller":
-        parent = ParentChannel(spec["address"], config.infer.heartbeat_timeout)
+        parent = ParentChannel(spec.address, config.infer.heartbeat_timeout)
         return run_role(parent, lambda: run_controller_process(config, parent))
-    place = msgspec.convert(spec["place"], RankPlacement)
-    contact = msgspec.convert(spec["contact"], Contact)
-    control = ControlClient(contact.addresses, place.world.rank, contact.keys)
+    control = ControlClient(spec.contact.addresses, spec.place.world.rank, spec.contact.keys)
 
     def work() -> None:
-        if contact.keys is not None and (launched := launched_rank(os.environ)) is not None:
-            launched.publish(contact)
-        run_worker(config, control, place)
+        if spec.contact.keys is not None and (launched := launched_rank(os.environ)) is not None:
+            launched.publish(spec.contact)
+        run_worker(config, control, spec.place)
 
     return run_role(control, work)
 

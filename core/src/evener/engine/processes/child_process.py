@@ -8,14 +8,12 @@ that started it. The channel is zmq over socket files in a folder that only this
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import zmq
@@ -24,6 +22,7 @@ from evener import errors
 from evener.config.schema import Config, to_flat
 from evener.engine.processes.control_channel import exit_on_disconnect, terminate_context
 from evener.engine.processes.heartbeat import EXIT_DISCONNECTED, EXIT_PARENT_LOST, HeartbeatMonitor, start_heartbeat
+from evener.engine.wire.child_spec import ChildSpec
 from evener.engine.wire.messages import FromController, LoadAdapter, ToController
 from evener.errors import EngineDeadError, EngineError
 from evener.folders.run import RunFolder
@@ -87,16 +86,14 @@ class ChildProcess:
     Args:
         role: "worker" or "controller".
         name: the process in messages.
-        spec: plain data that the child gets from ``read_spec``.
+        spec: what the child gets from ``read_spec``.
         environment: environment variables of the child, where this process has not set them.
 
     Raises:
         EngineDeadError: it ended at once.
     """
 
-    def __init__(
-        self, role: str, name: str, config: Config, spec: dict[str, Any], environment: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, role: str, name: str, spec: ChildSpec, environment: dict[str, str] | None = None) -> None:
         self.name = name
         # The child logs at this process's level: a server logs more than a program that uses the library.
         level = str(stderr_level())
@@ -105,7 +102,7 @@ class ChildProcess:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=env)
         # Linux sends the signal when the thread that started the child ends; only the main thread lives to the end.
         bound = threading.current_thread() is threading.main_thread()
-        line = json.dumps({**spec, "config": to_flat(config), "bound": bound}).encode()
+        line = msgspec.json.encode(msgspec.structs.replace(spec, bound=bound))
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(line + b"\n")
@@ -163,7 +160,7 @@ class ChildChannel:
         self._heartbeats = HeartbeatMonitor(beats)
         self._heartbeats.register(role)
         try:
-            self._child = ChildProcess(role, role, config, {"address": address})
+            self._child = ChildProcess(role, role, ChildSpec(config=to_flat(config), address=address))
         except BaseException:
             self._close_channel()
             raise
@@ -276,10 +273,10 @@ class ParentChannel:
         terminate_context(self._context)
 
 
-def read_spec() -> dict[str, Any]:
+def read_spec() -> ChildSpec:
     """In a child: read what its parent wrote on standard input. From then on the child ends when the parent does."""
-    spec: dict[str, Any] = json.loads(_read_line())
-    if spec["bound"]:
+    spec: ChildSpec = msgspec.json.decode(_read_line(), type=ChildSpec)
+    if spec.bound:
         # The signal also ends a process that is stopped; the thread below would not run then.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_exit_with_parent, name="evener-watch", daemon=True).start()

@@ -8,14 +8,15 @@ from typing import Any
 
 import msgspec
 
-from evener.config.schema import Config
+from evener.config.schema import Config, to_flat
 from evener.distributed.contact import Contact
 from evener.distributed.world import RankPlacement, World
+from evener.engine.facts.worker_facts import WorkerFacts, merge_facts
 from evener.engine.processes.child_process import ADVICE, ChildFailure, ChildProcess, describe_silence, read_failure
 from evener.engine.processes.control_channel import SHUTDOWN, ControlServer
+from evener.engine.wire.child_spec import ChildSpec
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Order, StepResult
-from evener.engine.wire.worker_facts import WorkerFacts, merge_facts
 from evener.errors import EngineDeadError
 
 #: Seconds between two checks whether the workers are alive, and for the search for the first cause of a failure. While
@@ -34,6 +35,7 @@ class ProcessExecutor(Executor):
 
     Attributes:
         facts: what the workers agree on.
+        children: the workers that this process has started, by rank.
 
     Raises:
         EvenerError: the error that stopped a worker from starting.
@@ -46,7 +48,7 @@ class ProcessExecutor(Executor):
         self._step_timeout = infer.step_timeout
         self._worlds = [World.of(rank, *sizes) for rank in range(sizes[0] * sizes[1])]
         self._control = ControlServer(None if launched is None else launched.interface)
-        self._children: dict[int, ChildProcess] = {}
+        self.children: dict[int, ChildProcess] = {}
         meet = f"file://{self._control.folder.path}/meet"
         try:
             if launched is not None:
@@ -62,11 +64,11 @@ class ProcessExecutor(Executor):
 
     def _start(self, config: Config, place: RankPlacement) -> None:
         world, contact = place.world, Contact(self._control.addresses, self._control.keys)
-        spec = {"contact": msgspec.to_builtins(contact), "place": msgspec.to_builtins(place)}
+        spec = ChildSpec(config=to_flat(config), contact=contact, place=place)
         self._control.heartbeats.register(str(world.rank))
         # The ranks of one machine need no other interface than the loopback.
         local = {"GLOO_SOCKET_IFNAME": "lo"} if world.size > 1 and contact.keys is None else {}
-        self._children[world.rank] = ChildProcess("worker", world.name, config, spec, local)
+        self.children[world.rank] = ChildProcess("worker", world.name, spec, local)
 
     def _gather(self) -> list[WorkerFacts]:
         found: dict[int, WorkerFacts] = {}
@@ -80,11 +82,6 @@ class ProcessExecutor(Executor):
                 raise failed.error(f"{self._worlds[rank].name}: " if len(self._worlds) > 1 else "")
             found[rank] = msgspec.msgpack.decode(data, type=WorkerFacts)
         return [facts for _, facts in sorted(found.items())]
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the workers that this process has started, by rank."""
-        return [child.process.pid for _, child in sorted(self._children.items())]
 
     def submit(self, order: Order) -> None:
         data = _ENCODER.encode(order)
@@ -128,7 +125,7 @@ class ProcessExecutor(Executor):
         """
         until = time.monotonic() + grace
         while True:
-            ended = [child for child in self._children.values() if child.exit_description() is not None]
+            ended = [child for child in self.children.values() if child.exit_description() is not None]
             killed = [child for child in ended if child.process.returncode < 0]
             if killed or time.monotonic() >= until:
                 break
@@ -143,17 +140,17 @@ class ProcessExecutor(Executor):
     def _worker_dead(self, what: str) -> EngineDeadError:
         """Kill the other workers, so that their devices become free. Returns the error to raise."""
         self._failed = True
-        for child in self._children.values():
+        for child in self.children.values():
             child.process.kill()
         return EngineDeadError(f"{what}; {ADVICE}")
 
     def close(self, timeout: float = 10.0) -> None:
-        for world in self._worlds if len(self._children) < len(self._worlds) else ():
+        for world in self._worlds if len(self.children) < len(self._worlds) else ():
             with contextlib.suppress(EngineDeadError):  # it has ended already
                 self._control.send(world.rank, SHUTDOWN)
-        for child in self._children.values():
+        for child in self.children.values():
             child.close_stdin()
         until = time.monotonic() + (0 if self._failed else timeout)
-        for child in self._children.values():
+        for child in self.children.values():
             child.end(max(0.0, until - time.monotonic()))
         self._control.close()

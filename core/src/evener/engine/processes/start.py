@@ -12,19 +12,20 @@ from evener.config.resolve import plans_in_flight, uses_worker_processes
 from evener.config.schema import Config
 from evener.config.stages import config_of_stage, stage_part
 from evener.contracts.state import StateKind
-from evener.engine.batching import MicroBatches, limit_steps
+from evener.engine.batching.micro_batches import MicroBatches
+from evener.engine.batching.step_limit import limit_steps
 from evener.engine.controller.controller import Controller
 from evener.engine.controller.drafts import find_drafts
 from evener.engine.controller.grammars import open_grammars
 from evener.engine.controller.media import open_media
 from evener.engine.controller.scheduler import Scheduler
 from evener.engine.controller.state import StateManager
+from evener.engine.facts.worker_facts import WorkerFacts
 from evener.engine.processes.launch import launched_rank
 from evener.engine.wire.client import EngineClient
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.installed import find_adapters, find_connector
 from evener.engine.wire.messages import Ready
-from evener.engine.wire.worker_facts import WorkerFacts
 from evener.plugins.discover import installed_catalog
 
 
@@ -91,9 +92,9 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     """A controller over workers that are ready, whose ``facts`` these are; ``streaming`` as in ``build_controller``."""
     infer, kinds = config.infer, _kinds(facts, config)
     # Nobody reads vectors and scores while they are made.
-    limit, executor = limit_steps(config, executor, facts.max_reqs, streaming and facts.info.pooling is None)
+    limit = limit_steps(config, facts.max_reqs, streaming and facts.info.pooling is None)
     state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
-    media, batches = open_media(facts.media_rows, facts.step_tokens), MicroBatches.of(infer)
+    media, batches = open_media(facts.info.media_rows, facts.step_tokens), MicroBatches.of(infer)
     found, lora, drafts = find_connector(config), find_adapters(infer.adapter_slots), find_drafts(infer)
     grammars = open_grammars(config, facts.info.vocab_size)
     scheduler = Scheduler(state, facts.max_reqs, facts.step_tokens, batches=batches, media=media, limit=limit,
@@ -102,7 +103,7 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
                           connector=found and found.controller(config, facts, state))  # fmt: skip
     # Last: they may have threads, which nobody would end if something above failed.
     state.pool.listeners += installed_catalog().answers("cache listener", config, facts)
-    return Controller(scheduler, executor, plans_in_flight(config), config.serve.max_queue)
+    return Controller(scheduler, limit.wrap(executor), plans_in_flight(config), config.serve.max_queue)
 
 
 def _kinds(facts: WorkerFacts, config: Config) -> Mapping[str, StateKind]:

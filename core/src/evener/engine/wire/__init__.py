@@ -8,8 +8,7 @@ module            holds, in reading order
 ``media``         the media of one step
 ``client``        ``EngineClient``: how a front end uses an engine
 ``executor``      ``Executor``: how a controller uses its workers
-``worker_facts``  what a started worker reports to its controller
-``engine_info``   what a started engine reports to its front end
+``child_spec``    what a child process reads first: its configuration and its place
 ``slabs``         how much of the pool one request's state fills; both sides count it
 ``pooling``       what a package does for models that embed or score texts
 ``installed``     the parts of connectors, adapters (LoRA) and commands, which installed packages have

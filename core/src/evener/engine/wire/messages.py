@@ -17,7 +17,7 @@ from evener.contracts.adapters import AdapterTensor
 from evener.contracts.grammar.library import GrammarSpec
 from evener.contracts.media import MediaItem
 from evener.contracts.outputs import FinishReason, PromptOutputs
-from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.facts.engine_info import EngineInfo
 
 #: Upper bounds, in seconds, of the buckets of ``StatsReport.queued``; the last bucket has no bound.
 QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

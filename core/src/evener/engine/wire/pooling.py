@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from evener.contracts.pooling import PoolingAnswer, PoolingRequest, check_task
-from evener.engine.wire.engine_info import EngineInfo
+from evener.engine.facts.engine_info import EngineInfo
 from evener.plugins.discover import installed_catalog
 
 if TYPE_CHECKING:

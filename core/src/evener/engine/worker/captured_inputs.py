@@ -11,7 +11,7 @@ import torch
 
 from evener.contracts.device import Device
 from evener.engine.wire.plan import Plan
-from evener.engine.worker.step_layout import StepShape, aligned
+from evener.engine.worker.step_layout import StepArrays, StepShape, aligned
 
 
 class Lengths(NamedTuple):
@@ -63,12 +63,8 @@ class DecodeInputs:
 
     Attributes:
         shape: the sizes that the capture is made for.
-        parts: the arrays that the runner makes a step of.
-        last: int32 [R], the hidden rows that are sampled from; None if that is every row.
-        sample_slots, sample_positions: int32 [R], where the sampled ids are written.
+        arrays: what the runner makes a step of, padding included.
     """
-
-    last: torch.Tensor | None = None
 
     def __init__(self, device: Device, rows: int, spare: int, length: int) -> None:
         self._rows, self._spare = rows, spare
@@ -78,10 +74,10 @@ class DecodeInputs:
         self._staging = Staging(device, self._buffer, 32, 0)
         positions, slots, lengths = self._buffer[:, :rows]
         every = torch.arange(rows + 1, dtype=torch.int32, device=device.torch_device)
-        self.parts = {
-            "positions": positions, "token_slots": slots, "slots": slots, "kv_lens": lengths, "query_start": every
-        }  # fmt: skip
-        self.sample_slots, self.sample_positions = slots, lengths
+        self.arrays = StepArrays(
+            positions=positions, token_slots=slots, query_start=every, kv_lens=lengths, kept_lens=None, slots=slots,
+            last=None, sample_slots=slots, sample_positions=lengths,
+        )  # fmt: skip
         ones = [1] * rows
         self.shape = StepShape(rows, rows, 1, length, ones, ones, captured=True)
 
@@ -108,19 +104,14 @@ class PromptInputs:
     """
 
     def __init__(self, device: Device, tokens: int, spare: int, length: int, samples: int = 1) -> None:
-        self._device, self._spare = device, spare
-        sizes = {
-            "positions": tokens, "token_slots": tokens, "query_start": 3, "kv_lens": 2, "kept_lens": 2, "slots": 2,
-            "last": samples, "sample_slots": samples, "sample_positions": samples,
-        }  # fmt: skip
+        self._device, self._spare, self._samples = device, spare, samples
+        own = [tokens, 0]
+        self.shape = StepShape(tokens, 2, tokens, length, own, own, captured=True, kept_lens=own)
+        sizes = {name: len(value) for name, value in vars(self._values(spare, 0, tokens, samples)).items()}
         starts = list(accumulate((aligned(n, device.capabilities.alignment) for n in sizes.values()), initial=0))
         self._places = {name: slice(at, at + sizes[name]) for name, at in zip(sizes, starts, strict=False)}
         self._buffer = torch.zeros(starts[-1], dtype=torch.int32, device=device.torch_device)
-        self.parts = {name: self._buffer[place] for name, place in self._places.items()}
-        self.last: torch.Tensor | None = self.parts["last"]
-        self.sample_slots, self.sample_positions = self.parts["sample_slots"], self.parts["sample_positions"]
-        own = [tokens, 0]
-        self.shape = StepShape(tokens, 2, tokens, length, own, own, captured=True, kept_lens=own)
+        self.arrays = StepArrays(**{name: self._buffer[place] for name, place in self._places.items()})
         self._write(spare, 0, tokens, samples)
 
     def fill(self, plan: Plan) -> Lengths:
@@ -128,20 +119,22 @@ class PromptInputs:
         return self._write(plan.slots[0], plan.starts[0], plan.counts[0], len(plan.samples))
 
     def _write(self, slot: int, start: int, count: int, samples: int) -> Lengths:
-        rest, end = self.shape.tokens - count, start + count
-        unused = len(self.sample_slots) - samples
         host: np.ndarray[Any, Any] = np.zeros(self._buffer.shape, dtype=np.int32)
-        values: dict[str, Any] = {
-            "positions": [*range(start, end), *range(rest)], "token_slots": [slot] * count + [self._spare] * rest,
-            "query_start": [0, count, self.shape.tokens], "kv_lens": [end, rest], "slots": [slot, self._spare],
-            "kept_lens": [end - samples + 1, rest], "last": [*range(count - samples, count)] + [0] * unused,
-            "sample_slots": [slot] * samples + [self._spare] * unused,
-            "sample_positions": [*range(end - samples + 1, end + 1)] + [0] * unused,
-        }  # fmt: skip
-        for name, value in values.items():
+        values = self._values(slot, start, count, samples)
+        for name, value in vars(values).items():
             host[self._places[name]] = value
         self._buffer.copy_(self._device.upload(host))
-        return Lengths([count, rest], [end, rest])
+        return Lengths([count, self.shape.tokens - count], values.kv_lens)
+
+    def _values(self, slot: int, start: int, count: int, samples: int) -> StepArrays[list[int]]:
+        rest, end, unused = self.shape.tokens - count, start + count, self._samples - samples
+        return StepArrays(
+            positions=[*range(start, end), *range(rest)], token_slots=[slot] * count + [self._spare] * rest,
+            query_start=[0, count, self.shape.tokens], kv_lens=[end, rest], kept_lens=[end - samples + 1, rest],
+            slots=[slot, self._spare], last=[*range(count - samples, count)] + [0] * unused,
+            sample_slots=[slot] * samples + [self._spare] * unused,
+            sample_positions=[*range(end - samples + 1, end + 1)] + [0] * unused,
+        )  # fmt: skip
 
 
 #: The inputs of one capture.

@@ -51,14 +51,29 @@ class CaptureKey(NamedTuple):
 
 
 @dataclass
+class _Outputs:
+    """What the replays of a capture write, each time at the same address; R rows are sampled, padding included.
+
+    Attributes:
+        stream: float32 [T, hidden], before the last stage.
+        logits: float32 [R, V], between the two segments; None where ids follow from hidden states without them.
+        ids: int32 [R].
+    """
+
+    stream: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+
+
+@dataclass
 class _CapturedStep:
-    """One capture: its inputs, its replays, and their tensors: they write "ids", and "stream" before the last stage;
-    they read "masks" int32 [rows that sample, ceil(V / 32)], which ``masks`` fills."""
+    """One capture: its inputs, its replays, and what they write. They read masks, int32 [R, ceil(V / 32)], which
+    ``masks`` fills."""
 
     inputs: Inputs
     stream_buffer: torch.Tensor | None
     replays: tuple[Replay, ...]
-    outputs: dict[str, torch.Tensor]
+    outputs: _Outputs
     #: The captured functions. They keep all other tensors of the replays alive; a graph only stores addresses.
     segments: tuple[Callable[[], None], ...]
     masks: Staging | None = None
@@ -104,8 +119,10 @@ class StepGraphs:
             forward, *sample = captured.replays
             self._replay(forward, lengths)
             if stages is not None and not samples:
-                parts = {n: getattr(captured.inputs, n)[:rows].clone() for n in ("sample_slots", "sample_positions")}
-                stages.send_stream(captured.outputs["stream"][:tokens].clone(), plan, parts)
+                arrays, stream = captured.inputs.arrays, captured.outputs.stream
+                assert stream is not None, "a replay before the last stage writes it"
+                where = arrays.sample_slots[:rows].clone(), arrays.sample_positions[:rows].clone()
+                stages.send_stream(stream[:tokens].clone(), plan, *where)
                 return PendingStep(plan, None)
 
             def draw(masks: StepMasks | None) -> PendingStep:
@@ -113,7 +130,8 @@ class StepGraphs:
                     pack_masks(plan, masks, captured.masks.next())
                     captured.masks.send()
                 self._replay(sample[0], lengths)
-                ids = captured.outputs["ids"]
+                ids = captured.outputs.ids
+                assert ids is not None, "the replay has written them"
                 if stages is not None:
                     stages.send_ids(ids[:rows].clone())
                 return PendingStep(plan, self._device.readback(ids))
@@ -176,41 +194,41 @@ class StepGraphs:
         sizes = (self._device, kind.size, self._spare, kind.length)
         inputs: Inputs = PromptInputs(*sizes, kind.prompt) if kind.prompt else DecodeInputs(*sizes)
         stream_buffer = None if stages is None else stages.stream_buffer(kind.size)
-        slots, positions = inputs.sample_slots, inputs.sample_positions
+        arrays = inputs.arrays
+        slots, positions = arrays.sample_slots, arrays.sample_positions
         rows = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
 
         # The second segment reads the logits where the first left them: copying them would cost more than sampling.
-        outputs, masks = dict[str, torch.Tensor](), None
+        outputs, packed, masks = _Outputs(), None, None
         if kind.masked:
             words = -(-runner.model.vocab_size // 32)
-            outputs["masks"] = torch.full((len(slots), words), -1, dtype=torch.int32, device=slots.device)
-            masks = Staging(self._device, outputs["masks"], 4, -1)
+            packed = torch.full((len(slots), words), -1, dtype=torch.int32, device=slots.device)
+            masks = Staging(self._device, packed, 4, -1)
 
         def forward() -> None:
-            step = runner.step(replace(inputs.shape, adapted=kind.adapted), inputs.parts)
+            step = runner.step(replace(inputs.shape, adapted=kind.adapted), arrays)
             if stages is not None and stream_buffer is not None:
                 step.stream = stages.layer_input(stream_buffer.clone())  # a layer may write where it reads
             hidden = runner.model.forward(step)
             if stages is not None and not stages.world.last_stage:
-                outputs["stream"] = hidden
+                outputs.stream = hidden
                 return
-            hidden = hidden if inputs.last is None else hidden.index_select(0, inputs.last)
+            hidden = hidden if arrays.last is None else hidden.index_select(0, arrays.last)
             # Where no row needs a part of sampling, each takes the id of its largest logit.
-            if not any(kind[4:]) and (best := runner.greedy(hidden, step)) is not None:
-                outputs["ids"] = best
-            else:
-                outputs["logits"] = runner.logits(hidden, step)
+            outputs.ids = None if any(kind[4:]) else runner.greedy(hidden, step)
+            outputs.logits = runner.logits(hidden, step) if outputs.ids is None else None
 
         def sample() -> None:
-            if any(kind[4:]):
-                tables, logits = runner.tables, outputs["logits"]
+            tables, logits, ids = runner.tables, outputs.logits, outputs.ids
+            if logits is not None and any(kind[4:]):
                 floats, ints = (t.index_select(0, slots) for t in (tables.floats, tables.ints))
                 penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
                 logits = runner.sampler.adjust(logits, tables, slots, positions, kind.length, penalized, biased)
-                outputs["ids"] = runner.sampler.ids(logits, floats, ints, positions, random, outputs.get("masks"))
-            elif "logits" in outputs:
-                outputs["ids"] = runner.sampler.likeliest(outputs["logits"])
-            runner.tables.tokens[slots, positions] = outputs["ids"]
+                ids = runner.sampler.ids(logits, floats, ints, positions, random, packed)
+            elif logits is not None:
+                ids = runner.sampler.likeliest(logits)
+            assert ids is not None, "the first segment leaves ids or logits"
+            tables.tokens[slots, positions] = outputs.ids = ids
 
         segments = (forward, sample) if stages is None or stages.world.last_stage else (forward,)
         return _CapturedStep(inputs, stream_buffer, (), outputs, segments, masks)

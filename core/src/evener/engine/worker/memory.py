@@ -23,12 +23,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 from evener.config.resolve import ResolvedConfig
 from evener.contracts.declared import Declared
 from evener.contracts.device import MemoryInfo
 from evener.contracts.quant import DTYPE_BYTES
+from evener.engine.facts.memory_plan import MemoryPlan, in_gib
 from evener.engine.wire.slabs import find_kinds, slabs_needed
 from evener.engine.worker.assembly import Assembly
 from evener.errors import MemoryPlanError
@@ -56,7 +56,7 @@ def require_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
     if isinstance(asked, int) and asked >= plan.state + plan.block_bytes:
         level, use = logging.WARNING if asked > plan.free else logging.INFO, (config.max_reqs, length)
         text = "infer.kv_memory is %s, but state gets %s: %d requests (infer.max_reqs) of %d tokens use no more"
-        log.log(level, text, _size(asked), _size(plan.state), *use)
+        log.log(level, text, in_gib(asked), in_gib(plan.state), *use)
     return config, plan
 
 
@@ -83,16 +83,26 @@ def measured_plan(a: Assembly, plan: MemoryPlan, free: int) -> tuple[ResolvedCon
     Raises:
         MemoryPlanError: it holds no request, or not one of ``infer.max_seq_len`` tokens, if that is set.
     """
-    config, plan = a.config, plan.after_warm_up(free)
+    config, plan = a.config, _after_warm_up(plan, free)
     if _blocks_for(a, config, config.max_seq_len) < plan.blocks:
         return config, plan
     length = _longest_request(a, config, plan.blocks - 1)
     if config.config.infer.max_seq_len == "auto" and _blocks_for(a, config, length) < plan.blocks:
         return config.with_value("infer.max_seq_len", length, "what a warm-up left for state holds no more"), plan
     raise MemoryPlanError(
-        f"a warm-up left {_size(free)}, of which the largest step takes {_size(plan.workspace)}: too little for the "
+        f"a warm-up left {in_gib(free)}, of which the largest step takes {in_gib(plan.workspace)}: too little for the "
         f"state of one request of infer.max_seq_len={config.max_seq_len}; lower it, infer.step_tokens or infer.max_reqs"
     )
+
+
+def _after_warm_up(plan: MemoryPlan, free: int) -> MemoryPlan:
+    """``plan`` with as many blocks as fit into the bytes that are ``free`` after a warm-up, beside the workspace of the
+    largest step; at most as many as were estimated."""
+    left = free - plan.workspace - int(plan.free * KEPT_FREE)
+    blocks = min(plan.blocks, max(0, left) // plan.block_bytes)
+    if blocks < plan.blocks:
+        log.info("state gets %d blocks instead of %d: a warm-up left %s", blocks, plan.blocks, in_gib(free))
+    return plan.with_blocks(blocks)
 
 
 def min_across_ranks(a: Assembly, config: ResolvedConfig, plan: MemoryPlan) -> tuple[ResolvedConfig, MemoryPlan]:
@@ -101,68 +111,6 @@ def min_across_ranks(a: Assembly, config: ResolvedConfig, plan: MemoryPlan) -> t
     if length < config.max_seq_len:
         config = config.with_value("infer.max_seq_len", length, "what the memory for state holds on every rank")
     return config, plan.with_blocks(blocks)
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes of one device.
-
-    Attributes:
-        weights: in memory, second copies included; copies: those second copies (a tied head that is packed
-            differently).
-        mapped: weights that stay pages of their files and do not count.
-        tables: position tables, the engine's rows of requests, and rows of encoders.
-        workspace: activations and scratch of the largest step.
-        state: the KV cache's pool; blocks: its blocks, block_bytes: bytes of one.
-        free: what the device had before anything was allocated.
-        problem: why it does not fit, and what to change; None if it fits.
-        host, host_layers: bytes of the experts that the host computes, and of how many layers; not in ``total``.
-    """
-
-    weights: int
-    copies: int
-    mapped: int
-    tables: int
-    workspace: int
-    state: int
-    blocks: int
-    block_bytes: int
-    free: int
-    problem: str | None = None
-    host: int = 0
-    host_layers: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes of everything that counts."""
-        return self.weights + self.tables + self.workspace + self.state
-
-    def with_blocks(self, blocks: int) -> MemoryPlan:
-        """The same plan with another number of blocks."""
-        return dataclasses.replace(self, blocks=blocks, state=blocks * self.block_bytes)
-
-    def after_warm_up(self, free: int) -> MemoryPlan:
-        """The plan with as many blocks as fit into the bytes that are ``free`` after a warm-up, beside the workspace of
-        the largest step; at most as many as were estimated."""
-        left = free - self.workspace - int(self.free * KEPT_FREE)
-        blocks = min(self.blocks, max(0, left) // self.block_bytes)
-        if blocks < self.blocks:
-            log.info("state gets %d blocks instead of %d: a warm-up left %s", blocks, self.blocks, _size(free))
-        return self.with_blocks(blocks)
-
-    def lines(self) -> list[str]:
-        """A table for a person."""
-        rows = {
-            "weights": self.weights, "  second copies in it": self.copies, "tables": self.tables,
-            "workspace": self.workspace, f"state ({self.blocks} blocks)": self.state, "total": self.total,
-            "free": self.free, "mapped from files": self.mapped,
-            f"experts on the host: {self.host_layers} layers,": self.host,
-        }  # fmt: skip
-        return [f"{name:<23} {_size(value):>12}" for name, value in rows.items() if value or name in ("total", "free")]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**dataclasses.asdict(self), "total": self.total}
 
 
 @dataclass(frozen=True)
@@ -283,10 +231,10 @@ def _problem(
     demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, plan: MemoryPlan, longest: int
 ) -> str | None:
     """Why it does not fit, with the numbers and what to change; None if it does."""
-    weights, free = demand.weights, f"{_size(memory.free)} of {_size(memory.total)} are free"
+    weights, free = demand.weights, f"{in_gib(memory.free)} of {in_gib(memory.total)} are free"
     if demand.host > demand.host_free:
-        return (f"the experts of {demand.host_layers} layers do not fit the host: they take {_size(demand.host)}, and "
-                f"{_size(demand.host_free)} are free; lower infer.cpu_layer_num")  # fmt: skip
+        return (f"the experts of {demand.host_layers} layers do not fit the host: they take {in_gib(demand.host)}, and "
+                f"{in_gib(demand.host_free)} are free; lower infer.cpu_layer_num")  # fmt: skip
     more = weights.allocated + demand.rows + demand.workspace + demand.least_state - memory.free
     count = demand.layers_to_move(more) if more > 0 else 0
     layers = demand.host_layers + (count or 0)
@@ -294,13 +242,13 @@ def _problem(
     # Mapped weights may come and go with the page cache, but each step reads all of them.
     if weights.allocated > memory.free or weights.allocated + weights.mapped > memory.total:
         lighter = "dtype=bfloat16 halves them; " if demand.dtype == "float32" and not weights.mapped else ""
-        return (f"the model does not fit: its weights take {_size(weights.allocated + weights.mapped)} in "
+        return (f"the model does not fit: its weights take {in_gib(weights.allocated + weights.mapped)} in "
                 f"{demand.dtype}, and {free}; no key about state helps: {move}{lighter}take a checkpoint that stores "
                 "them in fewer bits, or a device with more memory (`evener doctor` lists what is here)")  # fmt: skip
     left, need = memory.free - demand.fixed, demand.least_state
     if plan.blocks > demand.min_blocks and plan.state <= left:
         return None
-    allowed = f" and infer.kv_memory allows {_size(kv_bytes)} for state" if kv_bytes is not None else ""
+    allowed = f" and infer.kv_memory allows {in_gib(kv_bytes)} for state" if kv_bytes is not None else ""
     advice = [f"infer.max_seq_len={longest} fits"] * (longest > 1) + [move[:-2]] * bool(move)
     if kv_bytes is not None and max(need, kv_bytes) > left:
         advice.append("lower infer.kv_memory" if kv_bytes > left >= need else "free memory elsewhere")
@@ -308,11 +256,6 @@ def _problem(
         advice.append(f"infer.kv_memory={-(-need >> 20)}MiB holds one")
     if demand.rows + demand.workspace > demand.weights.allocated:
         advice.append("lower infer.max_reqs and infer.step_tokens, which size tables and workspace")
-    return (f"the model does not fit: {_size(demand.fixed)} for weights, tables and workspace and {_size(need)} "
+    return (f"the model does not fit: {in_gib(demand.fixed)} for weights, tables and workspace and {in_gib(need)} "
             f"for one request of infer.max_seq_len={demand.max_seq_len}, but {free}{allowed}; what to change: "
             + ", or ".join(advice or ["lower infer.max_reqs, infer.step_tokens or infer.max_seq_len"]))  # fmt: skip
-
-
-def _size(count: int) -> str:
-    """Bytes for a person."""
-    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from evener.engine.wire.plan import Plan, StepMasks
 from evener.engine.wire.pooling import pooling_part
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.stages import PipelineChannel
-from evener.engine.worker.step_layout import StepLayout, StepShape
+from evener.engine.worker.step_layout import LayoutArrays, StepArrays, StepLayout, StepShape
 from evener.resolution.buckets import bucket_index
 
 
@@ -71,38 +71,37 @@ class Runner:
         """Submit a step, or the part of it before its masks. On an asynchronous device it returns before that is
         done."""
         with torch.inference_mode():
-            hidden, step, parts = self.forward(plan)
+            hidden, step, arrays = self.forward(plan)
             if self.stages is not None and not self.stages.world.last_stage:
-                self.stages.send_stream(hidden, plan, parts)
+                self.stages.send_stream(hidden, plan, arrays.sample_slots, arrays.sample_positions)
                 return PendingStep(plan, None)
             if self.instead is not None:
-                return self.instead(plan, hidden, step, parts)
+                return self.instead(plan, hidden, step, arrays)
             outputs = pooling_part("outputs")(self, plan, hidden, step) if plan.outputs else ()
-            scores = self._score(plan, hidden, step, parts) if plan.scores else ()
+            scores = self._score(plan, hidden, step, arrays) if plan.scores else ()
             done: PendingStep | Draw = PendingStep(plan, None, scores, outputs)
             if plan.samples:
-                done = self._sample(plan, parts, hidden.index_select(0, parts["last"]), step, scores, outputs)
-            return done if self.after is None else self.after(plan, done, hidden, step, parts)
+                done = self._sample(plan, arrays, hidden.index_select(0, arrays.last), step, scores, outputs)
+            return done if self.after is None else self.after(plan, done, hidden, step, arrays)
 
-    def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, dict[str, torch.Tensor]]:
-        """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], the step, and the arrays of its
-        ``StepLayout`` on the device."""
+    def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, LayoutArrays[torch.Tensor]]:
+        """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], the step, and its arrays."""
         self.apply(plan)
         layout = StepLayout(plan)
-        parts = layout.upload(self.device)
-        step = self.step(layout, parts)
+        arrays = layout.upload(self.device)
+        step = self.step(layout, arrays)
         if self.stages is not None and (buffer := self.stages.stream_buffer(layout.tokens)) is not None:
             step.stream = self.stages.layer_input(self.stages.receive_stream(buffer))
         if plan.media is not None and self.media is not None:
             step.embedding_overrides = self.media.take(plan.media)
-        return self.divided(self, plan, step) if self.divided else self.model.forward(step), step, parts
+        return self.divided(self, plan, step) if self.divided else self.model.forward(step), step, arrays
 
-    def step(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> ForwardStep:
-        """Make the model's step from the arrays of a layout. It only runs device work, so it can be captured."""
-        positions = parts["positions"]
-        self.adapters.select(self.tables.ints[parts["token_slots"], 3] if shape.adapted else None)
-        token_ids = self.tables.tokens[parts["token_slots"], positions]
-        return ForwardStep(bucket_index(shape.tokens), token_ids, positions, self._metas(shape, parts))
+    def step(self, shape: StepShape, arrays: StepArrays[torch.Tensor]) -> ForwardStep:
+        """Make the model's step. It only runs device work, so it can be captured."""
+        positions = arrays.positions
+        self.adapters.select(self.tables.ints[arrays.token_slots, 3] if shape.adapted else None)
+        token_ids = self.tables.tokens[arrays.token_slots, positions]
+        return ForwardStep(bucket_index(shape.tokens), token_ids, positions, self._metas(shape, arrays))
 
     def logits(self, rows: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Logits [R, vocab] of selected hidden rows [R, hidden]. The kernels are chosen for R rows."""
@@ -133,8 +132,8 @@ class Runner:
                 for slot in group.slots:
                     provider.copy_blocks(slot.views, source, target)
 
-    def _metas(self, shape: StepShape, parts: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        size, positions = self.geometry.block_size, parts["positions"]
+    def _metas(self, shape: StepShape, arrays: StepArrays[torch.Tensor]) -> tuple[Any, ...]:
+        size, positions = self.geometry.block_size, arrays.positions
         column = torch.div(positions, size, rounding_mode="floor")
         offset = torch.sub(positions, column, alpha=size)  # one launch, as below: each takes a microsecond of a step
         columns, metas = -(-shape.max_kv // size), list[Any]()
@@ -144,42 +143,42 @@ class Runner:
                 continue
             step = StateStep(
                 tokens=shape.tokens, requests=shape.requests, max_query=shape.max_query, max_kv=shape.max_kv,
-                query_start=parts["query_start"], kv_lens=parts["kv_lens"], positions=positions,
-                slot_mapping=torch.add(offset, table[parts["token_slots"], column], alpha=size),
-                block_table=table[:, :columns].index_select(0, parts["slots"]),
+                query_start=arrays.query_start, kv_lens=arrays.kv_lens, positions=positions,
+                slot_mapping=torch.add(offset, table[arrays.token_slots, column], alpha=size),
+                block_table=table[:, :columns].index_select(0, arrays.slots),
                 host_query_lens=shape.query_lens, host_kv_lens=shape.kv_lens, captured=shape.captured,
-                kept_lens=parts.get("kept_lens"), host_kept_lens=shape.kept_lens,
+                kept_lens=arrays.kept_lens, host_kept_lens=shape.kept_lens,
             )  # fmt: skip
             metas.append(group.provider.metadata(step, group.spec, group.attention, size))
         return tuple(metas)
 
     def _score(
-        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, parts: dict[str, torch.Tensor]
+        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, arrays: LayoutArrays[torch.Tensor]
     ) -> list[Readback]:
         """Log-probabilities of prompt tokens. At most ``max_reqs`` rows have logits at the same time, as in sampling:
         the memory plan has no room for more."""
         found: list[tuple[torch.Tensor, ...]] = []
-        for rows in parts["scores"].split(max(1, self.tables.tokens.shape[0] - 1)):
-            slots, positions = (parts[name].index_select(0, rows) for name in ("token_slots", "positions"))
+        for rows in arrays.scores.split(max(1, self.tables.tokens.shape[0] - 1)):
+            slots, positions = (each.index_select(0, rows) for each in (arrays.token_slots, arrays.positions))
             targets = self.tables.tokens[slots, positions + 1]
             logits = self.logits(hidden.index_select(0, rows), step)
             found.append((targets, *self.sampler.logprobs(logits, targets, plan.top_scores)))
         return [self.device.readback(torch.cat(columns)) for columns in zip(*found, strict=True)]
 
     def _sample(
-        self, plan: Plan, parts: dict[str, torch.Tensor], rows: torch.Tensor, step: ForwardStep,
+        self, plan: Plan, arrays: LayoutArrays[torch.Tensor], rows: torch.Tensor, step: ForwardStep,
         scores: Sequence[Readback], outputs: Sequence[Sequence[Readback]],
     ) -> PendingStep | Draw:  # fmt: skip
-        slots, positions, how = parts["sample_slots"], parts["sample_positions"], plan.sampling
+        slots, positions, how = arrays.sample_slots, arrays.sample_positions, plan.sampling
         greedy = not (how.random or how.penalized or how.biased or how.logprobs or plan.masked)
         best = self.greedy(rows, step) if greedy else None
         if best is not None:
             return self.store_ids(plan, slots, positions, best, scores, outputs)
         logits = self.logits(rows, step)
         floats, ints = self.tables.floats.index_select(0, slots), self.tables.ints.index_select(0, slots)
-        random, penalized, biased = (parts[n] if getattr(how, n) else None for n in ("random", "penalized", "biased"))
+        random, penalized, biased = (a if len(a) else None for a in (arrays.random, arrays.penalized, arrays.biased))
         # Log-probabilities are reported for the model's own logits, before biases and penalties.
-        raw = logits.index_select(0, parts["logprobs"]) if how.logprobs else logits
+        raw = logits.index_select(0, arrays.logprobs) if how.logprobs else logits
         longest = max(start + count for start, count in zip(plan.starts, plan.counts, strict=True))
         logits = self.sampler.adjust(logits, self.tables, slots, positions, longest, penalized, biased)
 
@@ -188,11 +187,11 @@ class Runner:
             mask = None if masks is None else self.device.upload(pack_masks(plan, masks, np.empty(shape, np.int32)))
             ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=how.filtered)
             # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
-            logprob_ids = ids.index_select(0, parts["logprobs"]) if how.logprobs else None
+            logprob_ids = ids.index_select(0, arrays.logprobs) if how.logprobs else None
             pending = self.store_ids(plan, slots, positions, ids, scores, outputs)
             if logprob_ids is not None:
                 found = self.sampler.logprobs(raw, logprob_ids, how.top_logprobs)
-                named = [self.sampler.named(raw, logprob_ids, found.chosen, parts["named"])] if how.named else []
+                named = [self.sampler.named(raw, logprob_ids, found.chosen, arrays.named)] if how.named else []
                 pending.logprobs = list(map(self.device.readback, (*found, *named)))
             return pending
 

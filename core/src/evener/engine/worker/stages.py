@@ -13,7 +13,7 @@ never wait for a later plan.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -64,15 +64,17 @@ class PipelineChannel:
         """A received stream as the pair that a layer takes: zeros in the compute dtype, and the stream as residual."""
         return torch.zeros_like(stream, dtype=self._dtype), stream
 
-    def send_stream(self, stream: torch.Tensor, plan: Plan, parts: Mapping[str, torch.Tensor]) -> None:
-        """Send a step's stream to the next stage; it must not change afterwards. The first stage also starts to receive
-        the step's ids."""
+    def send_stream(
+        self, stream: torch.Tensor, plan: Plan, sample_slots: torch.Tensor, sample_positions: torch.Tensor
+    ) -> None:
+        """Send a step's stream to the next stage; no tensor may change afterwards. The first stage also starts to
+        receive the step's ids: for which slots and positions, int32 [S]."""
         self._isend(self._stream, stream, self.world.pp_rank + 1)
         if self.world.first_stage and plan.samples:
-            slots, device_slots = frozenset(plan.slots[row] for row in plan.samples), parts["sample_slots"]
-            ids = torch.empty(len(device_slots), dtype=torch.int32, device=device_slots.device)
+            ids = torch.empty(len(sample_slots), dtype=torch.int32, device=sample_slots.device)
             wait = self._ids.irecv(ids, self.world.pp_size - 1)
-            self._expected_ids.append(_ExpectedIds(slots, device_slots, parts["sample_positions"], wait))
+            slots = frozenset(plan.slots[row] for row in plan.samples)
+            self._expected_ids.append(_ExpectedIds(slots, sample_slots, sample_positions, wait))
 
     def send_ids(self, ids: torch.Tensor) -> None:
         """On the last stage: send the sampled ids [R] to the first stage; they must not change afterwards."""

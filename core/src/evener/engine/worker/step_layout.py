@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,55 @@ def one_request(tokens: int, groups: int, block_size: int) -> Plan:
         id=-1, admissions=[Admission(0, [0] * tokens, Sampling(temperature=0.0))],
         updates=[TableUpdate(0, 0, [[0] * columns] * groups)], slots=[0], starts=[0], counts=[tokens], samples=[0],
     )  # fmt: skip
+
+
+#: What holds one array: a tensor on the device, or what becomes one.
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepArrays(Generic[A]):
+    """The int32 arrays that a step is made of: T tokens of R requests, and S rows that are sampled from.
+
+    Attributes:
+        positions: [T], of each token in its request.
+        token_slots: [T], the slot of each token's request.
+        query_start: [R + 1], the first token of each request, and behind the last one T.
+        kv_lens: [R], tokens of each request after the step; kept_lens: without its proposed tokens, None if all are
+            certain.
+        slots: [R], of each request.
+        last: [S], the hidden row that is sampled from; None: all rows, in order.
+        sample_slots, sample_positions: [S], where the sampled ids are written.
+    """
+
+    positions: A
+    token_slots: A
+    query_start: A
+    kv_lens: A
+    kept_lens: A | None
+    slots: A
+    last: A | None
+    sample_slots: A
+    sample_positions: A
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutArrays(StepArrays[A]):
+    """Those of a step that is not captured, and what its sampling reads.
+
+    Attributes:
+        random, logprobs, penalized, biased: indices of samples, as in ``SamplePlan``.
+        named: the ids of ``SamplePlan.named``, rows of equal length one after another, filled up with 0.
+        scores: the tokens whose next ones are scored (``Plan.scores``), as indices of the T tokens.
+    """
+
+    last: A
+    random: A
+    logprobs: A
+    named: A
+    penalized: A
+    biased: A
+    scores: A
 
 
 @dataclass
@@ -44,8 +93,7 @@ class StepLayout(StepShape):
     """All int32 arrays of a step. They are joined on the host, sent in one upload, and sliced on the device."""
 
     def __init__(self, plan: Plan) -> None:
-        starts, counts = np.array(plan.starts, dtype=np.int32), np.array(plan.counts, dtype=np.int32)
-        slots = np.array(plan.slots, dtype=np.int32)
+        starts, counts, slots = _int32(plan.starts), _int32(plan.counts), _int32(plan.slots)
         ends = starts + counts
         super().__init__(
             tokens=int(counts.sum()), requests=len(plan.slots), max_query=int(counts.max()), max_kv=int(ends.max()),
@@ -55,7 +103,7 @@ class StepLayout(StepShape):
         np.cumsum(counts, out=query_start[1:])
         inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
         positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
-        picked, how = np.array(plan.samples, dtype=np.int32), plan.sampling
+        picked, how = _int32(plan.samples), plan.sampling
         left = {draft.row: len(draft.ids) for draft in plan.drafts}
         behind = np.zeros_like(picked)  # tokens of the row behind the one that is sampled from
         for index, row in enumerate(plan.samples if left else ()):
@@ -63,36 +111,33 @@ class StepLayout(StepShape):
             left[row] = int(behind[index]) - 1
         longest = max(map(len, how.named), default=0)
         scored = [query_start[s.row] + np.arange(s.first, s.first + s.count, dtype=np.int32) for s in plan.scores]
-        self.arrays: dict[str, np.ndarray[Any, Any]] = {
-            "positions": positions,
-            "token_slots": token_slots,
-            "query_start": query_start,
-            "kv_lens": ends,
-            "slots": slots,
-            "last": query_start[1:][picked] - 1 - behind,
-            "sample_slots": slots[picked],
-            "sample_positions": ends[picked] - behind,
-            "random": np.array(how.random, dtype=np.int32),
-            "logprobs": np.array(how.logprobs, dtype=np.int32),
-            "named": np.array([ids + [0] * (longest - len(ids)) for ids in how.named], dtype=np.int32).reshape(-1),
-            "penalized": np.array(how.penalized, dtype=np.int32),
-            "biased": np.array(how.biased, dtype=np.int32),
-            "scores": np.concatenate([np.zeros(0, dtype=np.int32), *scored]),
-        }
-        if plan.drafts:
-            kept = ends.copy()
+        kept = ends.copy() if plan.drafts else None
+        if kept is not None:
             kept[[draft.row for draft in plan.drafts]] -= [len(draft.ids) for draft in plan.drafts]
-            self.arrays["kept_lens"], self.kept_lens = kept, kept.tolist()
+            self.kept_lens = kept.tolist()
+        self.arrays: LayoutArrays[np.ndarray[Any, Any]] = LayoutArrays(
+            positions=positions, token_slots=token_slots, query_start=query_start, kv_lens=ends, kept_lens=kept,
+            slots=slots, last=query_start[1:][picked] - 1 - behind, sample_slots=slots[picked],
+            sample_positions=ends[picked] - behind, scores=np.concatenate([np.zeros(0, dtype=np.int32), *scored]),
+            named=_int32([ids + [0] * (longest - len(ids)) for ids in how.named]).reshape(-1),
+            random=_int32(how.random), logprobs=_int32(how.logprobs), penalized=_int32(how.penalized),
+            biased=_int32(how.biased),
+        )  # fmt: skip
 
-    def upload(self, device: Device) -> dict[str, torch.Tensor]:
-        """The arrays on the device by name, as slices of one tensor; each starts at an address that the device's
-        alignment divides."""
+    def upload(self, device: Device) -> LayoutArrays[torch.Tensor]:
+        """The arrays on the device, as slices of one tensor; each starts at an address that the device's alignment
+        divides."""
         alignment = device.capabilities.alignment
+        arrays = {name: array for name, array in vars(self.arrays).items() if array is not None}
         pieces: list[np.ndarray[Any, Any]] = []
-        for part in self.arrays.values():
-            pieces += [part, np.zeros(aligned(len(part), alignment) - len(part), dtype=np.int32)]
+        for array in arrays.values():
+            pieces += [array, np.zeros(aligned(len(array), alignment) - len(array), dtype=np.int32)]
         sent = device.upload(np.concatenate(pieces)).split([len(piece) for piece in pieces])
-        return dict(zip(self.arrays, sent[::2], strict=True))
+        return LayoutArrays(**{"kept_lens": None, **dict(zip(arrays, sent[::2], strict=True))})
+
+
+def _int32(numbers: Sequence[Any]) -> np.ndarray[Any, Any]:
+    return np.array(numbers, dtype=np.int32)
 
 
 def aligned(count: int, alignment: int) -> int:

@@ -15,7 +15,6 @@ from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import divide_weights
 from evener.errors import CheckpointError
 from evener.loading.loader import WeightBytes, load_weights
-from evener.loading.match import match_context
 from evener.plugins.discover import installed_catalog
 
 #: Rows of position tables that are made at a time.
@@ -55,8 +54,8 @@ def load_stage(a: Assembly) -> WeightBytes:
     here, placed = divide_weights(a)
     there = WeightBytes()
     if a.placement is not None:  # first: a placement may have tables of the device that hold some of them too
-        there = _load(a, placed, here, a.placement.packings, a.placement.torch_device, None)
-    loaded = _load(a, here, placed, a.resolver.packings_by_layout, a.device.torch_device, a.device)
+        there = _load(a, placed, a.placement.packings, a.placement.torch_device, None)
+    loaded = _load(a, here, a.resolver.packings_by_layout, a.device.torch_device, a.device)
     a.checkpoint.close()  # nothing more is read, and its pages need not stay in memory
     for group in a.build.groups:
         group.bind()
@@ -64,20 +63,18 @@ def load_stage(a: Assembly) -> WeightBytes:
 
 
 def _load(
-    a: Assembly, declared: Sequence[Declared], others: Sequence[Declared], packings: Mapping[str, Packing],
-    where: torch.device, pinned: Device | None,
+    a: Assembly, declared: Sequence[Declared], packings: Mapping[str, Packing], where: torch.device,
+    pinned: Device | None,
 ) -> WeightBytes:  # fmt: skip
-    """Fill the weights of one place; ``others`` are those of the other."""
+    """Fill the weights of one place."""
     config = a.config.config
 
     def load(chosen: Sequence[Declared]) -> WeightBytes:
         if config.load == "dummy":
             a.device.seed(config.seed)
             return _maker("dummy", "load=dummy", "evener-inspection")(chosen, packings, where, config.seed)
-        context, taken = match_context(a.build, a.other_stages), set(map(id, chosen))
-        rest = [each for each in declared if id(each) not in taken]
-        context["other_stages"] = [*context["other_stages"], *others, *rest]
-        return load_weights(chosen, a.checkpoint, a.scheme, packings, where, pinned_device=pinned, **context)
+        builds = (a.build, *a.other_stages)
+        return load_weights(chosen, a.checkpoint, a.scheme, packings, where, builds, pinned_device=pinned)
 
     if config.model_cache is None:
         return load(declared)

@@ -16,17 +16,19 @@ from evener.contracts.architecture import Architecture
 from evener.contracts.connector import BlockMover
 from evener.distributed.communicators import JointCapture
 from evener.distributed.world import RankGroups, RankPlacement
+from evener.engine.facts.engine_info import EngineInfo
+from evener.engine.facts.manifest_report import ManifestReport
+from evener.engine.facts.memory_plan import MeasuredMemory, MemoryPlan
+from evener.engine.facts.worker_facts import WorkerFacts
 from evener.engine.sampling.device_tables import DeviceTables
 from evener.engine.sampling.pending import Draw, PendingStep
-from evener.engine.wire.engine_info import EngineInfo
 from evener.engine.wire.installed import find_commands, find_connector
 from evener.engine.wire.messages import Command, LoadAdapter, UnloadAdapter
 from evener.engine.wire.plan import Order, StepMasks
 from evener.engine.wire.pooling import pooling_part
-from evener.engine.wire.worker_facts import WorkerFacts
 from evener.engine.worker.assembly import Assembly, assemble, captured_prompt_sizes, find_graph_capture, registered_name
 from evener.engine.worker.graphs import StepGraphs
-from evener.engine.worker.memory import MemoryPlan, measured_plan, min_across_ranks, require_memory_plan
+from evener.engine.worker.memory import measured_plan, min_across_ranks, require_memory_plan
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.stages import PipelineChannel
 from evener.engine.worker.step_layout import one_request
@@ -106,7 +108,7 @@ class Worker:
             specs=[g.spec for g in a.geometry.groups], cuts=[g.cut for g in a.geometry.groups], blocks=plan.blocks,
             block_size=size, max_reqs=resolved.max_reqs, max_seq_len=resolved.max_seq_len,
             step_tokens=resolved.step_tokens, info=self._info(a, plan, loaded, time.monotonic() - began),
-            media_rows=a.media_rows, kept_slabs=0 if self.mover is None else self.mover.slabs,
+            kept_slabs=0 if self.mover is None else self.mover.slabs,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -208,8 +210,8 @@ class Worker:
             final_norm=type(a.model).normed is not Architecture.normed, encoders=sorted(a.model.encoders),
             adapters=a.adapters.limits, backend=b.name, backend_version=b.version,
             backend_reason=a.loaded.selection.reason, device=a.device.name, dtype=a.config.dtype,
-            memory={**plan.to_json(), "measured_weights": loaded.allocated, "measured_mapped": loaded.mapped,
-                    "measured_host": loaded.placed},
-            start_seconds=round(seconds, 2), config=a.config.to_json(), manifest=a.resolver.manifest.to_json(),
+            memory=MeasuredMemory(**vars(plan), measured_weights=loaded.allocated, measured_mapped=loaded.mapped,
+                                  measured_host=loaded.placed),
+            start_seconds=round(seconds, 2), config=a.config.values(), manifest=ManifestReport.of(a.resolver.manifest),
             layers=(a.build.held.start, a.build.held.stop),
         )  # fmt: skip

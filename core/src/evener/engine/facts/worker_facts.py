@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from evener.contracts.state import StateSpec
-from evener.engine.wire.engine_info import EngineInfo, RankInfo
+from evener.engine.facts.engine_info import EngineInfo, RankInfo
 from evener.errors import EngineError
 
 
@@ -22,7 +22,6 @@ class WorkerFacts:
         blocks: slabs in the pool, including the null slab.
         block_size: tokens of a block.
         max_reqs, max_seq_len, step_tokens: the resolved limits of the configuration.
-        media_rows: how many rows of media the worker keeps.
         kept_slabs: for how many slabs the connector has places.
         info: what the front end is told.
     """
@@ -34,7 +33,6 @@ class WorkerFacts:
     max_reqs: int
     max_seq_len: int
     step_tokens: int
-    media_rows: int
     info: EngineInfo
     kept_slabs: int = 0
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
+from evener.config.resolve import ResolvedValue
 from evener.contracts.adapters import AdapterLimits
 from evener.contracts.pooling import PoolingSettings
+from evener.engine.facts.manifest_report import ManifestReport
+from evener.engine.facts.memory_plan import MeasuredMemory
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's device, backend and memory, as in ``EngineInfo``; ``layers``: the number of its first layer, and of
-    the one after its last."""
+    """One rank.
+
+    Attributes:
+        device: the device's name.
+        backend: the backend in use.
+        memory: the memory plan and what was measured.
+        layers: the number of its first layer, and of the one after its last.
+    """
 
     device: str
     backend: str
-    memory: dict[str, Any]
+    memory: MeasuredMemory
     layers: tuple[int, int] = (0, 0)
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The model, the limits and the choices of a running engine.
+class EngineInfo(RankInfo, frozen=True, kw_only=True):
+    """The model, the limits and the choices of a running engine; of rank 0, what is in ``RankInfo``.
 
     Attributes:
         model: path of the checkpoint.
@@ -36,14 +43,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         final_norm: whether it gives hidden states after its final norm (``Architecture.normed``).
         encoders: kinds of media that the model encodes itself ("image"), sorted.
         adapters: which adapters (LoRA) it takes; None: none.
-        backend, backend_version, backend_reason: the backend in use, and why it was chosen.
-        device: the device's name.
+        backend_version, backend_reason: of the backend in use, and why it was chosen.
         dtype: the compute dtype, torch's name.
-        memory: the memory plan and what was measured, in bytes.
-        start_seconds: how long the worker took to start.
-        config: every resolved key with its value and reason.
+        start_seconds: how long the worker took to start, in seconds.
+        config: every key, as in ``"infer.step_tokens"``, with its value and the reason for it. See ``setting``.
         manifest: who computes each op, and why.
-        layers: as in ``RankInfo``.
         ranks: one entry a rank, rank 0 first; empty with a single rank.
     """
 
@@ -51,7 +55,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     served_name: str
     max_model_len: int
     vocab_size: int
-    backend: str
     backend_reason: str
     architecture: str | None = None
     pooling: PoolingSettings | None = None
@@ -62,11 +65,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     encoders: list[str] = []
     adapters: AdapterLimits | None = None
     backend_version: str = ""
-    device: str = ""
     dtype: str = ""
-    memory: dict[str, Any] = {}
     start_seconds: float = 0.0
-    config: dict[str, Any] = {}
-    manifest: dict[str, Any] = {}
-    layers: tuple[int, int] = (0, 0)
+    config: dict[str, ResolvedValue] = {}
+    manifest: ManifestReport = ManifestReport()
     ranks: list[RankInfo] = []
+
+    def setting(self, key: str) -> ResolvedValue:
+        """The value of a key, and its reason; None and "" for a key of a package that is not installed."""
+        return self.config.get(key) or ResolvedValue(None, "")

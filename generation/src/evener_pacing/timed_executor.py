@@ -1,4 +1,4 @@
-"""Measures the time of each step."""
+"""Measures the time of each step, for limits that learn from it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from evener.config.schema import Config
 from evener.engine.batching.step_limit import StepLimit
 from evener.engine.wire.executor import Executor
 from evener.engine.wire.plan import Order, Plan, StepMasks, StepResult
-from evener.plugins.discover import installed_catalog
 
 
-def limit_steps(config: Config, executor: Executor, max_reqs: int, streaming: bool) -> tuple[StepLimit, Executor]:
-    """The limit on a run's steps, and the executor to run its plans with.
+class TimedLimit(StepLimit):
+    """A limit that hears how long each step took."""
 
-    Steps are measured if answers are read while they are made, unless the configuration sets the token budget itself or
-    has no target. Without a package that limits them, a step has the whole budget.
-    """
-    if not streaming or config.infer.step_tokens != "auto" or config.infer.step_target == 0:
-        return StepLimit(), executor
-    limit = next(installed_catalog().answers("step limit", config, max_reqs), None)
-    return (limit, TimedExecutor(executor, limit)) if limit else (StepLimit(), executor)
+    def record(self, plan: Plan, seconds: float) -> None:
+        """A step has taken ``seconds``. Steps with media are left out: encoding has a budget of its own. (optional;
+        default: nothing is learnt from it)"""
+
+    def wrap(self, executor: Executor) -> Executor:
+        return TimedExecutor(executor, self)
 
 
 @dataclass
@@ -46,7 +43,7 @@ class TimedExecutor(Executor):
         clock: the current time in seconds.
     """
 
-    def __init__(self, inner: Executor, limit: StepLimit, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, inner: Executor, limit: TimedLimit, clock: Callable[[], float] = time.monotonic) -> None:
         self.inner, self._limit, self._clock = inner, limit, clock
         self._submitted: deque[_SubmittedStep] = deque()
 

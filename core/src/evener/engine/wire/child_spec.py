@@ -1,0 +1,27 @@
+"""What a child process reads from its parent before anything else: one line of JSON on its standard input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from evener.distributed.contact import Contact
+from evener.distributed.world import RankPlacement
+
+
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a controller or a worker is to be.
+
+    Attributes:
+        config: its configuration, as of ``config.schema.to_flat``.
+        bound: it is killed when its parent ends, even while it is stopped.
+        address: of a controller: how the names of its channel's socket files begin.
+        contact, place: of a worker: where its controller is, and which rank it is itself.
+    """
+
+    config: dict[str, Any]
+    bound: bool = False
+    address: str = ""
+    contact: Contact = Contact([])
+    place: RankPlacement = RankPlacement()
