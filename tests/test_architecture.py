@@ -382,7 +382,7 @@ def test_no_descriptor_imports_torch() -> None:
 #: first moves something out of the area, to a package of its own or to nothing. When an area shrinks, its cap follows.
 CAPS: Mapping[str, int] = {
     "evener.engine.wire": 368, "evener.engine.batching": 72, "evener.engine.controller": 968,
-    "evener.engine.worker": 1_329, "evener.engine.processes": 812, "evener.engine.sampling": 212,
+    "evener.engine.worker": 1_327, "evener.engine.processes": 812, "evener.engine.sampling": 212,
     "evener.engine.quantized": 41, "evener.ops": 1_391, "evener.plugins": 1_477, "evener.frontend": 742,
     "evener.layers": 1_127, "evener.config": 820, "evener.cli": 292, "evener.loading": 632, "evener.resolution": 540,
     "evener.distributed": 166, "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.exits": 51,
@@ -400,7 +400,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 956
 #: The whole core.
-TOTAL_CAP = 14_654
+TOTAL_CAP = 14_652
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

@@ -42,22 +42,21 @@ class ChainDrafter(ABC):
     """Runs such a layer after each step of the model, and before those that check proposed tokens.
 
     Args:
-        runner: the model's. Something follows each of its steps, so that none are captured.
+        runner: the model's. Steps that the layer follows are not captured.
         alone: makes the steps that the layer takes alone, over the same tables.
         width: of the layer's states.
         groups: indices of the state groups that have the layer's state, or more.
 
     Attributes:
         runner: as given.
-        graphs: none.
+        graphs: none of its own.
     """
 
     graphs: StepGraphs | None = None
 
     def __init__(self, a: Assembly, runner: Runner, alone: Runner, width: int, groups: Iterable[int]) -> None:
         self.runner, self._alone = runner, alone
-        self._computed, self._rest, self._follows = ComputedTokens(a, groups, brought=True), Rest(LONG), False
-        runner.after = self._after
+        self._computed, self._rest = ComputedTokens(a, groups, brought=True), Rest(LONG)
         #: By slot, what the layer returned for the last tokens that were sampled behind: that of position p at p modulo
         #: their number. A row samples behind its last certain token and each proposed one.
         slots, self._places = runner.tables.tokens.shape[0], 1 + a.config.config.infer.draft_tokens
@@ -88,8 +87,8 @@ class ChainDrafter(ABC):
         texts = list(zip(plan.slots, plan.starts, plan.counts, strict=True))
         self._computed.apply(plan)
         whole = {row for row, (slot, start, _) in enumerate(texts) if self._computed.length(slot) == start}
-        self._follows = self._rest.ends(plan) and bool(whole)
-        for slot, start, count in (texts[row] for row in whole if self._follows):
+        self.runner.after = self._after if self._rest.ends(plan) and whole else None
+        for slot, start, count in (texts[row] for row in whole if self.runner.after is not None):
             self._computed.extend(slot, start + count)
         drafts = [draft for draft in plan.drafts if draft.row in whole]
         with torch.inference_mode():
@@ -151,8 +150,6 @@ class ChainDrafter(ABC):
         self, plan: Plan, done: PendingStep | Draw, hidden: torch.Tensor, step: ForwardStep,
         parts: Mapping[str, torch.Tensor],
     ) -> PendingStep | Draw:  # fmt: skip
-        if not self._follows:
-            return done
         if isinstance(done, PendingStep):
             self._compute(plan, hidden, step, parts)
             return done
