@@ -165,23 +165,39 @@ def test_two_ranks_rest_alike(make_lively: Any, play: Any) -> None:
     "window", [6, pytest.param(20, marks=pytest.mark.slow), pytest.param(33, marks=pytest.mark.slow)]
 )
 def test_a_draft_model_with_windows_reads_no_block_that_was_freed(
-    make_lively: Any, play: Any, shrink_pool: Any, window: int
+    make_lively: Any, play: Any, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     config = make_lively("Gemma2", {"sliding_window": window}, **LIMITS, **{"infer.block_size": 16})
     messages = [NewRequest(id=f"r{i}", prompt=[7 + i, 9] * (9 + i), max_tokens=70, sampling=GREEDY) for i in range(4)]
     expected = play(strict_controller(config)[0], messages).tokens
     controller, _ = strict_controller(drafted(config))
-    # A freed block is another's soon.
-    shrink_pool(controller, controller.scheduler.state.blocks_for(90, controller.scheduler.step_tokens) * 2)
+    freed = watch_freed_blocks(controller, monkeypatch)
     controller.scheduler.drafts = Switched(iter([(10**6, 0)]))
     assert play(controller, messages).tokens == expected
     stats = controller.scheduler.stats
-    assert stats.accepted_tokens == stats.drafted_tokens > 100
+    assert freed == [] and stats.accepted_tokens == stats.drafted_tokens > 100
+
+
+def watch_freed_blocks(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Slots and positions from which the draft model goes on, whose token reads a block that the request gave back."""
+    found: list[tuple[int, int]] = []
+    execute, scheduler = DraftRunner.execute, controller.scheduler
+
+    def watched(self: DraftRunner, plan: Any) -> Any:
+        tables = {r.slot: r.table for r in scheduler.running if r.table is not None}
+        for slot, start in zip(plan.slots, plan.starts, strict=True):
+            for spec, blocks in zip(scheduler.state.specs, tables[slot].blocks, strict=True):
+                if not blocks[max(0, spec.first_attended(start)) // scheduler.state.block_size]:
+                    found.append((slot, start))
+        return execute(self, plan)
+
+    monkeypatch.setattr(DraftRunner, "execute", watched)
+    return found
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_a_draft_model_with_windows_proposes_nothing_that_it_cannot_know(
-    make_lively: Any, play: Any, shrink_pool: Any, seed: int
+    make_lively: Any, play: Any, shrink_pool: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     config = make_lively("Gemma2", {"sliding_window": 20}, **LIMITS, **{"infer.block_size": 16})
     messages = [NewRequest(id=f"r{i}", prompt=[7 + i, 9] * (4 + i), max_tokens=70 + i, sampling=GREEDY)
@@ -190,10 +206,11 @@ def test_a_draft_model_with_windows_proposes_nothing_that_it_cannot_know(
     controller, executor = strict_controller(drafted(config))
     impatient(executor)
     shrink_pool(controller, controller.scheduler.state.blocks_for(90, controller.scheduler.step_tokens) * 2)
+    freed = watch_freed_blocks(controller, monkeypatch)
     controller.scheduler.drafts = Switched(spans(seed))
     assert play(controller, messages).tokens == expected
     stats = controller.scheduler.stats
-    assert stats.accepted_tokens == stats.drafted_tokens > 20
+    assert freed == [] and stats.accepted_tokens == stats.drafted_tokens > 20
 
 
 def impatient(executor: Any) -> DraftModel:
