@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from evener.contracts.generation.drafter import BY_WORKER
+from evener.contracts.generation.drafts import NEVER, NOT_YET
 from evener_generation.drafting.grammar_drafter import GrammarDrafter
 from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.ngram_drafter import NgramDrafter
@@ -24,7 +26,6 @@ class DecodingStub:
 def decoding(*tokens: int) -> Any:
     return DecodingStub(
         tokens=[*tokens], unread=0, planned=len(tokens) - 1, length=len(tokens), limit=20, decodes=True,
-        fork_points=set(),
     )  # fmt: skip
 
 
@@ -57,6 +58,87 @@ def test_each_number_of_requests_has_its_own_verdict() -> None:
     assert payoff.pays(1) and not payoff.pays(64)
 
 
+def test_each_try_that_changes_nothing_doubles_the_pause_before_the_next_and_a_change_ends_that() -> None:
+    payoff, speed = Payoff(), {True: 0.5, False: 1.0}
+
+    def tries(steps: int) -> list[int]:
+        """At which of so many steps the slower way begins to be tried."""
+        ways = []
+        for _ in range(steps):
+            ways.append(payoff.pays(4))
+            payoff.record(4, ways[-1], 4, 1 / speed[ways[-1]])
+        return [at for at in range(1, steps) if ways[at] and not ways[at - 1]]
+
+    tries(16)
+    at = tries(14_000)
+    assert [b - a for a, b in pairwise(at)] == [256 + 4, 512 + 4, 1024 + 4, *[2048 + 4] * (len(at) - 4)]
+    speed[True] = 4.0
+    tries(2100)
+    assert payoff.pays(4)
+    speed[True] = 0.5
+    tries(20)
+    assert not payoff.pays(4) and 100 < tries(200)[0] <= 128
+
+
+def answered(speculation: Speculation, request: Any, *ids: int) -> list[int]:
+    """The worker answers these to what is asked for a request; one token more is there then. Returns what was asked."""
+    speculation.begin(1)
+    asked = speculation.propose(request, 9)
+    start, right = len(request.tokens) - 1, sum(id > 0 for id in ids)
+    request.tokens += [1] * (1 + right)
+    request.length, request.planned = len(request.tokens), len(request.tokens) - 1
+    drafts = list(ids[: len(asked)])
+    row = DecodingStub(request=request, start=start, count=1 + len(drafts), drafts=drafts, samples=1, again=0)
+    speculation.record([row], speculation.on, 1 + right)
+    return asked
+
+
+def test_a_worker_that_needs_more_steps_is_asked_again_at_once_and_one_that_cannot_seldom() -> None:
+    speculation = Speculation(ModelDrafter, 3, 8, vocabulary=99)
+    request = decoding(1, 2, 3)
+    request.limit = 500
+    for _ in range(5):
+        assert answered(speculation, request, *[NOT_YET] * 3) == [BY_WORKER] * 3
+    assert answered(speculation, request, *[NEVER] * 3) == [BY_WORKER] * 3
+    assert [len(answered(speculation, request, *[NEVER] * 3)) for _ in range(34)] == [0] * 32 + [3, 0]
+    for _ in range(31):
+        answered(speculation, request)
+    assert answered(speculation, request, 7, 7, 7) == [BY_WORKER] * 3
+
+
+@pytest.mark.parametrize("answer", [NOT_YET, NEVER])
+def test_steps_in_which_the_worker_makes_no_drafts_do_not_say_what_drafts_cost(answer: int) -> None:
+    payoff, times = Payoff(), iter(range(99))
+    speculation = Speculation(ModelDrafter, 3, 8, vocabulary=99, payoff=payoff, clock=lambda: float(next(times)))
+    lost = decoding(1, 2, 3)
+    lost.limit = 500
+    for _ in range(20):
+        answered(speculation, lost, *[answer] * 3)
+    assert payoff._load(1).drafted.steps == 0 and payoff.pays(1), "the try goes on until there are some"
+    fresh = decoding(1, 2, 3)
+    fresh.limit = 500
+    for _ in range(9):
+        answered(speculation, fresh, 7, 7, 7)
+    assert payoff._load(1).drafted.steps == 8 and not payoff.pays(1)
+
+
+def test_a_step_in_which_the_worker_makes_up_for_a_rest_is_not_measured() -> None:
+    payoff, times = Payoff(), iter(range(99))
+    speculation = Speculation(ModelDrafter, 3, 8, vocabulary=99, payoff=payoff, clock=lambda: float(next(times)))
+    request = decoding(*range(80))
+    request.limit = 500
+    answered(speculation, request, 7, 7, 7)
+    answered(speculation, request, 7, 7, 7)
+    assert payoff._load(1).drafted.steps == 1, "the first one computes the prompt"
+    speculation._failed = True
+    for _ in range(50):
+        answered(speculation, request)
+    speculation._failed = False
+    for _ in range(3):
+        answered(speculation, request, 7, 7, 7)
+    assert payoff._load(1).drafted.steps == 1 + 2
+
+
 def test_forced_tokens_are_proposed_within_all_limits_and_are_no_reason_to_pause() -> None:
     speculation = Speculation(GrammarDrafter, 4, 8, vocabulary=99)
     speculation.forced = lambda request: list(range(50, 60)) if request.tokens[0] == 1 else None
@@ -64,7 +146,7 @@ def test_forced_tokens_are_proposed_within_all_limits_and_are_no_reason_to_pause
     held, free = decoding(1, 2, 3), decoding(2, 2, 3)
     assert speculation.propose(held, 9) == [50, 51, 52, 53] and speculation.propose(free, 9) == []
     assert speculation.propose(held, 9) == [50, 51, 52], "the step samples no more than the memory plan has room for"
-    for fields, count in (({"limit": 5}, 1), ({"limit": 4}, 0), ({"fork_points": {2}}, 0), ({"decodes": False}, 0)):
+    for fields, count in (({"limit": 5}, 1), ({"limit": 4}, 0), ({"decodes": False}, 0)):
         speculation.begin(1)
         request = DecodingStub(**{**vars(held), **fields})
         assert len(speculation.propose(request, 9)) == count

@@ -188,7 +188,7 @@ def test_a_smaller_model_of_another_family_drafts(make_lively: Any, play: Any) -
     assert plan.weights > strict_controller(config)[1].worker.facts.info.memory.weights
 
 
-def test_a_step_without_drafts_is_one_step_of_the_draft_model(
+def test_a_draft_model_that_may_soon_propose_computes_a_plan_s_tokens_in_one_step(
     make_config: Any, play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[tuple[int, int]] = []
@@ -201,7 +201,7 @@ def test_a_step_without_drafts_is_one_step_of_the_draft_model(
     controller.scheduler.drafts = Speculation(ModelDrafter, 4, max_samples=1, vocabulary=10**9)  # room for no drafts
     sizes.clear()
     play(controller, [NewRequest(id="r", prompt=[3] * 20, max_tokens=5, sampling=GREEDY)])
-    assert sizes == [(16, 0), (4, 0), (1, 0), (1, 0), (1, 0), (1, 0)]
+    assert sizes == [(16, 0), (4, 0), (1, 0)], "then it rests"
 
 
 def test_tokens_that_the_draft_model_has_left_over_do_not_make_a_step_larger_than_the_budget(

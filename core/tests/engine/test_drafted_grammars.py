@@ -16,11 +16,12 @@ from knowing_drafter import KnowingDrafter
 from step_grammar import STEPS, VOCAB, StepMatcher, Steps, follows
 
 from evener.contracts.generation.drafter import BY_WORKER, Drafter
+from evener.contracts.generation.drafts import NOT_YET
 from evener.contracts.grammar.library import GrammarSpec, Matcher
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
-from evener.engine.wire.plan import Order, Plan
+from evener.engine.wire.plan import Order, Plan, StepResult
 from evener_conformance.reference.executor import strict_controller
 from evener_generation.drafting.grammar_drafter import GrammarDrafter
 from evener_generation.drafting.model_drafter import ModelDrafter
@@ -138,6 +139,25 @@ def test_proposals_of_a_draft_model_are_held_to_the_grammar(opened: Any, play: A
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert any(BY_WORKER in each.ids for plan in submitted if plan.masked for each in plan.drafts)
     assert controller.scheduler.state.pool.used == 0
+
+
+def test_a_text_with_a_grammar_goes_on_while_its_draft_model_computes_what_it_missed(opened: Any, play: Any) -> None:
+    plain = play(held(strict_controller(opened())[0]), requests()).tokens
+    controller = held(strict_controller(opened(own=True))[0], ModelDrafter)
+    scheduler, answers = controller.scheduler, list[int]()
+    begin, retire = scheduler.drafts.begin, scheduler.retire
+
+    def now_and_then(requests: int) -> None:
+        begin(requests)
+        scheduler.drafts.on = scheduler.stats.steps % 20 > 11
+
+    def noted(result: StepResult) -> Any:
+        answers.extend(id for ids in result.drafts for id in ids)
+        return retire(result)
+
+    scheduler.drafts.begin, scheduler.retire = now_and_then, noted  # type: ignore[method-assign]
+    assert play(controller, requests()).tokens == plain
+    assert NOT_YET in answers and max(answers) > 0 and scheduler.stats.accepted_tokens > 0
 
 
 def test_two_ranks_hold_the_proposals_of_their_draft_model_to_the_grammar(opened: Any, play: Any) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from drafted_requests import always, requests
+from evener_drafts.prediction import Prediction
 
+from evener.contracts.generation.drafts import NEVER, Drafts
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError
 from evener_conformance.naive.model import NaiveModel, NaiveStep
+from evener_conformance.reference.engine import RunResult
 from evener_conformance.reference.executor import strict_controller
 
 LIMITS = {"reference.delay": True, "infer.max_reqs": 4, "infer.kv_memory": 2**24, "infer.step_tokens": 16}
@@ -24,7 +27,7 @@ RECURRENT = {"num_hidden_layers": 4, "num_experts": 0, "vocab_size": 11}
 MTP = {"infer.drafter": "mtp"}
 
 
-def drafts(naive: NaiveModel, text: list[int], count: int) -> list[int]:
+def drafts_of(naive: NaiveModel, text: list[int], count: int) -> list[int]:
     """What the layer proposes behind a text: from the model's hidden states of all of it, then from its own."""
     naive.reset()
     ids, metas = torch.tensor(text, dtype=torch.int32), (None,) * len(naive.build.slots)
@@ -67,7 +70,7 @@ def test_tokens_are_the_same_and_the_layer_proposes_what_it_would_for_each_text_
     prompts = {m.id: len(m.prompt) for m in requests(answer)}
     for (name, length), ids in seen.items():
         # A last token of a prompt that a step computes alone has drafts too, which are a guess.
-        assert length == prompts[name] or ids == drafts(naive, texts[name][:length], len(ids)), (name, length)
+        assert length == prompts[name] or ids == drafts_of(naive, texts[name][:length], len(ids)), (name, length)
     assert controller.scheduler.state.pool.used == 0
 
 
@@ -87,6 +90,58 @@ def test_forks_preemptions_and_cached_prefixes_change_no_token(make_lively: Any,
     assert play(controller, messages).tokens == expected
     stats = controller.scheduler.stats
     assert stats.preemptions and stats.forks and stats.accepted_tokens
+
+
+def test_a_layer_rests_without_drafts_and_proposes_for_texts_that_it_knows_whole(
+    make_lively: Any, play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_lively("DeepseekV3", SHAPE, **LIMITS, **MTP)
+    naive = NaiveModel(config.model, predicts=True)
+    controller, executor = strict_controller(config)
+    drafter, model, stats = executor.worker.drafter, executor.worker.runner.model, controller.scheduler.stats
+    assert isinstance(drafter, Prediction)
+    monkeypatch.setattr(drafter._rest, "_patience", 2)
+    calls: list[int] = []
+    predict = model.predict
+    monkeypatch.setattr(model, "predict", lambda hidden, *args, **kw: (
+        calls.append(len(hidden)), predict(hidden, *args, **kw))[1])  # fmt: skip
+    seen = always(controller)
+    greedy = Sampling(temperature=0.0)
+    old, new, cached = (NewRequest(id=name, prompt=prompt, max_tokens=40, sampling=greedy) for name, prompt in (
+        ("old", [1 + i * i % 9 for i in range(9)]), ("new", [1 + i * i * i % 7 for i in range(11)]),
+        ("cached", [1 + i * i % 9 for i in range(9)])))  # fmt: skip
+    played = RunResult()
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            played.see(controller.step())
+
+    controller.handle([old])
+    steps(4)
+    assert len(seen) >= 2 and not any(NEVER in ids for ids in seen.values())
+    drafts, controller.scheduler.drafts = controller.scheduler.drafts, Drafts()
+    steps(4)
+    calls.clear()
+    steps(8)
+    assert calls == [], "it rests"
+    controller.scheduler.drafts = drafts
+    seen.clear()
+    steps(2)
+    before = stats.drafted_tokens
+    controller.handle([new])
+    steps(8)
+    assert {id for (name, _), ids in seen.items() if name == "old" for id in ids} == {NEVER}
+    mine = {length: ids for (name, length), ids in seen.items() if name == "new" and length > len(new.prompt)}
+    assert len(mine) > 2 and stats.drafted_tokens - before == sum(map(len, mine.values()))
+    while not controller.idle:
+        steps(1)
+    controller.handle([cached])
+    while not controller.idle:
+        steps(1)
+    texts = {m.id: [*m.prompt, *played.tokens[m.id]] for m in (old, new, cached)}
+    assert texts == {m.id: [*m.prompt, *naive.greedy(m.prompt, 40)] for m in (old, new, cached)}
+    for length, ids in mine.items():
+        assert ids == drafts_of(naive, texts["new"][:length], len(ids))
 
 
 def test_a_layer_that_proposes_nothing_keeps_its_state_and_computes_no_logits(

@@ -12,6 +12,7 @@ from knowing_drafter import KnowingDrafter
 
 from evener.contracts.generation.drafter import Drafter
 from evener.engine.controller.controller import Controller
+from evener.engine.controller.request import Request
 from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
 from evener.errors import ConfigError, DescriptorError
 from evener.ops.reference.state import ReferenceState
@@ -231,6 +232,15 @@ def test_a_drafter_without_a_policy_is_refused_with_the_package_that_has_one(
     )
     with pytest.raises(ConfigError, match="pip install evener-generation"):
         strict_controller(make_config("Llama", **DELAYED, **{"infer.drafter": "ngram"}))
+
+
+def test_a_request_has_no_drafts_before_a_step_that_ends_where_a_fork_starts() -> None:
+    request = Request(requests()[0], 0)
+    request.planned = request.length - 1
+    assert request.decodes
+    for point, decodes in ((request.planned - 1, True), (request.planned, False), (request.planned + 1, False)):
+        request.fork_points = {point}
+        assert request.decodes == decodes
 
 
 class Undecided:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from eagle_heads import write_head
 from evener_constraints.compiler import GrammarCompiler
 from evener_constraints.masks import GrammarMasks
 from knowing_drafter import KnowingDrafter
@@ -153,6 +155,32 @@ def test_steps_of_one_request_with_drafts_are_captured(start: Any, kind: Samplin
     assert drafted.tokens == plain.tokens
     steps = sum(step.replays[0].runs for key, step in drafted.worker.graphs._captured.items() if key.prompt > 1)
     assert 6 <= steps < 24, "several steps with drafts, and fewer than tokens"
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["mtp", "eagle"])
+def test_steps_are_captured_while_the_layer_that_follows_the_others_rests(
+    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head: bool
+) -> None:
+    shape = {"num_hidden_layers": 2, "first_k_dense_replace": 9, "num_nextn_predict_layers": 1, "vocab_size": 11,
+             "attention_bias": False}  # fmt: skip
+    family, drafter = ("Glm4Moe", {"infer.drafter": "mtp"})
+    if head:
+        family, shape = "Llama", {"num_hidden_layers": 7, "vocab_size": 11, "tie_word_embeddings": False}
+    messages = [NewRequest(id=f"r{i}", prompt=[1 + i, 2, 3], max_tokens=40, sampling=GREEDY) for i in range(3)]
+    plain = start(family, shape)
+    if head:
+        folder = write_head(tmp_path / "head", plain.worker.assembly.config.config.model)
+        drafter = {"infer.draft_model": str(folder)}
+    drafted = start(family, shape, **drafter)
+    chain = drafted.worker.drafter
+    monkeypatch.setattr((chain._drafter if head else chain)._rest, "_patience", 2)
+    drafts = drafted.controller.scheduler.drafts = Speculation(ModelDrafter, 4, max_samples=18, vocabulary=10**9)
+    begin = drafts.begin
+    monkeypatch.setattr(drafts, "begin", lambda requests: (
+        begin(requests), setattr(drafts, "on", drafted.controller.scheduler.stats.steps < 10))[1])  # fmt: skip
+    assert drafted.play(messages) == plain.play(messages)
+    stats = drafted.controller.scheduler.stats
+    assert stats.drafted_tokens > 6 and 12 < sum(r.runs for r in drafted.replays) < stats.steps * 2
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ class GrammarMasks(Grammars):
         """The masks of a row, after its last certain token and after each proposed one."""
         slot = of.plan.slots[row]
         try:
-            found = self._matchers[slot].masks(drafts)
+            found = self._matchers[slot].masks([id for id in drafts if id >= 0])  # the worker may have made none
         except Exception as error:  # also where a text has ended, and a plan that was made before goes on with it
             self._failed[slot] = f"the text cannot follow its grammar any further: {error}"
             found = [b""]
@@ -201,7 +201,7 @@ class GrammarMasks(Grammars):
         for each in of.plan.drafts:
             ids = of.drafts[each.row]
             usable = of.usable.get(each.row, len(ids))
-            drafts.append(ids[:usable] + [BY_WORKER] * (len(ids) - usable))
+            drafts.append(ids[:usable] + [min(id, BY_WORKER) for id in ids[usable:]])
         return msgspec.structs.replace(result, drafts=drafts)
 
     def ready(self, request: Sequence) -> bool:

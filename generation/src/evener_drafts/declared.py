@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from evener.config.resolve import ResolvedConfig
 from evener.contracts.architecture import Architecture
@@ -19,6 +18,7 @@ from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint, open_files
 from evener.plugins.discover import installed_catalog
 from evener.plugins.load import LoadedPackages
+from evener_drafts.draft import DeclaredDraft
 from evener_drafts.eagle_head import declare_eagle, is_eagle
 
 
@@ -48,8 +48,8 @@ def _tokenizer(path: str) -> ReadTokenizer | None:
 def declare_draft(
     config: ResolvedConfig, loaded: LoadedPackages, device: Device, ranks: RankGroups, model: Architecture,
     build: Builder,
-) -> dict[str, Any]:  # fmt: skip
-    """Declare the draft model. Returns the fields of its ``Assembly`` that are its own.
+) -> DeclaredDraft:  # fmt: skip
+    """Declare the draft model.
 
     Args:
         model: the model that it drafts for, declared to ``build``.
@@ -83,9 +83,8 @@ def declare_draft(
                               f"state of kind {slot.spec.kind!r}; take another one, or leave it out")  # fmt: skip
     if stored.headers and isinstance(stored.checkpoint, CheckpointView):
         stored.checkpoint.reslice(own.weights)
-    sampler = Sampler(own, draft.vocab_size)
+    found = DeclaredDraft(stored, own, draft, Sampler(own, draft.vocab_size))
     choose_state([own], state, stored.checkpoint, stored.headers, device, loaded)
     for site in own.sites:
         site.path = f"draft model: {site.path}"  # in the manifest
-    fields = {name: getattr(stored, name) for name in ("checkpoint", "headers", "scheme")}
-    return {**fields, "build": own, "model": draft, "sampler": sampler}
+    return found

@@ -19,8 +19,10 @@ class EagleDrafter(ChainDrafter):
         assert a.draft is not None and isinstance(a.draft.model, EagleHead) and isinstance(a.model, CausalLM)
         assert a.draft.model.layers is not None, "they were chosen with the model"
         self._head, self._layers, self._taps = a.draft.model, a.draft.model.layers, a.model.stack.taps
-        own = Runner(a.device, self._head, a.draft.sampler, runner.tables, own_geometry(a), a.adapters)
-        super().__init__(a, runner, own, self._head.hidden_size)
+        geometry = own_geometry(a)
+        own = Runner(a.device, self._head, a.draft.sampler, runner.tables, geometry, a.adapters)
+        groups = [index for index, group in enumerate(geometry.groups) if group.slots]
+        super().__init__(a, runner, own, self._head.hidden_size, groups)
         self._taps |= dict.fromkeys(self._layers)
         embedding = a.model.embedding if self._head.embedding is None else self._head.embedding
         assert embedding is not None, "there are no pipeline stages"

@@ -34,6 +34,7 @@ from evener.layers.config_json import activation, read_flag, read_float, read_in
 from evener.layers.embedding import Embedding, LMHead
 from evener.layers.norms import declare_norm, norm_common
 from evener.plugins.load import LoadedPackages
+from evener_drafts.draft import DeclaredDraft
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -184,7 +185,7 @@ def _read_layers(c: Mapping[str, Any]) -> tuple[int, ...] | None:
 def declare_eagle(
     config: ResolvedConfig, loaded: LoadedPackages, device: Device, ranks: RankGroups, model: Architecture,
     checkpoint: Checkpoint,
-) -> dict[str, Any]:  # fmt: skip
+) -> DeclaredDraft:  # fmt: skip
     """As ``declare_draft``, for the checkpoint of a head."""
     said = f"infer.draft_model={config.config.infer.draft_model}"
     if not isinstance(model, CausalLM) or model.embedding is None:
@@ -215,8 +216,7 @@ def declare_eagle(
     choose_state([own], state, stored.checkpoint, stored.headers, device, loaded)
     for site in own.sites:
         site.path = f"draft head: {site.path}"  # in the manifest
-    fields = {name: getattr(stored, name) for name in ("checkpoint", "headers", "scheme")}
-    return {**fields, "build": own, "model": head, "sampler": Sampler(own, head.vocab_size)}
+    return DeclaredDraft(stored, own, head, Sampler(own, head.vocab_size))
 
 
 def _model_ids(checkpoint: Checkpoint, head: EagleHead, said: str) -> torch.Tensor:

@@ -7,10 +7,17 @@ fork or a preemption gives or takes the state of both models. In each plan it ru
 2. For rows with proposed tokens it goes on alone, one token for each of these rows at a time. Each step leaves the
    likeliest token where the model's row of the same plan, which checks it, expects it.
 
+If plans have no proposed tokens, it rests soon (``rest``): it computes nothing. Later it lacks the state of some tokens
+(``computed``). Once a plan has proposed tokens again, it computes these first, as many in a plan as a step may have,
+the rows with the fewest first. To a row that has to wait it answers ``NOT_YET``: the model checks whatever tokens are
+in their place, and none of them counts.
+
+Where one of its layers has a window, blocks are freed as the model goes on, and with them what tokens in between would
+read. So such a model rests later, and to a request of which it has missed more than the window keeps it answers
+``NEVER``.
+
 Its steps are ordinary plans, which a runner of its own executes over the same tables. No step computes the last
-proposed token of a row. If that one was right, the first step of the request's next plan computes it as well. Without
-such a plan, or where a fork goes on, the state of that one token is missing in the blocks that others reuse. It can
-make their proposals worse, and no answer wrong.
+proposed token of a row, unless a block is freed behind it. If that one was right, the next plan computes it as well.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from msgspec.structs import replace
 
+from evener.contracts.generation.drafts import NEVER, NOT_YET
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.plan import Plan
 from evener.engine.worker.assembly import Assembly
@@ -28,6 +36,8 @@ from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.runner import ForwardStep, Runner
 from evener.engine.worker.step_layout import StepArrays, StepShape
+from evener_drafts.computed import ComputedTokens
+from evener_drafts.rest import LONG, SHORT, Rest
 
 
 class DraftRunner(Runner):
@@ -61,53 +71,68 @@ class DraftModel:
 
     def __init__(self, a: Assembly, model: Runner) -> None:
         assert a.draft is not None, "it was declared"
-        self.runner = DraftRunner(a.device, a.draft.model, a.draft.sampler, model.tables, own_geometry(a), a.adapters)
+        own = own_geometry(a)
+        self.runner = DraftRunner(a.device, a.draft.model, a.draft.sampler, model.tables, own, a.adapters)
         self._apply, self._step_tokens = model.apply, a.config.step_tokens
         self.graphs: StepGraphs | None = None
-        #: For each slot the position of its last proposed token, which the draft model has not computed.
-        self._uncomputed: dict[int, int] = {}
+        groups = [index for index, group in enumerate(own.groups) if group.slots]
+        self._computed = ComputedTokens(a, groups, brought=False)
+        self._rest = Rest(LONG if self._computed.drops else SHORT)
 
-    def run(self, plan: Plan) -> tuple[Plan, Callable[[], list[list[int]]]]:
-        """Apply a plan and run the draft model. Returns the plan that is left to the model, and what waits for the
-        tokens that were proposed for each of ``plan.drafts``."""
-        self._apply(plan)
-        for admission in plan.admissions:
-            self._uncomputed.pop(admission.slot, None)
-        plan = replace(plan, adapters=[], admissions=[], updates=[], copies=[])
+    def run(self, plan: Plan) -> tuple[Plan, Callable[[], list[list[int]]] | None]:
+        """Run the draft model for a plan. Returns the plan that is left to the model, and what waits for the tokens
+        that were proposed for each of ``plan.drafts``; None: it has none."""
+        self._computed.apply(plan)
         lengths = {draft.row: len(draft.ids) for draft in plan.drafts}
-        ends = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
-        steps = [self._follow(plan, lengths)]
-        for at in range(1, max(lengths.values(), default=0)):
-            rows = [row for row, length in lengths.items() if length > at]
-            last = [ends[row] - lengths[row] + at - 1 for row in rows]
-            steps.append(self._execute(plan, rows, last, [1] * len(rows), rows))
+        rows = range(len(plan.slots)) if self._rest.ends(plan) else ()
+        lost = {row for row in rows if not self._computed.reaches(plan.slots[row], plan.starts[row])}
+        steps = list[tuple[Sequence[int], PendingStep]]()
+        certain = {row: plan.starts[row] + plan.counts[row] - lengths.get(row, 0) for row in rows if row not in lost}
+        if due := dict(certain):
+            self._apply(plan)
+            plan = replace(plan, adapters=[], admissions=[], updates=[], copies=[])
+        while due:
+            steps += self._compute(plan, due, lengths)
+            due = self._late(plan, certain)
 
         def proposed() -> list[list[int]]:
-            found: dict[int, list[int]] = {row: [] for row in lengths}
+            found: dict[int, list[int]] = {}
             for rows, step in steps:
                 for row, token in zip(rows, step.wait().ids, strict=True):
                     found.setdefault(row, []).append(token)
-            return [found[row] for row in lengths]
+            return [found.get(row, [NEVER if row in lost else NOT_YET] * n) for row, n in lengths.items()]
 
-        return plan, proposed
+        return plan, proposed if lengths else None
 
-    def _follow(self, plan: Plan, lengths: Mapping[int, int]) -> tuple[Sequence[int], PendingStep]:
-        """Compute the plan's certain tokens, and propose the first one of each row that has some. For a capture, all
-        rows that sample do so here too: the model overwrites what it does not check."""
-        starts = list(plan.starts)
-        counts = [count - lengths.get(row, 0) for row, count in enumerate(plan.counts)]
-        left = [row for row, slot in enumerate(plan.slots) if self._uncomputed.pop(slot, -1) == starts[row] - 1 >= 0]
-        if sum(counts) + len(left) > self._step_tokens:  # kernels and memory are for no more
-            self._execute(plan, left, [starts[row] - 1 for row in left], [1] * len(left), ())
-            left = []
-        for row in left:
-            starts[row], counts[row] = starts[row] - 1, counts[row] + 1
-        for row in lengths:
-            self._uncomputed[plan.slots[row]] = plan.starts[row] + plan.counts[row] - 1
-        rows = sorted(range(len(counts)), key=lambda row: counts[row] > 1)  # as the scheduler orders them
-        picked = set(plan.samples) if self.graphs is not None else lengths
-        samples = [row for row in rows if row in picked]
-        return self._execute(plan, rows, [starts[row] for row in rows], [counts[row] for row in rows], samples)
+    def _late(self, plan: Plan, certain: Mapping[int, int]) -> dict[int, int]:
+        """The rows with tokens, up to which ones, whose state could not be made in a later plan."""
+        ends = {row: plan.starts[row] + plan.counts[row] for row in certain}
+        late = [row for row, end in ends.items() if not self._computed.reaches(plan.slots[row], end)]
+        return {row: certain[row] if self._computed.length(plan.slots[row]) < certain[row] else ends[row]
+                for row in late}  # fmt: skip
+
+    def _compute(
+        self, plan: Plan, due: Mapping[int, int], lengths: Mapping[int, int]
+    ) -> list[tuple[Sequence[int], PendingStep]]:
+        """One step for rows whose tokens are ``due`` up to these, and the steps that propose tokens for those that get
+        all their certain ones."""
+        ends = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
+        first = {row: self._computed.length(plan.slots[row]) for row in due}
+        spans, left = dict[int, range](), self._step_tokens
+        for row in sorted(due, key=lambda row: due[row] - first[row]):
+            if span := range(first[row], min(due[row], first[row] + left)):
+                spans[row], left = span, left - len(span)
+        rows = sorted(spans, key=lambda row: (len(spans[row]) > 1, row))  # as the scheduler orders them
+        ready = [row for row in rows if row in lengths and spans[row].stop == ends[row] - lengths[row]]
+        starts, counts = [spans[row].start for row in rows], [len(spans[row]) for row in rows]
+        steps = [self._execute(plan, rows, starts, counts, ready)]
+        for at in range(1, max((lengths[row] for row in ready), default=0)):
+            longer = [row for row in ready if lengths[row] > at]
+            last = [ends[row] - lengths[row] + at - 1 for row in longer]
+            steps.append(self._execute(plan, longer, last, [1] * len(longer), longer))
+        for row in rows:
+            self._computed.extend(plan.slots[row], spans[row].stop + (lengths[row] - 1 if row in ready else 0))
+        return steps
 
     def _execute(
         self, plan: Plan, rows: Sequence[int], starts: list[int], counts: list[int], samples: Sequence[int]

@@ -5,8 +5,6 @@ The layer was trained for one token. For more it goes on from its own states, as
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from evener.config.resolve import ResolvedConfig
@@ -21,11 +19,11 @@ class Prediction(ChainDrafter):
     """Runs the layer of ``a.model``."""
 
     def __init__(self, a: Assembly, runner: Runner) -> None:
-        super().__init__(a, runner, runner, a.model.hidden_size)
+        super().__init__(a, runner, runner, a.model.hidden_size, range(len(a.geometry.groups)))
 
     @staticmethod
     def declare(config: ResolvedConfig, loaded: object, device: object, ranks: object, model: Architecture,
-                build: object) -> dict[str, Any]:  # fmt: skip
+                build: object) -> None:  # fmt: skip
         """Nothing more than the model has declared.
 
         Raises:
@@ -37,7 +35,6 @@ class Prediction(ChainDrafter):
         if not model.predicts:
             raise ConfigError(f"infer.drafter=mtp needs a model with a layer for multi-token prediction, and "
                               f"{config.config.model} has none that is read; leave it out")  # fmt: skip
-        return {}
 
     def _follow(self, hidden: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         return self.runner.model.predict(hidden, step)

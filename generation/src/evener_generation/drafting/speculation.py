@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from evener.contracts.generation.drafter import BY_WORKER, Drafter
-from evener.contracts.generation.drafts import DecodingRequest, DraftedRow, Drafts
+from evener.contracts.generation.drafts import NEVER, NOT_YET, DecodingRequest, DraftedRow, Drafts
 from evener_generation.drafting.grammar_drafter import GrammarDrafter
 from evener_generation.drafting.payoff import Payoff
 
@@ -30,6 +30,8 @@ class _Text:
         misses: drafts in a row without a right token.
         resume: the length of the text from which on it has drafts again.
         asked: how many it proposed for the newest plan; a grammar may have forbidden them all.
+        followed: the length of the text when the worker proposed for it last; it had computed little less by then.
+        lost: the worker can propose nothing for it.
     """
 
     drafter: Drafter
@@ -38,9 +40,12 @@ class _Text:
     misses: int = 0
     resume: int = 0
     asked: int = 0
+    followed: int = 0
+    lost: bool = False
 
     def record(self, drafted: int, right: int, tokens: int, longest: int) -> None:
         """The first ``right`` of ``drafted`` tokens were accepted; the text has ``tokens`` tokens now."""
+        self.followed, self.lost = tokens, False
         self.length = min(longest, self.length + 2) if right == drafted else max(1, self.length - 1)
         self.misses = 0 if right else self.misses + 1
         self.resume = tokens + (min(_LONGEST_PAUSE, 2**self.misses) if self.misses else 0)
@@ -95,7 +100,7 @@ class Speculation(Drafts):
 
     def _continues(self, request: DecodingRequest) -> bool:
         """Whether the next plan may have more tokens of a request than its last one."""
-        return request.decodes and not any(point >= request.planned for point in request.fork_points)
+        return request.decodes
 
     def _guesses(self, request: DecodingRequest) -> bool:
         """Whether the drafter is asked for tokens of a request."""
@@ -143,18 +148,39 @@ class Speculation(Drafts):
         return found
 
     def record(self, rows: Sequence[DraftedRow], on: bool, tokens: int) -> None:
+        usual = self._payoff is not None and not (on and self._is_late(rows))
         for row in rows:
             text = self._texts.get(row.request)
             if row.samples and text is not None and text.asked:
-                right = len(row.request.tokens) - 1 - (row.start + row.count - len(row.drafts))
-                text.record(len(row.drafts) or text.asked, right, len(row.request.tokens), self._length)
+                self._learn(text, row)
                 text.asked = 0
         if self._payoff is None:
             return
+        lost = sum(text.lost for row in rows if (text := self._texts.get(row.request)) is not None)
+        usual = usual and not (on and 2 * lost > len(rows))
         now, decodes = self._clock(), all(row.samples and row.count == 1 + row.again + len(row.drafts) for row in rows)
-        if decodes and self._last is not None and self._last[0] == on:
+        if decodes and usual and self._last is not None and self._last[0] == on:
             self._payoff.record(len(rows), on, tokens, now - self._last[1])
         self._last = (on, now) if decodes else None
+
+    def _learn(self, text: _Text, row: DraftedRow) -> None:
+        """What became of a draft."""
+        length = len(row.request.tokens)
+        if NOT_YET in row.drafts:  # asked again, the worker gets on
+            return
+        if NEVER in row.drafts:
+            # Now and then it is asked all the same: what follows each token rests if nobody asks for drafts.
+            text.lost, text.resume = True, length + _LONGEST_PAUSE
+            return
+        right = length - 1 - (row.start + row.count - len(row.drafts))
+        text.record(len(row.drafts) or text.asked, right, length, self._length)
+
+    def _is_late(self, rows: Sequence[DraftedRow]) -> bool:
+        """Whether the worker had more to compute for a step than it will have for the next: a text that had no drafts
+        for a while."""
+        texts = [(row, self._texts.get(row.request)) for row in rows if row.drafts and self._by_worker]
+        return any(NOT_YET in row.drafts or row.start - text.followed > _LONGEST_PAUSE
+                   for row, text in texts if text is not None)  # fmt: skip
 
 
 def measured(drafter: Callable[[], Drafter], length: int, max_samples: int, vocabulary: int) -> Speculation:

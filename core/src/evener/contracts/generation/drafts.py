@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+#: What the worker says in place of each id of a draft that it did not make: it lacks state of the text, and computes
+#: more of that when it is asked again; or it will lack some as long as the request runs.
+NOT_YET, NEVER = -2, -3
+
 
 class DecodingRequest(Protocol):
     """What is read of a scheduler's request; it can be a key of a ``WeakKeyDictionary``.
@@ -21,14 +25,12 @@ class DecodingRequest(Protocol):
         unread: number of tokens that submitted plans sample and whose ids were not read yet.
         planned: number of tokens whose state is computed or will be by submitted plans.
         limit: tokens that it may have in all; the last is sampled and never computed.
-        fork_points: lengths at which a step has to end.
     """
 
     tokens: list[int]
     unread: int
     planned: int
     limit: int
-    fork_points: set[int]
 
     @property
     def length(self) -> int:
@@ -36,7 +38,8 @@ class DecodingRequest(Protocol):
 
     @property
     def decodes(self) -> bool:
-        """Whether the next plan samples behind the only token that no plan has computed yet."""
+        """Whether the next plan samples behind the only token that no plan has computed yet, and a step need not end
+        there or later for a fork."""
 
 
 class DraftedRow(Protocol):

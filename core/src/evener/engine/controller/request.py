@@ -127,9 +127,10 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether the next plan samples behind the only token that no plan has computed yet."""
-        last = self.length - 1
-        return self.planned + self.tokens_to_compute > last == max(self.planned, self.checked)
+        """Whether the next plan samples behind the only token that no plan has computed yet, and a step need not end
+        there or later for a fork."""
+        forks = any(point >= self.planned for point in self.fork_points)
+        return self.tokens_to_compute > 0 and not forks and self.length - 1 == max(self.planned, self.checked)
 
     @property
     def waits_for_parent(self) -> bool:

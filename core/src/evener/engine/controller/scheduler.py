@@ -47,7 +47,7 @@ import msgspec
 
 from evener.contracts.adapters import AdapterSlots
 from evener.contracts.connector import Connector
-from evener.contracts.generation.drafts import Drafts
+from evener.contracts.generation.drafts import NOT_YET, Drafts
 from evener.contracts.outputs import FinishReason
 from evener.engine.batching.micro_batches import MicroBatches
 from evener.engine.batching.step_limit import StepLimit
@@ -429,7 +429,7 @@ class Scheduler:
         first, made, proposed = 0, 0, iter(result.drafts)
         for index, row in enumerate(submitted.rows):
             if row.drafts and result.drafts:
-                row = msgspec.structs.replace(row, drafts=next(proposed))
+                row = submitted.rows[index] = msgspec.structs.replace(row, drafts=next(proposed))
             request, ids = row.request, row.accepted(result.ids[first : first + row.samples])
             vector = next(pooled, b"") if row.samples else b""
             parts = [part[: len(part) // of.count * len(ids)] if of.kind == "sampled" else part
@@ -453,8 +453,8 @@ class Scheduler:
         if row.drafts:
             request.unchecked, request.checked = False, len(request.tokens) - 1
             computed = request.planned = self.state.kept(computed - len(row.drafts), request.checked)
-            self.stats.drafts += 1
-            self.stats.drafted_tokens += len(row.drafts)
+            self.stats.drafts += row.drafts[0] > NOT_YET
+            self.stats.drafted_tokens += sum(id > NOT_YET for id in row.drafts)
             self.stats.accepted_tokens += len(ids) - 1
         assert request.table is not None
         self.state.commit(request.table, request.tokens, computed)

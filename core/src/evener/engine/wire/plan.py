@@ -152,10 +152,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     ``SamplePlan.logprobs`` and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
     ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
     ``Plan.outputs``, in the same form. ``plan`` is the plan's id; ``drafts`` are the ids of each of ``Plan.drafts``, if
-    the worker proposed them, or ``BY_WORKER`` in place of those that do not count. A step that waits for its masks has
-    a result before, with them alone (``proposed``). ``counters`` are those of this worker's ``Placement`` and
-    ``BlockMover``; ``transfers`` are those of the latter that are over, each reported once. Of a ``Command``, ``error``
-    says why the worker could not do it."""
+    the worker proposed them, or ``BY_WORKER`` in place of those that do not count, or ``NOT_YET`` or ``NEVER`` if it
+    made none. A step that waits for its masks has a result before, with them alone (``proposed``). ``counters`` are
+    those of this worker's ``Placement`` and ``BlockMover``; ``transfers`` are those of the latter that are over, each
+    reported once. Of a ``Command``, ``error`` says why the worker could not do it."""
 
     plan: int
     ids: list[int] = []

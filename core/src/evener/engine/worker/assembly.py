@@ -146,8 +146,8 @@ def assemble(
     placement = placer(resolved, device, resolver, build, [b for b, _ in declared]) if placer and not auto else None
     resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
     drafter = installed_catalog().lazy_imports("worker drafter").get(infer.proposes)
-    draft = drafter.load().declare(resolved, loaded, device, ranks, model, build) if drafter else {}
-    drafting: list[Builder] = [draft["build"]] if draft else []
+    draft = drafter.load().declare(resolved, loaded, device, ranks, model, build) if drafter else None
+    drafting: list[Builder] = [draft.build] if draft else []
     linear += [weight for each in drafting for weight in each.weights if isinstance(weight, LinearWeight)]
     resolver.states([slot for each in (build, *other_stages, *drafting) for slot in each.slots])
     resolver.packings([w for w in linear if w.placement is None])
@@ -170,7 +170,7 @@ def assemble(
         ranks, media_rows, agreement, adapters, other_stages, None if pooling is None else pooling.settings, placement,
     )  # fmt: skip
     if draft:
-        a = replace(a, draft=replace(a, **draft, other_stages=(), placement=None))
+        a = replace(a, draft=draft.beside(a))
     if placer is None or not auto:
         return a
     asked, key = placer.settled(a)

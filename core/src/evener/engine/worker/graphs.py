@@ -2,9 +2,9 @@
 
 Two kinds of steps are captured: those whose requests all compute one token and sample the next, and those of one
 request with a short prompt or with drafts, which would take longer to launch than to compute. Their sizes are padded to
-one of a few. All other steps run eagerly, which is always correct. A state provider that computes long state in another
-way has captures for both (``StateProvider.capture_limits``): the plan's longest request decides, so that all ranks
-choose alike.
+one of a few. All other steps run eagerly, which is always correct, and so do those that something follows. A state
+provider that computes long state in another way has captures for both (``StateProvider.capture_limits``): the plan's
+longest request decides, so that all ranks choose alike.
 
 A capture has two segments, forward and sample, and works on fixed addresses. What changes from step to step is copied
 into one buffer of int32 arrays first (``captured_inputs``). With pipeline stages, the stream is received at a fixed
@@ -104,7 +104,7 @@ class StepGraphs:
         """As ``Runner.execute``, by replaying a capture. None, with nothing done, if the step must run eagerly."""
         stages = self._runner.stages
         samples = stages is None or stages.world.last_stage
-        key = self._key(plan, samples)
+        key = None if self._runner.after is not None else self._key(plan, samples)
         captured = None if key is None else self._get(key)
         if captured is None:
             return None

@@ -166,8 +166,6 @@ class Worker:
     def step_graphs(self, a: Assembly, runner: Runner) -> StepGraphs | None:
         """The captured steps of a model; None if something in it cannot be captured. Notes the reason."""
         offer, why = find_graph_capture(a)
-        if runner.after is not None:
-            offer, why = None, "steps run eagerly: something follows each of them"
         a.resolver.manifest.notes.append(why)
         if offer is None:
             return None
