@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def prepare() -> None:
-    """Call this as soon as it is sure that an engine will be started, before torch is imported."""
+    """Call this as soon as it is sure that an engine will be started, before numpy and torch are imported."""
+    # Threads of numpy's library wait for work in a loop, from its import on: a twentieth of a second of the start.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     load_ahead()
     load_meta_kernels_later()
 
