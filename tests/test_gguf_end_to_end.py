@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
+import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -138,3 +141,36 @@ def test_the_command_line_takes_a_file(pair: Sequence[Path]) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["prompt_tokens"] == 4
     assert tokenizer_keys()["tokenizer.ggml.add_bos_token"]
+
+
+#: What no answer to a plain prompt needs; each would take a tenth of a second of the start, or more.
+LEFT_OUT = (
+    "fastapi", "huggingface_hub", "hydra", "jinja2", "pydantic", "torch._decomp", "torch._dynamo", "torch._inductor",
+    "torch._prims", "torch._refs", "transformers", "triton",
+)  # fmt: skip
+RUN = """
+import sys
+from evener.cli.main import main
+code = main(["run", *sys.argv[2:]])
+print(code, [name for name in sys.argv[1].split(",") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["file", "folder"])
+def test_a_start_imports_nothing_that_its_answer_does_not_need(number: int, pair: Sequence[Path]) -> None:
+    command = [sys.executable, "-c", RUN, ",".join(LEFT_OUT), str(pair[number]), "--prompt", "tea", "--raw"]
+    words = ["--max-tokens", "1", "outputs=none", "infer.threads=1"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_an_open_file_is_freed_without_the_garbage_collector(pair: Sequence[Path]) -> None:
+    opened = open_checkpoint(pair[0])
+    assert opened.config and opened.json("tokenizer.json") and opened.names("*.json") and opened.headers
+    freed = weakref.ref(opened)
+    gc.disable()
+    try:
+        del opened
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 
 from evener.cli.main import main
 from evener.config.resolve import ResolvedValue
@@ -39,6 +40,7 @@ class FakeLLM:
 
     deltas: list[tuple[str, str | None, str | None]]
     asked: list[Any]
+    settings: Any
     closed: int
 
     def __init__(self) -> None:
@@ -49,8 +51,9 @@ class FakeLLM:
         self.tokenizer = SimpleNamespace(encode=lambda text: [ord(c) for c in text])
 
     @classmethod
-    async def start(cls, config: Any, mode: str) -> FakeLLM:
+    async def start(cls, config: Any, mode: str, settings: Any) -> FakeLLM:
         cls.asked.append(config)
+        cls.settings = settings
         return cls()
 
     async def submit(self, prompt: Any, params: Any) -> FakeStream:
@@ -90,6 +93,20 @@ def test_the_answer_goes_to_standard_output_and_figures_to_standard_error(
     config, prompt, params = llm.asked
     assert (config.seed, prompt, params.max_tokens, params.temperature, params.ignore_eos) == (3, "Hi", 5, 0.0, False)
     assert llm.closed == 1
+
+
+def test_the_tokenizer_is_made_before_the_engine_starts_and_given_to_its_front_end(
+    llm: type[FakeLLM], folder: Path
+) -> None:
+    assert main(["run", str(folder), "--prompt", "Hi"]) == 0 and llm.settings.tokenizer is None
+    model = tokenizers.models.WordLevel({"Hi": 0, "there": 1}, unk_token="Hi")
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    assert main(["run", str(folder), "--prompt", "Hi"]) == 0
+    settings = llm.settings
+    assert settings.model_dir == folder and settings.tokenizer.encode("there") == [1]
+    (folder / "tokenizer.json").unlink()
+    frontend, _ = settings.build(llm().info, lambda message: None)
+    assert frontend.tokenizer is settings.tokenizer
 
 
 def test_json_has_the_answer_and_its_figures(

@@ -98,8 +98,14 @@ class AsyncLLM(AsyncWeightCommands):
         self._reader.start()
 
     @classmethod
-    async def start(cls, config: Config, mode: Literal["thread", "process"] = "process") -> AsyncLLM:
+    async def start(
+        cls, config: Config, mode: Literal["thread", "process"] = "process", settings: FrontendSettings | None = None
+    ) -> AsyncLLM:
         """Start an engine and wait until it is ready. Under ``torchrun`` this returns in rank 0 only, as for ``LLM``.
+
+        Args:
+            config: of the engine, and of the front end unless there are ``settings``.
+            mode: whether the engine gets a thread or processes.
 
         Raises:
             EvenerError: the engine or the front end could not start.
@@ -116,7 +122,7 @@ class AsyncLLM(AsyncWeightCommands):
             # The thread continues; close the engine that it starts.
             starting.add_done_callback(_close_result)
             raise
-        llm = cls(client, settings=FrontendSettings.from_config(config), max_queue=config.serve.max_queue)
+        llm = cls(client, settings=settings or FrontendSettings.from_config(config), max_queue=config.serve.max_queue)
         try:
             await llm.wait_ready()
         except BaseException:
@@ -414,8 +420,7 @@ class AsyncLLM(AsyncWeightCommands):
         elif isinstance(event, wire.Dead):
             self._mark_dead(event.reason)
         elif isinstance(event, wire.StatsReport | wire.CommandDone):
-            waiting = self._asked.pop(type(event), None)
-            if waiting is not None and not waiting.done():
+            if (waiting := self._asked.pop(type(event), None)) is not None and not waiting.done():
                 waiting.set_result(event)
         elif self._frontend is not None:
             deltas, replies = self._frontend.handle(event)
@@ -444,8 +449,7 @@ class AsyncLLM(AsyncWeightCommands):
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            stream = self._streams.get(delta.request_id)
-            if stream is not None:
+            if (stream := self._streams.get(delta.request_id)) is not None:
                 stream.put(delta)
         ended = {delta.request_id for delta in deltas if delta.finish_reason is not None}
         assert self._frontend is not None, "deltas come from it"

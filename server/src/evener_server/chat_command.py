@@ -14,15 +14,14 @@ import sys
 from collections.abc import Callable
 from contextlib import aclosing
 
-from evener.async_llm import AsyncLLM
 from evener.cli.command import Command, read_config
 from evener.errors import ConfigError, EngineDeadError, EvenerError
 from evener.logs import set_up_logging
+from evener_server import local_engine
 from evener_server.chat_models import ChatModel, LocalModel, RemoteModel
 from evener_server.chat_screen import MarkdownScreen, PlainScreen, Screen, without_echo
-from evener_server.collector import collector_paused, end_without_collection
+from evener_server.collector import end_without_collection
 from evener_server.run_command import add_sampling_options, sampling_params_from
-from evener_server.torch_libraries import load_ahead
 
 HELP = (
     "/reset: new conversation; /system TEXT: set the system message (no TEXT: none); /exit: end; Ctrl-C: stop an answer"
@@ -72,11 +71,10 @@ def _command() -> Command:
 
 async def _local(command: Command, argv: list[str]) -> ChatModel:
     arguments, config = read_config(command, argv)
-    load_ahead()
+    local_engine.prepare()
     params = sampling_params_from(arguments, config)
     set_up_logging(config.log)
-    with collector_paused():
-        llm = await AsyncLLM.start(config, "thread")
+    llm = await local_engine.start(config)
     try:
         if llm.tokenizer is None:
             raise ConfigError(f"{config.model} has no tokenizer, which a chat needs; set tokenizer=FOLDER")

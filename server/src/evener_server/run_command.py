@@ -23,9 +23,9 @@ from evener.config.schema import Config
 from evener.engine.facts.manifest_report import ManifestReport
 from evener.errors import ConfigError, EngineError, EvenerError
 from evener.logs import set_up_logging
+from evener_server import local_engine
 from evener_server.collector import collector_paused, end_without_collection, objects_frozen
 from evener_server.run_outputs import open_outputs
-from evener_server.torch_libraries import load_ahead
 
 if TYPE_CHECKING:
     from evener.async_llm import AsyncLLM
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("evener run needs a prompt: --prompt TEXT, or request.prompt_tokens_len=N for random tokens")
     if arguments.prompt == "-":
         arguments.prompt = sys.stdin.read()
-    load_ahead()
+    local_engine.prepare()
     # A wrong request is reported before the output folder is created and before weights are read.
     with collector_paused():
         params, chats = sampling_params_from(arguments, config), _uses_chat_template(config, arguments)
@@ -175,9 +175,7 @@ def _uses_chat_template(config: Config, arguments: argparse.Namespace) -> bool:
 
 async def _answer(config: Config, arguments: argparse.Namespace, params: SamplingParams, chats: bool) -> _Answer:
     with collector_paused():
-        from evener.async_llm import AsyncLLM
-
-        llm = await AsyncLLM.start(config, "thread")
+        llm = await local_engine.start(config)
         kept = contextlib.ExitStack()
         kept.enter_context(objects_frozen())
     try:

@@ -14,6 +14,7 @@ import torch
 
 from evener.contracts.quant import BLOCKS, MXFP4, WeightPart, block_format
 from evener_backend_cpu import grouped_packing, table_packing
+from evener_backend_cpu.file_pages import strips
 from evener_backend_cpu.native_library import Native, Ordered
 from evener_backend_cpu.segments import MISSING, PackedPart, SegmentPacking
 
@@ -76,25 +77,25 @@ class BlockPacking(SegmentPacking):
             return self._pack_grouped(part)
         if table_packing.is_table(part):
             return self._pack_table(part)
-        stored, kind = part.tensors["weight"], KINDS[part.format.storage]
+        stored, storage = part.tensors["weight"], part.format.storage
         if part.format == MXFP4:  # each block follows its scale
             stored = torch.cat((part.tensors["scale"][..., None], stored), dim=-1).flatten(1)
         stored = stored.contiguous()
         if part.rows > stored.shape[0] or stored.dtype is not torch.uint8:
             raise ValueError(f"{part.name} is {stored.dtype} {list(stored.shape)}, not uint8 of {part.rows} rows")
         tiles = self._room((self._quantized_bytes(part),), torch.uint8)
-        self._write(kind, stored, part.columns, tiles)
-        return PackedPart(kind, (tiles,))
+        self._write(storage, stored, part.columns, tiles)
+        return PackedPart(KINDS[storage], (tiles,))
 
     def _pack_grouped(self, part: WeightPart) -> PackedPart:
         tile, blocks, order = grouped_packing.blocks_of(part)
-        room, kind = self._room((self._quantized_bytes(part),), torch.uint8), KINDS[tile]
+        room = self._room((self._quantized_bytes(part),), torch.uint8)
         if order is None:
-            self._write(kind, blocks, part.columns, room)
-            return PackedPart(kind, (room,))
+            self._write(tile, blocks, part.columns, room)
+            return PackedPart(KINDS[tile], (room,))
         # The tiles' size depends on the columns that there are. The order, and their number, lie behind the room for
         # the most.
-        self._write(kind, blocks, len(order), room)
+        self._write(tile, blocks, len(order), room)
         behind = room[-_ORDER_BYTES * (grouped_packing.most_columns(part) + 1) :].view(torch.int32)
         behind[: len(order)], behind[-1] = order, len(order)
         return self._ordered(part, room)
@@ -102,7 +103,7 @@ class BlockPacking(SegmentPacking):
     def _pack_table(self, part: WeightPart) -> PackedPart:
         tile = table_packing.tile_of(part)
         room, (unit, head) = self._room((self._quantized_bytes(part),), torch.uint8), _TILE_BYTES[tile]
-        self._write(KINDS[tile], table_packing.blocks_of(part), part.columns, room)
+        self._write(tile, table_packing.blocks_of(part), part.columns, room)
         table_packing.write_heads(part, room, head, 8 * unit + head)
         return PackedPart(KINDS[tile], (room,))
 
@@ -125,9 +126,10 @@ class BlockPacking(SegmentPacking):
             return self._ordered(part, room)
         return PackedPart(KINDS[grouped_packing.tile_of(part)], (room,))
 
-    def _write(self, kind: int, blocks: torch.Tensor, columns: int, tiles: torch.Tensor) -> None:
+    def _write(self, storage: str, blocks: torch.Tensor, columns: int, tiles: torch.Tensor) -> None:
         native = self._device.native
         assert isinstance(native, Native), "pack is called after supports"
-        native.pack(
-            kind, blocks.data_ptr(), blocks.shape[1], len(blocks), columns, tiles.data_ptr(), self._device.threads
-        )
+        size, row_bytes, to = tile_bytes(storage, columns), blocks.shape[1], tiles.data_ptr()
+        for rows in strips(blocks, LANES):
+            native.pack(KINDS[storage], rows.data_ptr(), row_bytes, len(rows), columns, to, self._device.threads)
+            to += len(rows) // LANES * size

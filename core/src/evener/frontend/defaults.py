@@ -31,8 +31,7 @@ class GenerationDefaults:
         values: dict[str, Any] = {}
         kinds = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
         for name, kind in kinds.items():
-            value = generation.get(name)
-            if value is None:
+            if (value := generation.get(name)) is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 where = files.where("generation_config.json")

@@ -33,6 +33,7 @@ class FrontendSettings:
     Attributes:
         model_dir: the model's folder or file; None: the engine's ``EngineInfo.model``.
         tokenizer_dir: folder or file with tokenizer and template; None: the model's.
+        tokenizer: what ``Tokenizer.of`` made of these files; None: it is made together with the front end.
         seed: fixes the seeds of requests without one; None: random seeds.
         max_tokens: default maximum of new tokens; None: the rest of the context for chat, 16 for completions.
         stop_with_eos: whether an EOS token ends a request by default.
@@ -42,6 +43,7 @@ class FrontendSettings:
 
     model_dir: Path | None = None
     tokenizer_dir: Path | None = None
+    tokenizer: Tokenizer | None = None
     seed: int | None = None
     max_tokens: int | None = None
     stop_with_eos: bool = True
@@ -69,7 +71,7 @@ class FrontendSettings:
         family = partial(_architecture, info.architecture)
         files = _text_files(model_dir, family)
         tokenizer_files = files if self.tokenizer_dir is None else _text_files(self.tokenizer_dir, family)
-        tokenizer = Tokenizer.of(tokenizer_files)
+        tokenizer = self.tokenizer or Tokenizer.of(tokenizer_files)
         adapters = find_adapters(info.adapters or self.lora_modules)
         frontend = Frontend(
             max_model_len=info.max_model_len, vocab_size=info.vocab_size, tokenizer=tokenizer,

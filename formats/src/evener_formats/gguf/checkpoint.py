@@ -82,17 +82,21 @@ class GgufCheckpoint(Checkpoint, MadeTokenizer):
         return f"{self.path} ({name})"
 
     def text(self, name: str) -> str | None:
-        return json.dumps(self.json(name), ensure_ascii=False) if name in self._files else None
+        known = name == "config.json" or name in self._tokenizer_files
+        return json.dumps(self.json(name), ensure_ascii=False) if known else None
 
     def json(self, name: str) -> dict[str, Any]:
-        return self._files[name]() if name in self._files else {}
+        if name == "config.json":
+            return self._config()
+        return self._tokenizer_files[name]() if name in self._tokenizer_files else {}
 
     def names(self, pattern: str) -> Sequence[str]:
-        return sorted(fnmatch.filter(self._files, pattern))
+        return sorted(fnmatch.filter(("config.json", *self._tokenizer_files), pattern))
 
     @cached_property
-    def _files(self) -> Mapping[str, Callable[[], dict[str, Any]]]:
-        return {"config.json": self._config, **tokenizer_files(self._header.metadata, str(self.path))}
+    def _tokenizer_files(self) -> Mapping[str, Callable[[], dict[str, Any]]]:
+        # Nothing here may name this object: only the garbage collector would free it, and a start runs without one.
+        return tokenizer_files(self._header.metadata, str(self.path))
 
     def _config(self) -> dict[str, Any]:
         special = self.json("generation_config.json")

@@ -86,8 +86,9 @@ def tokenizer_files(metadata: Metadata, where: str) -> Files:
             "model's own tokenizer: tokenizer=FOLDER"
         )
     return {
-        "tokenizer.json": lambda: builders[kind](source), "tokenizer_config.json": source.config,
-        "generation_config.json": source.generation,
+        # With an object of its own: the ids of its pieces take tens of megabytes, and are not needed again.
+        "tokenizer.json": lambda: builders[kind](_GgufTokenizer(metadata, where)),
+        "tokenizer_config.json": source.config, "generation_config.json": source.generation,
     }  # fmt: skip
 
 
