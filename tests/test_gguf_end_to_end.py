@@ -145,8 +145,8 @@ def test_the_command_line_takes_a_file(pair: Sequence[Path]) -> None:
 
 #: What no answer to a plain prompt needs; each would take a tenth of a second of the start, or more.
 LEFT_OUT = (
-    "fastapi", "huggingface_hub", "hydra", "jinja2", "pydantic", "torch._decomp", "torch._dynamo", "torch._inductor",
-    "torch._prims", "torch._refs", "transformers", "triton",
+    "fastapi", "huggingface_hub", "hydra", "jinja2", "pydantic", "torch._dynamo", "torch._inductor",
+    "transformers", "triton",
 )  # fmt: skip
 RUN = """
 import sys

@@ -9,7 +9,6 @@ module                    content
 ``run_command``           ``evener run``; ``run_outputs``: the folder that it writes
 ``local_engine``          the engine of these commands, in this process
 ``torch_libraries``       torch's libraries, loaded while modules are imported
-``torch_meta_kernels``    a part of torch, loaded when it is needed
 ``collector``             when Python's garbage collector runs, during a start and at the end
 ``chat_command``          ``evener chat``
 ``chat_models``           what answers there: a model in this process, or a server

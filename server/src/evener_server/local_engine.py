@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from evener_server.collector import collector_paused
 from evener_server.torch_libraries import load_ahead
-from evener_server.torch_meta_kernels import load_meta_kernels_later
 
 if TYPE_CHECKING:
     from evener.async_llm import AsyncLLM
@@ -21,7 +20,6 @@ def prepare() -> None:
     # Threads of numpy's library wait for work in a loop, from its import on: a twentieth of a second of the start.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     load_ahead()
-    load_meta_kernels_later()
 
 
 async def start(config: Config) -> AsyncLLM:
