@@ -13,8 +13,10 @@ plan sees no more, and torch may not allocate more. Ways:
 Each row also has ``moved_ms``: how long it takes to copy all experts that the ``host`` way leaves in host memory to the
 device, once a step, from page-locked memory, without any compute. An engine that moves weights every step takes at
 least as long. ``host_share``: bytes of experts that the host read a second while it computed them, as a share of the
-speed at which all its threads read memory, which is measured first. With ``--calls own,driver`` cases are timed as the
-device itself calls the host in captured steps, and again by ``Device.host_call``, which a thread of the driver serves.
+speed at which all its threads read memory, which is measured first. ``step_ms``: from the first tokens to the last
+ones, divided by the steps between them, as llama.cpp's own program measures it. With ``--calls own,driver`` cases are
+timed as the device itself calls the host in captured steps, and again by ``Device.host_call``, which a thread of the
+driver serves.
 Forms are those of ``packed_steps.py``, or bf16, or own: the one that config.json says.
 With ``--file`` weights are those of a GGUF file, as ``llamacpp_hybrid.py`` writes it for both engines.
 Every combination runs in a process of its own. Rows go to standard output, and to hybrid.jsonl in ``--out`` or $OUT.
@@ -50,7 +52,7 @@ from evener.key_spec import KeySpec, parse
 #: More than any cache.
 APART = 4 << 30
 #: Prompts of each case before it is timed: the engine times its first steps of a size in two ways.
-WARM = 6
+WARM = 8
 #: Of each case; the fastest counts, as of llama.cpp in ``llamacpp_hybrid.py``.
 REPEATS = 3
 WAYS: Mapping[str, str] = {"host": "infer.cpu_layer_num", "resident": "infer.resident_experts", "all": ""}
@@ -174,14 +176,15 @@ def make_packed(form: str, layers: int) -> None:
 
 @dataclass
 class Spent:
-    """Seconds of a run, and what the engine counted meanwhile."""
+    """Seconds of a run, and of its decode steps; and what the engine counted meanwhile."""
 
     seconds: float
+    decode: float
     counted: Mapping[str, int]
 
-    def __sub__(self, other: Spent) -> Spent:
-        counted = {name: value - other.counted.get(name, 0) for name, value in self.counted.items()}
-        return Spent(self.seconds - other.seconds, counted)
+    def counted_beyond(self, other: Spent) -> Mapping[str, int]:
+        """What it counted more than another run."""
+        return {name: value - other.counted.get(name, 0) for name, value in self.counted.items()}
 
 
 class Run:
@@ -190,7 +193,16 @@ class Run:
     def __init__(self, llm: Any, args: argparse.Namespace, form: str, way: str, ready: float) -> None:
         self._llm, self._args = llm, args
         self._calls = "own"
-        self._worker = llm._client.controller.executor.worker
+        executor = llm._client.controller.executor
+        self._worker, self._read_at = executor.worker, list[float]()
+        read = executor.read
+
+        def timed() -> Any:
+            result = read()
+            self._read_at.append(time.perf_counter())
+            return result
+
+        executor.read = timed
         memory, device = llm.info.memory, self._worker.assembly.device
         captured = getattr(self._worker.assembly.placement, "_captured", None)
         self._exchanges = getattr(captured, "_exchanges", None)
@@ -220,13 +232,13 @@ class Run:
         self._worker.graphs._captured.clear()
 
     def case(self, batch: int, prompt: int) -> None:
-        """Time prompts alone, and with decode steps; the same prompts, so that the difference is the steps."""
+        """Time prompts alone, and decode steps after the same prompts."""
         steps = self._args.steps
         for _ in range(WARM):
             generate(self._llm, batch, prompt, 2, 0)
         short = min((self._spent(batch, prompt, 1) for _ in range(REPEATS)), key=lambda spent: spent.seconds)
-        long = min((self._spent(batch, prompt, 1 + steps) for _ in range(REPEATS)), key=lambda spent: spent.seconds)
-        decode = long - short
+        long = min((self._spent(batch, prompt, 1 + steps) for _ in range(REPEATS)), key=lambda spent: spent.decode)
+        decode = Spent(long.decode, 0.0, long.counted_beyond(short))
         step_ms = decode.seconds / steps * 1e3
         row = {
             **self._facts, "calls": self._calls, "bs": batch, "inp": prompt, "steps": steps,
@@ -252,9 +264,11 @@ class Run:
         }  # fmt: skip
 
     def _spent(self, batch: int, prompt: int, new: int) -> Spent:
-        before = self._counters()
+        """One run. Each decode step's result is read once, and the last ones of a run are theirs."""
+        before, self._read_at[:] = self._counters(), []
         seconds = generate(self._llm, batch, prompt, new, 1)
-        return Spent(seconds, {name: value - before.get(name, 0) for name, value in self._counters().items()})
+        decode = self._read_at[-1] - self._read_at[-new]
+        return Spent(seconds, decode, Spent(0, 0, self._counters()).counted_beyond(Spent(0, 0, before)))
 
     def _counters(self) -> dict[str, int]:
         placement = self._worker.assembly.placement

@@ -51,7 +51,7 @@ DEVICES: Mapping[str, Device] = {
     "cpu-zen4": Device("AMD EPYC (Zen 4)", ("cpu-zen4", "cpu-kv-files")),
     "cpu-zen5": Device("AMD EPYC (Zen 5)", ("cpu-zen5",)),
     "cpu-xeon": Device("Intel(R) Xeon(R)", ("cpu-levels", "cpu-start")),
-    "cpu-avx2": Device("AMD EPYC", ("cpu-avx2",)),
+    "cpu-avx2": Device("AMD EPYC", ("cpu-avx2", "cpu-start-avx2")),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 from pathlib import Path
@@ -21,7 +22,7 @@ from evener_conformance.graph.record import RecordedReplay
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play, small_config
 from evener_conformance.simulated.device import SimulatedDevice
-from evener_offload.captured_experts import Exchanges
+from evener_offload.captured_experts import Exchanges, HostCall
 from evener_offload.host_experts import HostExperts
 
 
@@ -102,6 +103,63 @@ def test_a_device_that_copies_and_calls_at_once_is_asked_to(configured: Configur
     assert set(layers) == {3} and controller.scheduler.stats.counters["host_expert_captured_steps"] > 10
 
 
+LIBC = ctypes.CDLL(None)
+
+
+class Asking:
+    """A device that unlocks words, and whose calls of a step are answered together."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device, self.states = device, list[int]()
+
+    def exchange(self, inputs: Any, to: Any, work: HostCall, found: Any, result: Any) -> None:
+        for source, target in zip(inputs, to, strict=True):
+            target.copy_(source, non_blocking=True)
+        ready, done = ctypes.c_int(), ctypes.c_int()
+        LIBC.pthread_spin_init(ctypes.byref(ready), 0)
+        LIBC.pthread_spin_lock(ctypes.byref(ready))
+        answer = work.answers([(work, ctypes.addressof(ready), ctypes.addressof(done))])
+        assert answer is not None
+
+        def ask() -> None:
+            state = (ctypes.c_int64 * 2)()
+            thread = threading.Thread(target=answer, args=(ctypes.addressof(state),))
+            thread.start()
+            LIBC.pthread_spin_unlock(ctypes.byref(ready))
+            thread.join(60)
+            assert done.value == 1
+            self.states.append(state[0])
+
+        self._device.host_call(ask)
+        self.kept = [*getattr(self, "kept", []), ask]
+        result.copy_(found, non_blocking=True)
+
+
+def test_the_host_s_kernels_answer_a_device_by_themselves(configured: Configured) -> None:
+    controller, _ = build_controller(configured(**host()))
+    asking = placed(controller)._captured._exchanges = Asking(chip(controller))
+    shrink(controller, FEW_BLOCKS["Qwen3Moe"])
+    assert_same(play(controller, **traffic()), on_the_cpu())
+    counters = controller.scheduler.stats.counters
+    assert counters["host_expert_captured_steps"] > 10 and counters["host_expert_read_bytes"] > 0
+    assert len(asking.states) > 30 and not any(asking.states) and not placed(controller)._captured._progress.submitted
+
+
+def test_a_kernel_that_fails_while_it_answers_is_named(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, _ = build_controller(configured(**host()))
+    placed(controller)._captured._exchanges = Asking(chip(controller))
+    bind = experts._Stacks.bind
+
+    def refused(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("a wrong tensor")
+        return bind(*arguments)
+
+    monkeypatch.setattr(experts._Stacks, "bind", refused)
+    with pytest.raises(PluginError, match=r"kernel cpu/\S+ .* raised ValueError: a wrong tensor"):
+        play(controller, traffic()["messages"][:2])
+
+
 def test_padding_rows_cost_the_host_nothing(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of three requests is padded to four rows; the host computes three."""
     controller, _ = build_controller(configured(**host()))
@@ -120,7 +178,7 @@ def test_padding_rows_cost_the_host_nothing(configured: Configured, monkeypatch:
              for n in range(3)]  # fmt: skip
     assert not play(controller, asked).dead
     steps = place.counters()["host_expert_captured_steps"]
-    assert steps >= 9 and rows.count(3) >= 3 * (steps - 2) and not place._captured._submitted
+    assert steps >= 9 and rows.count(3) >= 3 * (steps - 2) and not place._captured._progress.submitted
 
 
 def test_rows_of_a_replay_belong_to_it_though_the_next_one_is_submitted_before_it_runs(

@@ -175,11 +175,14 @@ def test_the_host_takes_part_in_steps_of_a_size_where_that_was_sooner(monkeypatc
         share.end()
         return share.active
 
-    assert [step(128, 2.0, 1.0) for _ in range(8)] == [True, False, True, False, True, False, False, False]
-    assert [step(2048, 1.0, 2.0) for _ in range(8)] == [True, False, True, False, True, False, True, True]
+    turns = [True, False] * 4
+    assert [step(128, 2.0, 1.0) for _ in range(10)] == [*turns, False, False]
+    assert [step(2048, 1.0, 2.0) for _ in range(10)] == [*turns, True, True]
     assert not step(200, 2.0, 1.0), "as large as those of 128 tokens"
     assert step(4096, 0.1, 1.0), "a warm-up, whose tokens choose few experts"
-    assert [step(4096, 3.0, 2.0) for _ in range(7)] == [False, True, False, True, False, False, False]
+    assert [step(4096, 3.0, 2.0) for _ in range(9)] == [*turns[1:], False, False]
+    assert [step(8192, 9.0, 2.0), step(8192, 1.0, 2.0)] == [True, False], "what a way needs is set up"
+    assert [step(8192, seconds, 2.0) for seconds in (1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.0)] == [*turns[2:], True]
     share.close()
 
 

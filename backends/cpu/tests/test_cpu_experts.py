@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +32,7 @@ from evener_conformance.kit.ops import forbid_nested_ops
 
 SCHEMAS = {schema.name: schema for schema in BUILTIN}
 HIDDEN, CPU = 96, torch.device("cpu")
+LIBC = ctypes.CDLL(None)
 CLOSE = {"float32": 1e-4, "bfloat16": 2e-2}
 KINDS = {
     "softmax": MoEConfig(experts=16, top=4, inner=64),
@@ -286,6 +290,113 @@ def test_a_thread_ends_with_its_device_also_in_the_middle_of_a_call() -> None:
     device._aside = None
     gc.collect()
     assert ended() is None and word.item() == 1
+
+
+class Asking:
+    """A device that asks for rows of several calls, one after another."""
+
+    def __init__(self, calls: int) -> None:
+        self._words = torch.zeros(calls, 2, 16, dtype=torch.int32)
+        self.words = [(ready.data_ptr(), done.data_ptr()) for ready, done in self._words]
+        for ready, _ in self.words:
+            LIBC.pthread_spin_init(ctypes.c_void_p(ready), 0)
+            LIBC.pthread_spin_lock(ctypes.c_void_p(ready))
+
+    def ask(self, call: int) -> None:
+        """Ask, and wait for the answer."""
+        LIBC.pthread_spin_unlock(ctypes.c_void_p(self.words[call][0]))
+        end, done = time.monotonic() + 60, self._words[call, 1, 0]
+        while not done.item():
+            assert time.monotonic() < end, "nobody answers"
+        done.zero_()
+
+
+def routed(block: Block) -> Any:
+    """``routed_experts`` with the weights of a block."""
+    layouts = {name: getattr(block.own, name).layout for name in ("gate_up", "down")}
+    static = {**select(block.static, ExpertsStatic), "placement": None}
+    call = OpCall("routed_experts", static, Bucket(1, 64), block.device.capabilities, layouts)
+    return NativeRoutedExperts(block.device).build(call)
+
+
+class Answering:
+    """A thread that answers a step once; what it returned, or raised."""
+
+    def __init__(self, answer: Any, rows: int | None) -> None:
+        self.state, self.found, self.error = (ctypes.c_int64 * 2)(), (0, 0), ""
+        self._thread = threading.Thread(target=self._run, args=(answer, rows))
+        self._thread.start()
+
+    def _run(self, answer: Any, rows: int | None) -> None:
+        try:
+            self.found = answer(rows, 2, ctypes.addressof(self.state))
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive() and self.state[0] == 0
+
+
+@pytest.mark.parametrize("storage", ["", "q8_0"], ids=["plain", "q8_0"])
+def test_one_call_answers_a_device_that_asks_for_several_layers(device: CpuDevice, storage: str) -> None:
+    """Again and again, with all rows and without the last ones."""
+    block, noise = Block(device, KINDS["softmax"], "bfloat16", storage), torch.Generator().manual_seed(3)
+    asking = Asking(3)
+    experts, top = block.static["experts"], block.static["top"]
+    owns = [block.own._replace(slots=block.own.slots.roll(n, 0)) for n in range(3)]
+    x, out = torch.randn(5, HIDDEN, generator=noise).bfloat16(), torch.zeros(5, HIDDEN).bfloat16()
+    ids, weights = torch.zeros(5, top, dtype=torch.int32), torch.rand(5, top, generator=noise)
+    runs = [routed(block) for _ in owns]
+    answer = runs[0].answers([run.asked(x, ids, weights, own, out, 10**n, *words) for n, (run, own, words)
+                              in enumerate(zip(runs, owns, asking.words, strict=True))])  # fmt: skip
+    for rows in (None, 3, 5):
+        answering, read = Answering(answer, rows), 0
+        for n, own in enumerate(owns):
+            ids.copy_(torch.rand(5, experts, generator=noise).argsort()[:, :top])
+            read += 10**n * len(ids[:rows].unique())
+            want = routed(block)(x[:rows], ids[:rows], weights[:rows], own)
+            out.fill_(torch.nan)
+            asking.ask(n)
+            assert torch.equal(out[:rows], want) and bool(out[rows or 5 :].isnan().all())
+        answering.join()
+        assert answering.found[0] > 0 and answering.found[1] == read
+
+
+def test_a_device_is_answered_also_if_a_call_is_refused(device: CpuDevice) -> None:
+    """By the library, or because of its weights: nothing is computed from there on."""
+    block, run = (made := Block(device, KINDS["softmax"], "float32")), routed(made)
+    x, out = torch.ones(2, HIDDEN), torch.zeros(2, HIDDEN)
+    ids, weights = torch.zeros(2, block.static["top"], dtype=torch.int32), torch.ones(2, block.static["top"])
+
+    def refused() -> None:
+        raise ValueError("other weights")
+
+    for what in ("experts' ids", "other weights", "3 rows of 2"):
+        asking = Asking(2)
+        ids.fill_(99 if what == "experts' ids" else 0)
+        asked = [run.asked(x, ids, weights, block.own, out, 1, *words) for words in asking.words]
+        if what == "other weights":
+            asked[1] = replace(asked[1], none=refused)
+        answering = Answering(run.answers(asked), 3 if what == "3 rows of 2" else None)
+        asking.ask(0)
+        ids.zero_()
+        asking.ask(1)
+        answering.join()
+        assert answering.error.startswith("ValueError") and what in answering.error and not out.any()
+
+
+def test_a_thread_that_waits_for_a_device_ends_if_it_is_told_so(device: CpuDevice) -> None:
+    block, run = (made := Block(device, KINDS["softmax"], "float32")), routed(made)
+    x, out, asking = torch.ones(1, HIDDEN), torch.zeros(1, HIDDEN), Asking(1)
+    ids, weights = torch.zeros(1, block.static["top"], dtype=torch.int32), torch.ones(1, block.static["top"])
+    answering = Answering(run.answers([run.asked(x, ids, weights, block.own, out, 1, *asking.words[0])]), None)
+    while answering.state[0] != asking.words[0][0]:
+        time.sleep(0.001)
+    answering.state[1] = 1
+    LIBC.pthread_spin_unlock(ctypes.c_void_p(answering.state[0]))
+    answering.join()
+    assert not out.any() and answering.found == (0, 0)
 
 
 def _stack(device: CpuDevice, storage: str, dtype: str) -> tuple[Any, torch.Tensor]:

@@ -197,6 +197,54 @@ def test_replays_are_answered_in_the_order_in_which_they_are_submitted(chip: Chi
     assert all(map(torch.equal, (layer.result for layer in (*first, *second)), want))
 
 
+class Together:
+    """Work whose calls of a step are answered by one function."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+
+    def __call__(self) -> None:
+        raise AssertionError("the others answer with it")
+
+    @staticmethod
+    def answers(calls: list[tuple[Together, int, int]]) -> Callable[[int], None]:
+        def answer(state: int) -> None:
+            shared = host_calls._State.from_address(state)
+            for work, ready, done in calls:
+                shared.waiting = ready
+                host_calls._wait(ready)
+                if shared.closed:
+                    return
+                work.layer.work()
+                ctypes.c_int.from_address(done).value = 1
+
+        return answer
+
+
+def test_calls_of_a_replay_are_answered_by_one_function_if_there_is_one(chip: Chip, calls: HostCalls) -> None:
+    layers = [Layer(2), Layer(3), Layer(1)]
+    works: list[Any] = [Together(layers[0]), Together(layers[1]), layers[2].work]
+    replay, other = captured(chip, calls, layers[:2], works[:2]), captured(chip, calls, layers[2:], works[2:])
+    for _ in range(3):
+        want = [layer.draw() for layer in layers]
+        replay()
+        other()
+        chip.synchronize()
+        assert all(map(torch.equal, (layer.result for layer in layers), want))
+
+
+def test_a_function_that_waits_for_a_device_that_never_asks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_calls, "_PATIENCE", 0.2)
+    calls, work = HostCalls(words), Together(Layer(1))
+    call = calls.new(work)
+    calls.submit([call], lambda: None, host_calls._together([call]))
+    thread = answering()
+    assert thread is not None and thread.is_alive()
+    calls.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_a_capture_locks_no_memory(chip: Chip) -> None:
     """Its words are reserved before: as many as the step took that ran before it."""
     locked = list[int]()

@@ -1,6 +1,9 @@
 """Experts on the host in captured steps. The device copies each layer's rows, expert ids and weights to page-locked
 memory, calls the host, and copies the result back, all on a stream of its own: meanwhile it computes the layer's shared
 experts. A replay is one call, and the device waits for the host, not the other way round. As in KTransformers.
+
+If the host's kernels can answer the device by themselves, one call of them answers a whole step: a thread of Python
+would wait for the interpreter's lock in each layer, while the thread that prepares the next step holds it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -39,6 +42,75 @@ class HostWork:
     halved: int = 0
 
 
+@dataclass
+class _Progress:
+    """Steps that were submitted.
+
+    Attributes:
+        submitted: rows of the replays that have not begun.
+        rows: of the step that runs; None: all.
+        failure: what failed on the host. Nothing is computed after it.
+    """
+
+    submitted: deque[int] = field(default_factory=deque)
+    rows: int | None = None
+    failure: Exception | None = None
+
+    def begin(self) -> None:
+        self.rows = self.submitted.popleft() if self.submitted else None
+
+
+class Answering(Protocol):
+    """``routed_experts`` of a host whose kernels answer a device by themselves."""
+
+    def asked(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights, out: torch.Tensor,
+        expert_bytes: int, ready: int, done: int,
+    ) -> Any:  # fmt: skip
+        """A place in a step where the device asks for it: see ``HostCall.answers``."""
+
+    def answers(self, asked: Sequence[Any]) -> Callable[[int | None, int, int], tuple[int, int]]:
+        """A function that answers all of a step. Its arguments are the rows that are not padding (None: all), threads,
+        and what ``HostCall.answers`` says of an address; it returns nanoseconds of products and bytes of experts that
+        they read, and raises what failed once all are answered."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostCall:
+    """What the device calls in one layer of a captured step.
+
+    Attributes:
+        run: does it.
+        begins: whether it is a step's first one.
+        ask: makes a question of it for ``step``, given the addresses of words; None: ``run`` alone does it.
+        step: answers questions of one step.
+    """
+
+    run: Callable[[], None]
+    begins: bool
+    ask: Callable[[int, int], Any] | None
+    step: Callable[[Sequence[Any], bool], Callable[[int], None]]
+
+    def __call__(self) -> None:
+        self.run()
+
+    @staticmethod
+    def answers(calls: Sequence[tuple[HostCall, int, int]]) -> Callable[[int], None] | None:
+        """A function that answers these calls of one step, in this order, as often as the device makes them; None: each
+        must be run.
+
+        Args:
+            calls: each with two addresses: of a lock of ``pthread_spin_lock``, which the device unlocks to call, and of
+                an int32 to which 1 is stored as the answer.
+
+        The function's argument is the address of two int64, which it shares with those who end its thread: it stores
+        the address of the lock for which it waits, or 0; and it returns after the lock was unlocked if the second one
+        is not 0.
+        """
+        asked = [call.ask(ready, done) for call, ready, done in calls if call.ask is not None]
+        return None if len(asked) < len(calls) or not asked else calls[0][0].step(asked, calls[0][0].begins)
+
+
 @runtime_checkable
 class Exchanges(Protocol):
     """A device that copies to the host, calls it and copies back faster than by ``host_call`` between copies."""
@@ -49,7 +121,8 @@ class Exchanges(Protocol):
     ) -> None:  # fmt: skip
         """Copy each of ``inputs`` (rows [T, n], ids int32 and weights float32 [T, k]) to page-locked memory ``to``, run
         ``work`` as ``Device.host_call`` does, then copy page-locked ``found`` to ``result``: on the current stream.
-        Replays of a capture do it again. The caller keeps ``work``, ``to`` and ``found``."""
+        Replays of a capture do it again; if ``work`` has ``HostCall.answers``, that may answer all calls of one. The
+        caller keeps ``work``, ``to`` and ``found``."""
 
 
 class _Buffers(NamedTuple):
@@ -83,11 +156,8 @@ class CapturedExperts:
         self._first, self._work, self.steps = first, work, 0
         self._buffers: dict[Any, _Buffers] = {}
         #: The functions that captures call, which know only their addresses.
-        self._calls: list[Callable[[], None]] = []
-        #: Rows of the replays that were submitted and have not begun; rows of the step that runs (None: all).
-        self._submitted: deque[int] = deque()
-        self._rows: int | None = None
-        self._failure: Exception | None = None
+        self._calls: list[HostCall] = []
+        self._progress = _Progress()
         self._stream: Any = None
         #: None: by ``host_call``, between copies.
         self._exchanges = device if isinstance(device, Exchanges) else None
@@ -99,7 +169,7 @@ class CapturedExperts:
             EvenerError: the host failed in an earlier step.
         """
         self.check()
-        self._submitted.append(rows)
+        self._progress.submitted.append(rows)
         self.steps += 1
 
     def check(self) -> None:
@@ -108,9 +178,9 @@ class CapturedExperts:
         Raises:
             EvenerError: with the kernel that failed, if it was one.
         """
-        if self._failure is not None:
-            self._attribution.raise_attributed(self._failure)
-            raise EngineError(f"computing experts on the host failed: {self._failure}") from self._failure
+        if (failure := self._progress.failure) is not None:
+            self._attribution.raise_attributed(failure)
+            raise EngineError(f"computing experts on the host failed: {failure}") from failure
 
     def start(
         self, path: str, compute: OpFunction, expert_bytes: int,
@@ -124,7 +194,13 @@ class CapturedExperts:
         """
         device, inputs = self._device, [x, ids, weights]
         to, result = self._buffers_for(inputs), torch.empty_like(x)
-        call = partial(self._call, path == self._first, _bound(compute, to, experts), expert_bytes, to.ids.numpy())
+        begins = path == self._first
+        run = partial(self._call, begins, _bound(compute, to, experts), expert_bytes, to.ids.numpy())
+        asked: Any = getattr(compute, "asked", None)
+        answers: Any = getattr(compute, "answers", None)
+        ask = None if asked is None else partial(asked, *to[:3], experts, to.found, expert_bytes)
+        threads = self._threads - (self._threads >= SPARING)
+        call = HostCall(run, begins, ask, partial(_Step, answers, self._progress, self._work, threads))
         self._calls.append(call)
         beside = self._beside()
         before, after = (None, None) if beside is None else (device.new_event(), device.new_event())
@@ -153,14 +229,15 @@ class CapturedExperts:
 
     def _call(self, begins: bool, compute: Callable[[int], None], expert_bytes: int, ids: np.ndarray[Any, Any]) -> None:
         """The function that the device calls."""
+        progress = self._progress
         if begins:
-            self._rows = self._submitted.popleft() if self._submitted else None
-        if self._failure is not None or self._rows == 0:
+            progress.begin()
+        if progress.failure is not None or progress.rows == 0:
             return
         collects = gc.isenabled()
         gc.disable()  # a collection here could free what calls the device, which a function that it calls must not do
         try:
-            began, rows = time.perf_counter_ns(), len(ids) if self._rows is None else self._rows
+            began, rows = time.perf_counter_ns(), len(ids) if progress.rows is None else progress.rows
             # The thread that waits for the step spins on a core. If the host computed on all of them, the thread that
             # shares its core would hold up the others in every product.
             self._host.limit_threads(self._threads - (self._threads >= SPARING))
@@ -169,7 +246,7 @@ class CapturedExperts:
             self._work.nanoseconds += time.perf_counter_ns() - began
             self._work.read_bytes += expert_bytes * len(set(ids[:rows].ravel().tolist()))
         except Exception as error:  # raised by ``check``: nothing could catch it here
-            self._failure = error
+            progress.failure = error
         finally:
             if collects:
                 gc.enable()
@@ -199,6 +276,34 @@ class CapturedExperts:
         raw = next(iter(self._device.pinned_buffers(1, nbytes)), None)
         raw = torch.empty(nbytes, dtype=torch.uint8) if raw is None else raw
         return raw.zero_().view(like.dtype).view(like.shape)
+
+
+class _Step:
+    """Answers the calls of a captured step. It does not keep the device, whose end may not wait for a step.
+
+    Args:
+        answers: see ``Answering``.
+        begins: whether these are a step's first calls.
+    """
+
+    def __init__(
+        self, answers: Callable[[Sequence[Any]], Callable[[int | None, int, int], tuple[int, int]]],
+        progress: _Progress, work: HostWork, threads: int, asked: Sequence[Any], begins: bool,
+    ) -> None:  # fmt: skip
+        self._answer, self._progress, self._work = answers(asked), progress, work
+        self._threads, self._begins = threads, begins
+
+    def __call__(self, waiting: int) -> None:
+        progress = self._progress
+        if self._begins:
+            progress.begin()
+        try:
+            found = self._answer(progress.rows if progress.failure is None else 0, self._threads, waiting)
+        except Exception as error:  # raised by ``check``: nothing could catch it here
+            progress.failure = progress.failure or error
+            return
+        self._work.nanoseconds += found[0]
+        self._work.read_bytes += found[1]
 
 
 def _bound(compute: OpFunction, to: _Buffers, experts: MoEWeights) -> Callable[[int], None]:

@@ -31,7 +31,7 @@ log = logging.getLogger("evener.worker")
 _TIMED_ROWS, _TIMES = (16, 96), 2
 #: Bytes of page-locked memory for a word, so that nothing else is in its cache line.
 _LINE = 64
-#: Steps of a size that are timed with the host's part, and without it.
+#: Steps of a size that are timed with the host's part, and without it, after one each that sets things up.
 _TRIALS = 3
 
 
@@ -147,14 +147,14 @@ class PromptShare:
 
     def begin(self, tokens: int) -> None:
         """A step of so many tokens reaches its first streamed layer: settle whether the host takes part. The first
-        steps of each size (a power of two of tokens) are timed both ways, in turns. Medians decide: the first step of a
-        way sets things up, and a warm-up's tokens, all equal, choose few experts."""
+        steps of each size (a power of two of tokens) are timed both ways, in turns. Medians decide, but for the first
+        step of a way, which sets things up: a warm-up's tokens, all equal, choose few experts."""
         self._size, self._began = tokens.bit_length(), time.perf_counter()
         with_host, without = self._seconds.setdefault(self._size, ([], []))
-        if len(without) < _TRIALS:
+        if len(without) <= _TRIALS:
             self.active = len(with_host) <= len(without)
         else:
-            self.active = median(with_host) <= median(without)
+            self.active = median(with_host[1:]) <= median(without[1:])
 
     def end(self) -> None:
         """The step's last streamed layer has been submitted. Waits for the host's part.
@@ -164,7 +164,7 @@ class PromptShare:
         """
         self._settle()
         times = self._seconds[self._size][0 if self.active else 1]
-        if len(times) < _TRIALS:
+        if len(times) <= _TRIALS:
             times.append(time.perf_counter() - self._began)
 
     def choose(self, nbytes: int, missing: Indices, rows: Indices, under_way: float = 0.0) -> Indices:

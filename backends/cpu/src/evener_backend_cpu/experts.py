@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import is_
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import ExpertsStatic, MoEStatic
 from evener.contracts.weights import MoEWeights
+from evener_backend_cpu.answers import Answers, Asked, Question, Routed
 from evener_backend_cpu.arguments import optional, require, require_count, require_weight
 from evener_backend_cpu.block_packing import LAYOUT as BLOCKS
 from evener_backend_cpu.native_library import Experts, Matrix
@@ -182,8 +184,9 @@ class NativeRoutedExperts(NativeKernel):
 
     def build(self, call: OpCall) -> OpFunction:
         static = cast(ExpertsStatic, call.static)
-        here, aside = (self.native.function(name, static["dtype"]) for name in ("routed", "routed_aside"))
-        return _Routed(self.device, here, aside, static, call.layouts)
+        names = ("routed", "routed_aside", "answer")
+        here, aside, answer = (self.native.function(name, static["dtype"]) for name in names)
+        return _Routed(self.device, here, aside, answer, static, call.layouts)
 
 
 class _Routed:
@@ -191,12 +194,14 @@ class _Routed:
 
     #: See ``OpFunction``.
     takes_out = True
+    #: Answers questions of ``asked``.
+    answers = Answers
 
     def __init__(
-        self, device: Any, function: Any, aside: Any, static: ExpertsStatic, layouts: Mapping[str, str]
+        self, device: Any, function: Any, aside: Any, answer: Any, static: ExpertsStatic, layouts: Mapping[str, str]
     ) -> None:
         self._device, self._function, self._site = device, function, _Stacks(static, layouts)
-        self._aside = aside
+        self._aside, self._answer = aside, answer
         self._hidden, self._top, self._dtype = static["hidden"], static["top"], getattr(torch, static["dtype"])
         #: Tensors of the last call with ``out``, and their addresses: they are the same objects at every step.
         self._last: tuple[Any, ...] = (None, None, None, None)
@@ -231,6 +236,16 @@ class _Routed:
         addresses = self._checked(x, ids, weights, out)
         self._aside(aside.handle, self._site.bind(experts), x.shape[0], *addresses, threads, place)
         return cast("Callable[[], int]", aside.end)
+
+    def asked(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights, out: torch.Tensor,
+        expert_bytes: int, ready: int, done: int,
+    ) -> Question:  # fmt: skip
+        """A place in a step where a device asks for this, into ``out``. It unlocks the lock of ``pthread_spin_lock`` at
+        the address ``ready``, and waits for 1 at the address ``done``."""
+        address, addresses = self._site.bind(experts), self._checked(x, ids, weights, out)
+        asked = Asked(ready, done, Routed(address, x.shape[0], *addresses, self._device.threads), expert_bytes)
+        return Question(self._answer, partial(self, x, ids, weights, experts, out, 0), asked)
 
     def _checked(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor

@@ -34,6 +34,7 @@ _SIGNATURES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "experts": (ctypes.c_int, (_P, _I, _P, _P, _I)),
     "routed": (ctypes.c_int, (_P, _I, _P, _P, _P, _P, _I)),
     "routed_aside": (ctypes.c_int, (_P, _P, _I, _P, _P, _P, _P, _I, _P)),
+    "answer": (ctypes.c_int, (_P, _I, _I, _I, _P, _P)),
     "experts_scratch": (_I, (_P, _I, _I)),
     "attend": (ctypes.c_int, (_P, _P, _P, _P, _P, _I)),
     "write": (ctypes.c_int, (_P, _P, _P, _I, _P, _I, _I)),

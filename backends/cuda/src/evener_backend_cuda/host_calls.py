@@ -3,7 +3,8 @@ waits for another one, and a thread of this process spins on the first. Measured
 ``benchmarks/host_calls.py``.
 
 The word on which the thread waits is a lock of ``pthread_spin_lock``, which the device unlocks: so the thread spins in
-C, without Python's lock. It spins only while a submitted step has calls left, and sleeps otherwise.
+C, without Python's lock. It spins only while a submitted step has calls left, and sleeps otherwise. If a library can
+answer all calls of a capture together, Python is not needed between them either.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ _THREADS = 512
 #: Seconds for which the end of a device waits for a step that runs.
 _PATIENCE = 10.0
 _Work = Callable[[], None]
+#: Answers the calls of a replay: its argument is the address of a ``_State``.
+_Together = Callable[[int], None]
 
 
 class Call(NamedTuple):
@@ -42,12 +44,17 @@ class Call(NamedTuple):
     work: weakref.ref[_Work]
 
 
-@dataclass
-class _State:
-    """What the thread and those who end it share."""
+#: The calls of a replay, and what answers them together.
+_Step = tuple[Sequence[Call], _Together | None]
 
-    waiting: int = 0
-    closed: bool = False
+
+class _State(ctypes.Structure):
+    """What the thread and those who end it share: the address of the word that is waited for, or 0; and whether the
+    thread is to end once that is unlocked."""
+
+    _fields_ = (("waiting", ctypes.c_int64), ("closed", ctypes.c_int64))
+    waiting: int
+    closed: int
 
 
 class HostCalls:
@@ -63,7 +70,7 @@ class HostCalls:
         self._free: list[torch.Tensor] = []
         self._taken = 0  # since the last capture
         self._recorded: list[Call] | None = None
-        self._steps: SimpleQueue[Sequence[Call] | None] = SimpleQueue()
+        self._steps: SimpleQueue[_Step | None] = SimpleQueue()
         self._state = _State()
         self._end: Callable[[], object] | None = None
         #: Held from the submission of a step until it is in the queue, so that both have one order.
@@ -104,15 +111,15 @@ class HostCalls:
         if len(self._free) < count:
             self._free += self._words(max(count, _CALLS), 2, _LINE)
 
-    def submit(self, calls: Sequence[Call], launch: Callable[[], None]) -> None:
-        """Submit with ``launch`` what makes these calls."""
+    def submit(self, calls: Sequence[Call], launch: Callable[[], None], together: _Together | None = None) -> None:
+        """Submit with ``launch`` what makes these calls. ``together`` answers them, if there is such a function."""
         if self._end is None:
             thread = threading.Thread(target=_answer, args=(self._steps, self._state), name="host calls", daemon=True)
             thread.start()
             self._end = weakref.finalize(self, _end, self._steps, self._state, thread)
         with self._order:
             launch()
-            self._steps.put(calls)
+            self._steps.put((calls, together))
 
 
 class CallingGraphs(TorchGraphs):
@@ -130,9 +137,21 @@ class _Calling(TorchReplay):
     def __init__(self, graph: Any, calls: HostCalls, recorded: Sequence[Call]) -> None:
         super().__init__(graph)
         self._calls, self._recorded = calls, recorded
+        self._together = _together(recorded)
 
     def __call__(self) -> None:
-        self._calls.submit(self._recorded, self.graph.replay)
+        self._calls.submit(self._recorded, self.graph.replay, self._together)
+
+
+def _together(calls: Sequence[Call]) -> _Together | None:
+    """What answers all of these calls in one; None: their works do not say how (``answers``)."""
+    works = [call.work() for call in calls]
+    answers = getattr(works[0], "answers", None)
+    if answers is None or any(type(work) is not type(works[0]) for work in works):
+        return None
+    words = [(call.ready.data_ptr(), call.done.data_ptr()) for call in calls]
+    found: _Together | None = answers([(work, *both) for work, both in zip(works, words, strict=True)])
+    return found
 
 
 def exchange(
@@ -158,10 +177,13 @@ def exchange(
         result.copy_(found, non_blocking=True)
 
 
-def _answer(steps: SimpleQueue[Sequence[Call] | None], state: _State) -> None:
+def _answer(steps: SimpleQueue[_Step | None], state: _State) -> None:
     """Answer until the queue gives None."""
-    while (calls := steps.get()) is not None:
-        for call in calls:
+    while (step := steps.get()) is not None:
+        calls, together = step
+        if together is not None:
+            together(ctypes.addressof(state))
+        for call in calls if together is None else ():
             state.waiting = call.ready.data_ptr()
             _wait(state.waiting)
             if state.closed:
@@ -177,6 +199,9 @@ def _answer(steps: SimpleQueue[Sequence[Call] | None], state: _State) -> None:
                 # An aligned word is stored at once. Rows that other threads wrote are there already: the end of the
                 # call that computed them comes between.
                 ctypes.c_int.from_address(call.done.data_ptr()).value = 1
+        del step, calls, together  # they keep memory
+        if state.closed:
+            return
         state.waiting = 0
 
 
@@ -187,7 +212,7 @@ def _end(steps: SimpleQueue[Any], state: _State, thread: threading.Thread) -> No
         return
     thread.join(_PATIENCE)
     if thread.is_alive() and state.waiting:
-        state.closed = True
+        state.closed = 1
         ctypes.c_int.from_address(state.waiting).value = UNLOCKED
         thread.join(_PATIENCE)
 

@@ -47,6 +47,13 @@ class Ahead {
     owed += bytes - lead, lead = bytes;
     fetch();
   }
+  // So many bytes are prefetched earlier than they are due, by a thread that has to wait.
+  void early(long bytes) {
+    long due = owed;
+    owed = bytes;
+    fetch();
+    owed = due - bytes;
+  }
   // So many bytes are used, and the caller prefetches as many, from here on; at the end, ``otherwise``.
   MEMBER const char* take(long bytes, const char* otherwise) {
     while (now.p >= now.end)

@@ -29,11 +29,6 @@ class Aside {
   int64_t taken = 0;
   char problem[256] = "";
 
-  static int64_t now() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000L + t.tv_nsec;
-  }
   static void* main(void* arg) {
     Aside& me = *(Aside*)arg;
     for (int last = 0;; last = next(last)) {
@@ -49,6 +44,11 @@ class Aside {
   }
 
  public:
+  static int64_t now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000L + t.tv_nsec;
+  }
   // Null: the system gives no thread.
   static Aside* make() {
     Aside* made = new Aside;

@@ -7,6 +7,8 @@ enum Scoring { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_TOP = 2 };
 static const int CLAMPED_SWIGLU = 3;
 // Tokens that go through routing, gate/up and down at a time; rows and columns of a thread's result buffer.
 static const long EXPERT_PANEL = 512, TILE = 128, WIDE = 64;
+// Bytes of down projections that a thread prefetches while others compute what these are multiplied by.
+static const long EARLY = 49152;
 
 struct Experts {
   int64_t hidden, inner, count, top, slots, copy_columns, scoring, groups, top_groups, group_best, renormalize, activation, shared_inner;
@@ -330,7 +332,12 @@ template <class T> struct ExpertRun {
     });
     Ahead ahead;
     ahead.follow(own);
-    if (wait_first) barrier.wait(threads);
+    long early = 0;
+    auto idle = [&] {
+      ahead.early(EARLY / 16);
+      return (early += EARLY / 16) < EARLY;
+    };
+    if (wait_first) barrier.wait(threads, idle);
     while (own.next(&at))
       for (long n0 = at * piece, p1 = last_of(at); n0 < p1; n0 += WIDE) {
         long n1 = n0 + WIDE < p1 ? n0 + WIDE : p1;
@@ -423,6 +430,7 @@ template <class T> static void routed(ExpertRun<T>& run, char* base, const Exper
       if (!whole) run.barrier.wait(threads);
       if (!whole && tid == 0) run.gate_up_queue.reset();
       run.run_all_down(by, tokens_of, h, none, weights + p * e.top, nullptr, p, M, tile, sum, threads, whole);
+      if (whole) continue;  // the last one
       run.barrier.wait(threads);
       if (tid == 0) run.down_queue.reset();
     }

@@ -1,6 +1,6 @@
 // The functions that Python calls. Pointers are addresses of contiguous tensors; sizes are int64. Each function first checks what it was
 // given and returns a Result; those whose name ends in ``scratch`` or ``bytes`` return a number of bytes.
-#include "aside.h"
+#include "answer.h"
 #include "quant_rows.h"
 #include "sampling.h"
 
@@ -246,6 +246,9 @@ extern "C" {
                               int64_t threads, int32_t* word) {                                                                        \
     PASS(check_pointer("the thread", aside));                                                                                          \
     return aside->begin(run_aside<T>, {e, tokens, x, ids, weights, y, threads}, word);                                                  \
+  }                                                                                                                                    \
+  int evener_answer_##S(const Asked* asked, int64_t count, int64_t rows, int64_t threads, Waiting* waiting, Answered* spent) {             \
+    return answer(run_aside<T>, asked, count, rows, threads, waiting, spent);                                                           \
   }                                                                                                                                    \
   int64_t evener_experts_scratch_##S(const Experts* e, int64_t tokens, int64_t threads) {                                              \
     return ExpertSizes::of<T>(*e, tokens, threads).total;                                                                              \

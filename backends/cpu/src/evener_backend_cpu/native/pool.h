@@ -18,7 +18,7 @@ static inline int next(int round) { return (int)((unsigned)round + 1); }
 class Futex {
   alignas(64) std::atomic<int> value{0};
   std::atomic<int> asleep{0};
-  static const int SPINS = 3000;
+  static const int SPINS = 3000, LONGER = 4;
 
   static void pause() {
 #if defined(__x86_64__)
@@ -41,9 +41,9 @@ class Futex {
     if (asleep.load(std::memory_order_seq_cst)) syscall(SYS_futex, (int*)&value, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 #endif
   }
-  // Returns once the value is no longer ``old``.
-  void wait_while_equal(int old) {
-    for (int i = 0; i < SPINS; i++) {
+  // Returns once the value is no longer ``old``. While ``awake`` is not 0 it spins longer.
+  void wait_while_equal(int old, const std::atomic<int>* awake = nullptr) {
+    for (int i = 0; i < SPINS || (awake && i < LONGER * SPINS && awake->load(std::memory_order_relaxed)); i++) {
       if (value.load(std::memory_order_acquire) != old) return;
       pause();
     }
@@ -64,15 +64,21 @@ class Barrier {
   Futex round;
 
  public:
-  void wait(long threads) {
+  // One thread more is here; ``idle()`` is called while others are missing, as long as it returns true.
+  template <class F> void wait(long threads, F idle) {
     if (threads == 1) return;
     int now = round.get();
     if (here.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       here.store(0, std::memory_order_relaxed);
       round.set(next(now));
-    } else {
-      round.wait_while_equal(now);
+      return;
     }
+    while (round.get() == now && idle()) {
+    }
+    round.wait_while_equal(now);
+  }
+  void wait(long threads) {
+    wait(threads, [] { return false; });
   }
 };
 
@@ -89,6 +95,7 @@ class Pool {
   Futex left;
   std::vector<Worker*> workers;
   long threads = 1;
+  std::atomic<int> awake{0};  // those who will call again within microseconds
   Work work = nullptr;
   void* context = nullptr;
 
@@ -96,7 +103,7 @@ class Pool {
     Worker& me = *(Worker*)arg;
     Pool& p = *me.pool;
     for (int now = 0;; now = next(now)) {
-      me.calls.wait_while_equal(now);
+      me.calls.wait_while_equal(now, &p.awake);
       p.work(p.context, me.number, p.threads);
       if (p.left.add(-1) == 0) p.left.wake();
     }
@@ -142,6 +149,18 @@ class Pool {
     if (threads <= 1) return f(0L, 1L);
     current()->dispatch(threads, [](void* c, long i, long n) { (*(F*)c)(i, n); }, &f);
   }
+  // From ``begin`` on until it is gone, the workers spin longer between calls.
+  class Awake {
+    Pool* pool = nullptr;
+
+   public:
+    void begin() {
+      if (!pool) pool = current(), pool->awake.fetch_add(1, std::memory_order_relaxed);
+    }
+    ~Awake() {
+      if (pool) pool->awake.fetch_sub(1, std::memory_order_relaxed);
+    }
+  };
   // f(i) for 0 <= i < total, divided evenly.
   template <class F> static void each(long threads, long total, F f) {
     run(threads, [&](long i, long n) {
