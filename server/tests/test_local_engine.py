@@ -23,11 +23,16 @@ def test_threads_of_numpys_library_do_not_wait_in_a_loop_unless_that_is_asked_fo
     assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == "4"
 
 
-def test_a_c_library_that_gives_no_memory_back_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+def test_glibc_keeps_little_free_memory_until_the_engine_has_started_and_a_c_library_without_this_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, ...]] = []
     library = type("Library", (), {})()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     local_engine._give_back_free_memory()
-    library.malloc_trim = asked.append
+    local_engine._keep_free_memory(1 << 16, 1 << 17)
+    library.malloc_trim = lambda padding: asked.append((padding,))
+    library.mallopt = lambda name, value: asked.append((name, value))
     local_engine._give_back_free_memory()
-    assert asked == [0]
+    local_engine._keep_free_memory(1 << 16, 1 << 17)
+    assert asked == [(0,), (-1, 1 << 16), (-3, 1 << 17)]
