@@ -125,7 +125,7 @@ class GenerationBody(PromptBody, BeamFields):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=INT32)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    seed: Annotated[int | None, Field(ge=-_INT64, lt=_INT64)] = None
+    seed: Annotated[int | None, Field(ge=-_INT64, le=_INT64 - 1)] = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None
     stop: Stops = None
     stop_with_eos: bool | None = None

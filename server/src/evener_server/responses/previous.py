@@ -113,8 +113,8 @@ def _text(content: Any, where: str) -> str:
         RequestError: it has something else.
     """
     parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if len(texts) < len(parts):
         raise RequestError(f"{where}.content must be a text, or a list of parts with a text", f"{where}.content",
                            "invalid_type")  # fmt: skip
     return "".join(texts)
