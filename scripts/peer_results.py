@@ -155,7 +155,8 @@ def page(tests: Sequence[Record], clients: Sequence[Record]) -> str:
             "",
             "These models were not trained to call tools or to reason. Where a test's server has parsers, the chat"
             " template shows the model [examples](../../tests/peers/vllm_peer/template.jinja) of both, and calls have"
-            " the form that it copies from them (Llama 3's), whatever parser the test names.",
+            " the form that it copies from them (Llama 3's), whatever parser the test names. Under gpt-oss' name the"
+            " examples and the answers have [that model's format](../../tests/peers/vllm_peer/harmony.jinja), harmony.",
             "",
             *_table(("outcome", "tests"), ((outcome, str(total[outcome])) for outcome in OUTCOMES)),
             "",

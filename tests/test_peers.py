@@ -20,7 +20,7 @@ from peer_sources import UNPACKED, PeerError, unpack
 # The plugin's package, as PYTHONPATH has it in the other environment.
 sys.path.append(str(run_peers.REVIEWED.parent))
 
-from vllm_peer.adapters import adapter_name
+from vllm_peer.adapters import named_adapter
 from vllm_peer.flags import MissingFeature, settings
 from vllm_peer.package import OwnCode, Package
 
@@ -237,5 +237,5 @@ def test_clients_do_not_run_unless_they_are_asked_for(expression: str, left: int
 
 
 def test_an_adapter_is_named_as_in_vllms_flag_in_either_form() -> None:
-    assert adapter_name("sql=/data/sql") == "sql"
-    assert adapter_name('{"name": "sql", "path": "/data/sql"}') == "sql"
+    for flag in ("sql=/data/sql", '{"name": "sql", "path": "/data/sql"}'):
+        assert named_adapter(flag) == ("sql", "/data/sql")

@@ -226,6 +226,15 @@ def test_harmony_gives_its_calls_to_the_tool_parser() -> None:
         assert (answer.reasoning, answer.content, answer.calls) == ("Weather.", "", [("get_weather", PARIS)])
 
 
+def test_a_head_of_harmony_without_a_message_says_nothing_unless_it_has_text() -> None:
+    final = "<|start|>assistant<|channel|>final<|message|>Hi."
+    for empty in ("<|start|>assistant\n<|end|>", "<|end|>", "<|start|>assistant", ""):
+        for pieces in ([empty + final], list(empty + final)):
+            assert parsed(HarmonyReasoning("<|start|>assistant"), pieces).content == "Hi.", pieces
+        assert parsed(HarmonyReasoning("<|start|>assistant"), [empty]).content == ""
+    assert parsed(HarmonyReasoning("<|start|>assistant"), ["Hello.<|end|>"]).content == "Hello.<|end|>"
+
+
 def test_text_behind_a_call_of_deepseek_is_content_and_the_same_however_it_is_cut() -> None:
     begin, end = DeepSeekV31.section
     text = f"{begin}{DeepSeekV31.call[0]}now{DeepSeekV31.separator}{{}}{DeepSeekV31.call[1]} Odd.{begin}{end}"

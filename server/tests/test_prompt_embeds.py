@@ -114,6 +114,8 @@ def test_completions_of_embeddings_come_before_those_of_texts(rows_api: Any) -> 
         ({"prompt_embeds": ["aGk="]}, "prompt_embeds[0]"),
         ({"prompt_embeds": [text(torch.zeros(200, WIDTH))]}, "prompt_embeds[0]"),
         ({"prompt_embeds": [text(ROWS)], "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_embeds": [text(ROWS)], "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt_embeds": [text(ROWS)], "prompt_logprobs": True}, "prompt_logprobs"),
         ({"prompt_embeds": [text(ROWS)], "echo": True}, "echo"),
         ({"prompt_embeds": [text(ROWS)], "use_beam_search": True}, "use_beam_search"),
     ],

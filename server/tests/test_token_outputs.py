@@ -112,6 +112,14 @@ def test_log_probabilities_of_the_prompt_are_not_streamed(api: Any, error: Any) 
         assert send(prompt_logprobs=-1).status_code == 400
 
 
+def test_prompt_logprobs_may_be_a_switch(api: Any) -> None:
+    def shown(value: object) -> Any:
+        return api.complete(prompt="abc", prompt_logprobs=value, max_tokens=1).json()["choices"][0]["prompt_logprobs"]
+
+    assert shown(True) == shown(1) and len(shown(True)) == 3
+    assert shown(False) is shown(None) is None
+
+
 def test_a_long_prompt_is_cut_at_the_side_that_was_asked_for(make_api: Any) -> None:
     api = make_api()
     api.complete(prompt="abcdef", truncate_prompt_tokens=2)

@@ -281,6 +281,14 @@ def test_an_error_repeats_only_a_little_of_what_was_sent(api: Any, error: Any) -
         assert 400 <= response.status_code < 500 and len(response.text) < 1000
 
 
+def test_an_error_says_which_rule_was_broken(api: Any, error: Any) -> None:
+    for fields, rule in (
+        ({"seed": 2**63}, "(less_than_equal)"), ({"seed": -(2**63) - 1}, "(greater_than_equal)"),
+        ({"seed": "1"}, "(int_type)"), ({"reasoning_effort": 3}, "_type)"),
+    ):  # fmt: skip
+        assert error(api.chat(**fields))["message"].endswith(rule), fields
+
+
 def test_another_model_is_a_404(api: Any, error: Any) -> None:
     for response in (api.chat(model="gpt-4o"), api.complete(model=""), api.complete(model="x" * 10_000)):
         assert response.status_code == 404

@@ -20,6 +20,8 @@ module                   holds
 ``tools``                parsers of tool calls, a module for each kind of format
 ``reasoning``            parsers of what a model writes before its answer
 ``harmony``              both, for the format of gpt-oss
+``harmony_messages``     whole texts of that format as messages
+``message_reader``       what a parser class implements that can read whole conversations
 ``json_call``            a call as a JSON object, read while it is written
 ``text_stream``          text in pieces, in which marks may be cut at any character
 =======================  ==================================================================================

@@ -13,6 +13,8 @@ from typing import Any
 from evener.contracts.generation.parsed import Content, Parsed, Reasoning
 from evener.contracts.generation.parsers import ReasoningParser
 from evener.contracts.writing import CallFormat, CallWriter, ReasoningFormat, ReasoningWriter
+from evener_generation.harmony_messages import harmony_messages
+from evener_generation.message_reader import Message, MessageReader
 from evener_generation.text_stream import TextStream
 from evener_generation.tools.base import StepParser
 from evener_generation.tools.writing import json_tags
@@ -24,7 +26,7 @@ _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _CALL = "<|start|>assistant"
 
 
-class HarmonyReasoning(ReasoningParser, ReasoningWriter):
+class HarmonyReasoning(ReasoningParser, ReasoningWriter, MessageReader):
     """Gives out the channel ``analysis`` as reasoning, and calls unchanged as content, for ``HarmonyTools``."""
 
     special_tokens = MARKS
@@ -44,6 +46,10 @@ class HarmonyReasoning(ReasoningParser, ReasoningWriter):
             answer="<|channel|>final<|message|>",
         )  # fmt: skip
 
+    @classmethod
+    def messages(cls, prompt: str, answer: str) -> tuple[Sequence[Message], Sequence[Message]]:
+        return harmony_messages(prompt, answer)
+
     def feed(self, text: str) -> Sequence[Parsed]:
         self._stream.text += text
         return self._read()
@@ -51,20 +57,24 @@ class HarmonyReasoning(ReasoningParser, ReasoningWriter):
     def finish(self) -> Sequence[Parsed]:
         self._stream.ended = True
         found = self._read()
-        if self._head.strip() and not self._kind:
+        if self._told(self._head) and not self._kind:
             found.append(Content(self._head))
         return found
 
     def _read(self) -> list[Parsed]:
         found: list[Parsed] = []
         while True:
-            marks = _ENDS if self._kind else ("<|message|>",)
+            marks = _ENDS if self._kind else ("<|message|>", "<|end|>")
             text, mark = self._stream.until(marks)
             if not self._kind:
                 self._head += text
-                if not mark:
+                if mark == "<|message|>":
+                    self._begin(found)
+                elif mark:
+                    # A head without a message says nothing, unless it has more than the author.
+                    self._head = self._head + mark if self._told(self._head) else ""
+                else:
                     return found
-                self._begin(found)
                 continue
             if text:
                 found.append(Reasoning(text) if self._kind == "analysis" else Content(text))
@@ -73,6 +83,11 @@ class HarmonyReasoning(ReasoningParser, ReasoningWriter):
             if self._kind == "call":
                 found.append(Content("<|call|>"))
             self._kind, self._head = "", "<|start|>" if mark == "<|start|>" else ""
+
+    @staticmethod
+    def _told(head: str) -> bool:
+        """Whether this is more than the beginning of the model's next message."""
+        return bool(head.removeprefix("<|start|>").removeprefix("assistant").strip())
 
     def _begin(self, found: list[Parsed]) -> None:
         """A message's head is complete."""

@@ -69,6 +69,11 @@ class ChatJob(Job):
         """The sampling parameters for the engine."""
         return self._params
 
+    @property
+    def reasoning(self) -> type[ReasoningParser] | None:
+        """The parser of the answer's reasoning."""
+        return self._reasoning
+
     def _held_to(self) -> Held:
         body, chat, params = self._body, self._chat, self._params
         budget = body.thinking_token_budget

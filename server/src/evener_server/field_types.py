@@ -68,6 +68,11 @@ def _maybe_prompts(value: object) -> object:
     return None if value is None else as_prompts(value)
 
 
+def _as_count(value: object) -> object:
+    """A switch as a number of tokens: vLLM's clients send one too."""
+    return {True: 1, False: None}[value] if isinstance(value, bool) else value
+
+
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
@@ -103,12 +108,15 @@ _BIAS_SCHEMA = {
         {"type": "null"},
     ]
 }
+_COUNT_SCHEMA = {"anyOf": [{"type": "integer", "minimum": -1, "maximum": INT32}, {"type": "boolean"}, {"type": "null"}]}
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, le=INT32)]
 Stops: TypeAlias = Annotated[list[str] | None, BeforeValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
 Biases: TypeAlias = Annotated[dict[int, float] | None, BeforeValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 #: A number of the likeliest tokens; -1: all. The server's own limit is ``server.max_logprobs``.
 Likeliest: TypeAlias = Annotated[int, Field(ge=-1, le=INT32)]
+#: The same, or a switch: true is 1, false none.
+LikeliestOrSwitch: TypeAlias = Annotated[Likeliest | None, BeforeValidator(_as_count), WithJsonSchema(_COUNT_SCHEMA)]
 #: Always a list of prompts, each a text or a list of ids.
 Prompts: TypeAlias = Annotated[
     list[Any] | None, BeforeValidator(_maybe_prompts), WithJsonSchema(_OPTIONAL_PROMPT_SCHEMA)

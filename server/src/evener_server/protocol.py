@@ -21,7 +21,18 @@ from evener.errors import RequestError, did_you_mean
 from evener.sampling_params import MAX_REPETITION, MAX_STOP_IDS, MIN_REPETITION, SamplingParams
 from evener_server.bad_words import BadWords
 from evener_server.beams import BeamFields
-from evener_server.field_types import INT32, MAX_SHOWN_CHARS, Biases, Embeds, Likeliest, Prompts, Stops, TokenId, short
+from evener_server.field_types import (
+    INT32,
+    MAX_SHOWN_CHARS,
+    Biases,
+    Embeds,
+    Likeliest,
+    LikeliestOrSwitch,
+    Prompts,
+    Stops,
+    TokenId,
+    short,
+)
 from evener_server.messages import Body, ImagePart, Message, Messages, RefusalPart, RowsPart, TextPart, allowed_values
 from evener_server.structured import Choices, ResponseFormat, StructuredOutputs, only, only_ids
 from evener_server.tools import Choice, ToolChoice, Tools
@@ -114,7 +125,7 @@ class GenerationBody(PromptBody, BeamFields):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=INT32)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    seed: Annotated[int | None, Field(ge=-_INT64, lt=_INT64)] = None
+    seed: Annotated[int | None, Field(ge=-_INT64, le=_INT64 - 1)] = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None
     stop: Stops = None
     stop_with_eos: bool | None = None
@@ -285,7 +296,7 @@ class TokenOutputs(GenerationBody):
     #: Tokens whose log-probabilities are returned in place of the likeliest tokens'.
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     #: Likeliest tokens to return at each position of the prompt, besides the prompt's own.
-    prompt_logprobs: Likeliest | None = None
+    prompt_logprobs: LikeliestOrSwitch = None
     #: Of a router: where the state of the prompt is, and for chats its tokens, in place of those of the messages.
     kv_transfer_params: TransferParams | None = None
 
@@ -343,7 +354,8 @@ class TokenOutputs(GenerationBody):
 
     def _check_embedded(self) -> None:
         for name in ("prompt_logprobs", "truncate_prompt_tokens", "add_special_tokens", "echo", "suffix"):
-            if getattr(self, name, None) not in (None, False):
+            value = getattr(self, name, None)
+            if value is not None and value is not False:
                 raise RequestError(f"{name} is not compatible with prompt_embeds; leave it out", name)
 
 
@@ -566,7 +578,8 @@ def _request_error(kind: type[PromptBody], found: ErrorDetails) -> RequestError:
     code = "invalid_type" if what.endswith("_type") else "invalid_value"
     if what == "invalid_value":
         return RequestError(f"{param} {message}", param, code)
-    return RequestError(f"{param} is {short(found['input'])}: {message}", param, code)
+    # Programs that were written for vLLM look for the name of the rule.
+    return RequestError(f"{param} is {short(found['input'])}: {message} ({what})", param, code)
 
 
 def _untagged(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:

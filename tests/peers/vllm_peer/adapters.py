@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,28 @@ _RANK = 4
 _SCALE = 0.02
 
 
-def adapter_name(flag: str) -> str:
-    """The name in a value of ``--lora-modules``: ``name=path``, or an object in JSON."""
-    return str(json.loads(flag)["name"]) if flag.startswith("{") else flag.partition("=")[0]
+def named_adapter(flag: str) -> tuple[str, str]:
+    """The name and the folder in a value of ``--lora-modules``: ``name=path``, or an object in JSON."""
+    if flag.startswith("{"):
+        found = json.loads(flag)
+        return str(found["name"]), str(found["path"])
+    name, _, path = flag.partition("=")
+    return name, path
+
+
+@functools.cache
+def _downloads() -> Path:
+    return Path(tempfile.mkdtemp())
+
+
+def downloaded(repo: str) -> str:
+    """The folder where a repository of the hub would be. Nothing is downloaded; ``write_adapter`` makes it."""
+    return str(_downloads() / repo)
 
 
 def write_adapter(folder: Path, config: dict[str, Any]) -> None:
     """Write an adapter in PEFT's format for the query projections of a model of ``config``, always the same one."""
+    folder.mkdir(parents=True, exist_ok=True)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rows = heads * (config.get("head_dim") or hidden // heads)
     random = torch.Generator().manual_seed(0)

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from .adapters import downloaded
 from .flags import MissingFeature
 from .package import Package
 from .server import Launcher
 from .utilities import NoPictures, Reference, real_things, redirect_names, tests_utils
 
 #: Stood in for: vLLM, what only its own code needs, and helpers of tests that are not about a server.
-_ROOTS = frozenset({"vllm", "openai_harmony", "gpt_oss", "tests.conftest", "tests.models"})
+_ROOTS = frozenset({"vllm", "gpt_oss", "tests.conftest", "tests.models"})
 _MESSAGE = 2000
 _LAUNCHER = pytest.StashKey[Launcher]()
 _SERVER_RUNS = "needs {} run by the server; with evener, clients run tools"
@@ -104,8 +105,8 @@ def hf_runner(pytestconfig: pytest.Config) -> type[Reference]:
 
 @pytest.fixture(scope="session")
 def opt125_lora_files() -> str:
-    """Of vLLM's top conftest: the folder of an adapter; a server gets one of its own model."""
-    return "/not/downloaded/adapter"
+    """Of vLLM's top conftest: the folder of an adapter; a server gets one of its own model there."""
+    return downloaded("adapter")
 
 
 class Recorder:

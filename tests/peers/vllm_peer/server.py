@@ -19,7 +19,7 @@ import anthropic
 import httpx
 import openai
 
-from .adapters import adapter_name, write_adapter
+from .adapters import named_adapter, write_adapter
 from .flags import settings
 
 #: Seconds: the first start compiles kernels.
@@ -35,7 +35,14 @@ _HARMONY = "gpt-oss"
 _LARGER = ("qwen", _HARMONY, "zephyr")
 #: Qwen 3 has the temperature 0.6; at a lower one, a small model keeps to the examples of the template.
 _SAMPLING = {"temperature": 0.3, "top_k": 20, "top_p": 0.95}
-_TEMPLATE = Path(__file__).with_name("template.jinja")
+_TEMPLATE, _HARMONY_TEMPLATE = map(Path(__file__).with_name, ("template.jinja", "harmony.jinja"))
+#: Special tokens of the larger model, and which marks of harmony they are where it has that format. The other marks are
+#: plain text.
+_MARKS = {"<|im_start|>": "<|start|>", "<|im_end|>": "<|return|>"}
+#: Where the model does not end its reasoning by itself.
+_BUDGET = {"server.thinking_budget": "16"}
+#: Marks that are plain text have many tokens.
+_LONGER = {"request.max_new_tokens": "400"}
 
 
 @dataclass
@@ -69,10 +76,13 @@ class Launcher:
         (there := where / name).mkdir(parents=True)
         for file in folder.iterdir():
             (there / file.name).symlink_to(file)
-        config = there / "generation_config.json"
-        found = json.loads(config.read_text("utf-8"))
-        config.unlink()
-        config.write_text(json.dumps(found | _SAMPLING), "utf-8")
+        changed = {"generation_config.json": lambda text: json.dumps(json.loads(text) | _SAMPLING)}
+        if _HARMONY in name:
+            changed |= dict.fromkeys(("tokenizer.json", "tokenizer_config.json"), _with_marks)
+        for file, change in changed.items():
+            text = change((there / file).read_text("utf-8"))
+            (there / file).unlink()
+            (there / file).write_text(text, "utf-8")
         return name, where
 
     def config(self, name: str) -> dict[str, Any]:
@@ -124,13 +134,14 @@ class RemoteOpenAIServer:
             keys["server.chat_template"] = self._in_file(template)
         if "server.watermark_key_file" in keys:  # vLLM has the key itself, and its algorithm
             keys["server.watermark_key_file"] = self._in_file(keys["server.watermark_key_file"])
-        if "infer.lora_modules" in keys:  # adapters of other models: one of this model has the name
-            name, folder = adapter_name(keys["infer.lora_modules"]), Path(tempfile.mkdtemp())
-            write_adapter(folder, self.launcher.config(model))
-            keys["infer.lora_modules"] = f"{name}={folder}"
+        if "infer.lora_modules" in keys:  # adapters of other models: one of this model has the name and the folder
+            name, place = named_adapter(keys["infer.lora_modules"])
+            write_adapter(Path(place), self.launcher.config(model))
+            keys["infer.lora_modules"] = f"{name}={place}"
         if _HARMONY in model:  # vLLM has this model's parsers without a flag
-            keys = dict.fromkeys(_PARSERS, "harmony") | keys
-        if keys.keys() & _PARSERS:
+            keys = dict.fromkeys(_PARSERS, "harmony") | keys | _LONGER
+            keys |= {"server.chat_template": str(_HARMONY_TEMPLATE), **_BUDGET}
+        elif keys.keys() & _PARSERS:
             keys |= self._parsed(keys)
         self.host, self.port = "127.0.0.1", int(keys["serve.port"])
         folder, where = self.launcher.served(model)
@@ -158,9 +169,11 @@ class RemoteOpenAIServer:
         reasons = _PARSERS[0] in keys
         parsers = {name: kind if name in keys else "none" for name, kind in zip(_PARSERS, _FORMATS, strict=True)}
         template = f"{{%- set reasons = {str(reasons).lower()} -%}}\n{_TEMPLATE.read_text('utf-8')}"
-        # Where the model does not end its reasoning by itself.
-        budget = {"server.thinking_budget": "16"} if reasons else {}
-        return {**parsers, **budget, "server.chat_template": RemoteOpenAIServer._in_file(template)}
+        return {
+            **parsers,
+            **(_BUDGET if reasons else {}),
+            "server.chat_template": RemoteOpenAIServer._in_file(template),
+        }
 
     @staticmethod
     def _in_file(text: str) -> str:
@@ -230,6 +243,13 @@ class RemoteOpenAIServer:
     def _tail(self) -> str:
         self._log.seek(0)
         return self._log.read()[-2000:].decode("utf-8", "replace").strip()
+
+
+def _with_marks(text: str) -> str:
+    """A file of a tokenizer with the names of ``_MARKS``."""
+    for theirs, mark in _MARKS.items():
+        text = text.replace(theirs, mark)
+    return text
 
 
 def _free_port() -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from .adapters import downloaded
 from .package import Package
 from .server import Launcher
 from .vectors import stand_ins
@@ -124,8 +125,8 @@ class Reference:
 
 class _NoHub:
     def snapshot_download(self, repo_id: str, **_: Any) -> str:
-        """A folder's name: nothing is downloaded. Servers that need the files say so."""
-        return f"/not/downloaded/{repo_id}"
+        """A folder's name: nothing is downloaded. Servers that need the files say so, or make an adapter there."""
+        return downloaded(repo_id)
 
 
 def _reader(read: Callable[..., Any], launcher: Launcher) -> Callable[..., Any]:

@@ -67,6 +67,8 @@ class ResponsesBody(GenerationBody):
     input: TextOrList
     instructions: str | None = None
     previous_response_id: Annotated[str | None, Field(max_length=64)] = None
+    #: What was said before ``input``, as ``input_messages``, ``output_messages`` or a chat have it: see ``previous``.
+    previous_input_messages: Annotated[list[dict[str, Any]] | None, Field(fail_fast=True)] = None
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
     top_logprobs: Likeliest | None = None
     include: Annotated[list[str] | None, Field(max_length=32)] = None
@@ -80,7 +82,7 @@ class ResponsesBody(GenerationBody):
     store: bool | None = None
     #: Answer at once, and generate behind that. Its stream can be read again.
     background: bool | None = None
-    #: Show the tokens of the prompt and of the answer.
+    #: Show the messages of the prompt and of the answer, or their tokens: see ``shown_messages``.
     enable_response_messages: bool | None = None
     #: Returned as it came.
     metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
@@ -99,6 +101,9 @@ class ResponsesBody(GenerationBody):
         super().check()
         if self.background and self.store is False:
             raise RequestError("background can only be used when `store` is true", "background")
+        if self.previous_input_messages and self.previous_response_id:
+            message = "previous_input_messages cannot be used with previous_response_id; send one of them"
+            raise RequestError(message, "previous_input_messages")
         if self.input is None:
             raise RequestError("input is missing; send it", "input", "missing_required_parameter")
 

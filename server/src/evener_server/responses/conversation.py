@@ -44,30 +44,37 @@ class Conversation:
             ApiError: an item that is named is not known.
         """
         for i, item in enumerate(items):
-            where = f"{place}[{i}]"
-            if not isinstance(item, dict):
-                raise RequestError(f"{where} must be an object", where, "invalid_type")
-            kind = item.get("type") or ("message" if "role" in item else None)
-            if kind == "item_reference" and self._references is not None:
-                item = self._references.take(item.get("id"), where)
-                kind = item["type"]
-            if kind == "message":
-                self._message(item, where)
-            elif kind == "function_call":
-                self._call(item, where)
-            elif kind == "function_call_output":
-                call_id, content = _text(item, "call_id", where), _content(item.get("output"), f"{where}.output")
-                self._append({"role": "tool", "tool_call_id": call_id, "content": content}, where)
-            elif kind == "reasoning":
-                if text := _reasoning(item, where):
-                    self._append({"role": "assistant", "reasoning_content": text}, where)
-            else:
-                known = ["message", "function_call", "function_call_output", "reasoning"]
-                known += [] if self._references is None else ["item_reference"]
-                raise RequestError(
-                    f"{where}.type is {str(kind)[:60]!r}, which this server does not support: send "
-                    f"{', '.join(known[:-1])} or {known[-1]}", f"{where}.type", "unsupported_parameter",
-                )  # fmt: skip
+            self.add_item(item, f"{place}[{i}]")
+
+    def add_item(self, item: Any, where: str) -> None:
+        """Add an item; ``where`` is its path.
+
+        Raises:
+            RequestError, ApiError: as ``add``.
+        """
+        if not isinstance(item, dict):
+            raise RequestError(f"{where} must be an object", where, "invalid_type")
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "item_reference" and self._references is not None:
+            item = self._references.take(item.get("id"), where)
+            kind = item["type"]
+        if kind == "message":
+            self._message(item, where)
+        elif kind == "function_call":
+            self._call(item, where)
+        elif kind == "function_call_output":
+            call_id, content = _text(item, "call_id", where), _content(item.get("output"), f"{where}.output")
+            self._append({"role": "tool", "tool_call_id": call_id, "content": content}, where)
+        elif kind == "reasoning":
+            if text := _reasoning(item, where):
+                self._append({"role": "assistant", "reasoning_content": text}, where)
+        else:
+            known = ["message", "function_call", "function_call_output", "reasoning"]
+            known += [] if self._references is None else ["item_reference"]
+            raise RequestError(
+                f"{where}.type is {str(kind)[:60]!r}, which this server does not support: send "
+                f"{', '.join(known[:-1])} or {known[-1]}", f"{where}.type", "unsupported_parameter",
+            )  # fmt: skip
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role, content = _text(item, "role", where), _content(item.get("content"), f"{where}.content")

@@ -15,7 +15,9 @@ from evener_server.protocol import ChatBody
 from evener_server.responses.body import ResponsesBody
 from evener_server.responses.conversation import Conversation
 from evener_server.responses.output import Event, ResponseOutput
+from evener_server.responses.previous import add_previous
 from evener_server.responses.references import References
+from evener_server.responses.shown_messages import shown_messages
 from evener_server.responses.store import ResponseStore
 from evener_server.service import Service
 from evener_server.streaming import named_event, to_json
@@ -64,7 +66,7 @@ class ResponseJob(TranslatedJob):
                 first = self._response("in_progress", [])
                 if self._body.enable_response_messages:
                     # The answer is shown by the last event alone.
-                    first |= {**self._shown_tokens(generation), "output_messages": []}
+                    first |= {**self._shown_messages(generation), "output_messages": []}
                 yield self._write({"type": "response.created", "response": first})
                 yield self._write({"type": "response.in_progress", "response": first})
             if events:
@@ -126,14 +128,10 @@ class ResponseJob(TranslatedJob):
         """The response's id."""
         return self._id
 
-    def _shown_tokens(self, generation: Generation) -> Event:
+    def _shown_messages(self, generation: Generation) -> Event:
         """Fields of vLLM's API."""
-        ids, tokenizer = generation.streams[0].prompt_token_ids, self._tokenizer
-        return {
-            name: [{"type": "raw_message_tokens", "tokens": each,
-                    "message": "" if tokenizer is None else tokenizer.decode(each, skip_special_tokens=False)}]
-            for name, each in (("input_messages", ids), ("output_messages", self._ids))
-        }  # fmt: skip
+        ids = generation.streams[0].prompt_token_ids
+        return dict(shown_messages(self.chat.reasoning, self._tokenizer, ids, self._ids))
 
     def _status(self, generation: Generation) -> str:
         return "completed" if generation.finish_reasons.get(0) == "stop" else "incomplete"
@@ -147,7 +145,7 @@ class ResponseJob(TranslatedJob):
             "background": bool(body.background),
             "completed_at": int(time.time()) if generation and status == "completed" else None,
             "error": None, "incomplete_details": {"reason": why or reason} if status == "incomplete" else None,
-            **(self._shown_tokens(generation) if generation and body.enable_response_messages else {}),
+            **(self._shown_messages(generation) if generation and body.enable_response_messages else {}),
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": self._model,
             "output": items, "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -190,6 +188,7 @@ def _translated(service: Service, store: ResponseStore, body: ResponsesBody) -> 
     """The conversation that a request goes on with, and the chat completion that answers it."""
     before = store.messages(body.previous_response_id) if body.previous_response_id else None
     said = Conversation(before, References(store, service.limits.max_bytes))
+    add_previous(said, body.previous_input_messages or ())
     if isinstance(body.input, str):
         said.add_text("user", body.input, "input")
     else:
