@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +303,86 @@ def test_harmony_reasons_on_a_channel_before_its_call(plain: Texts) -> None:
     matcher = plain.start(tag)
     assert plain.accepts(matcher, text) == text, "the budget of four bytes ends where its end has begun"
     assert [name for name, _ in read(HarmonyTools, [text + plain.drawn(matcher, random.Random(1))])[1]]
+
+
+ANALYSIS = "<|channel|>analysis<|message|>"
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    return Texts(tmp_path_factory.mktemp("harmony"), HarmonyReasoning.special_tokens)
+
+
+def harmony_answers() -> Iterator[dict[str, Any]]:
+    """Held to a schema, to calls, and to nothing but a budget."""
+    final = {"type": "sequence", "elements": [{"type": "const_string", "value": "<|channel|>final<|message|>"}, JSON]}
+    yield {"format": final}
+    yield forced(writes(HarmonyTools))
+    yield {"format": {"type": "or", "elements": [forced(writes(HarmonyTools))["format"], final]}}
+
+
+@pytest.mark.parametrize(
+    ("route", "allowed"),
+    [
+        ("hm<|end|><|start|>assistant", "hm<|end|><|start|>assistant"),
+        ("hm<|end|><|start|>user", "hm<|end|><|start|>"),
+        ("hm<|end|><|channel|>final<|message|>free", "hm<|end|>"),
+        ("hm<|end|><|end|><|start|>assistant", "hm<|end|>"),
+        ("hm<|end|> <|start|>assistant", "hm<|end|>"),
+        ("hm<|end|><|start|>assistant to=functions.x", "hm<|end|><|start|>assistant"),
+        ("hm<|end|><|start|>assistant<|channel|>analysis<|message|>", "hm<|end|><|start|>assistant<|channel|>"),
+        ("hm<|end|><|start|>assistant<|channel|>commentary<|message|>free",
+         "hm<|end|><|start|>assistant<|channel|>"),
+        ("hm<|start|>assistant<|channel|>final<|message|>free", "hm"),
+        ("hm<|channel|>final<|message|>free", "hm"),
+        ("hm<|message|>free", "hm"),
+        ("hm<|return|>", "hm"),
+        ("hm<|call|>", "hm"),
+        ("a <| b |> <|ending", "a <| b |> <|ending"),
+    ],
+)  # fmt: skip
+def test_no_route_out_of_the_reasoning_of_harmony_leads_past_the_grammar(
+    harmony: Texts, route: str, allowed: str
+) -> None:
+    form = HarmonyReasoning.reasoning_format("<|start|>assistant")
+    assert form is not None
+    for tag in harmony_answers():
+        matcher = harmony.start({**tag, "reasoning": {"begin": form.begin, "end": form.end}})
+        found = harmony.accepts(matcher, ANALYSIS + route)
+        rest = found.removeprefix(ANALYSIS + allowed)
+        # Where both answers are allowed, or calls only, the channel's name may begin.
+        assert found.startswith(ANALYSIS + allowed) and rest in ("", "commentary"), found
+
+
+@pytest.mark.parametrize("mark", HarmonyReasoning.special_tokens)
+def test_reasoning_of_harmony_has_no_mark_as_text(harmony: Texts, mark: str) -> None:
+    """The parser reads texts, so a mark in other tokens would be one."""
+    form = HarmonyReasoning.reasoning_format("<|start|>assistant")
+    assert form is not None
+    for tag in harmony_answers():
+        matcher = harmony.start({**tag, "reasoning": {"begin": form.begin, "end": form.end, "budget": 30}})
+        assert harmony.accepts(matcher, ANALYSIS) == ANALYSIS
+        for byte in mark[:-1].encode():
+            assert byte in harmony.allowed(matcher)
+            matcher.accept(byte)
+        assert ord(">") not in harmony.allowed(matcher) and ord("x") in harmony.allowed(matcher)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_answers_of_harmony_are_reasoning_and_what_the_grammar_holds(harmony: Texts, seed: int) -> None:
+    form, draw = HarmonyReasoning.reasoning_format("<|start|>assistant"), random.Random(seed)
+    assert form is not None
+    tag = [*harmony_answers()][seed % 3]
+    matcher = harmony.start({**tag, "reasoning": {"begin": form.begin, "end": form.end, "budget": 20}})
+    ids: list[int] = []
+    while EOS_ID not in (allowed := harmony.allowed(matcher)) and len(ids) < 5_000:
+        special = [each for each in allowed if each >= VOCAB_SIZE]
+        ids.append(draw.choice(special if special and draw.random() < 0.5 else allowed))
+        matcher.accept(ids[-1])
+    parser = HarmonyReasoning("<|start|>assistant")
+    found = [*parser.feed(harmony.text(ids)), *parser.finish()]
+    content = "".join(each.text for each in found if isinstance(each, Content))
+    assert re.fullmatch("[0-9]{1,2}", content) or read(HarmonyTools, [harmony.text(ids)])[1], harmony.text(ids)
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from dropped_text import lost
 
 from evener.contracts.generation.parsed import CallArguments, CallStart, Content, Parsed, Reasoning
 from evener.contracts.generation.parsers import Parser, ToolParser
 from evener_generation import descriptor
 from evener_generation.harmony import HarmonyReasoning, HarmonyTools
-from evener_generation.reasoning.tags import BracketThink, TagReasoning, Think
+from evener_generation.reasoning.tags import BracketThink, Think
 from evener_generation.tools.json_calls import Hermes, Llama3, Mistral
 from evener_generation.tools.parameters import Glm4, Qwen3Coder
 from evener_generation.tools.pythonic import Pythonic
@@ -243,22 +243,10 @@ def test_text_behind_a_call_of_deepseek_is_content_and_the_same_however_it_is_cu
     assert parsed(tool_parser(DeepSeekV31), list(text)) == whole
 
 
-def bare(text: str, kind: type[ToolParser]) -> str:
-    """Without blank characters and the format's special tokens, which an empty list of calls consists of."""
-    return without(text, kind.special_tokens)
-
-
-def without(text: str, marks: Sequence[str]) -> str:
-    """Without these marks and blank characters, nor marks that the ends of two pieces make when one is taken out."""
-    text = "".join(text.split())
-    while found := next((mark for mark in marks if mark in text), None):
-        text = text.replace(found, "")
-    return text
-
-
-def letters(text: str, kind: type[ToolParser]) -> list[str]:
-    """Letters and digits that are in no mark."""
-    return [character for character in bare(text, kind) if character.isalnum()]
+def given_out(parser: Parser, pieces: Iterable[str]) -> list[Parsed]:
+    """All that a parser finds, as it comes."""
+    found = [each for piece in pieces for each in parser.feed(piece)]
+    return [*found, *parser.finish()]
 
 
 def mutated(text: str, rng: random.Random) -> str:
@@ -277,15 +265,9 @@ def test_mutated_calls_raise_nothing_and_give_the_same_however_they_are_cut(kind
     rng, examples = random.Random(count), [example for each, example, *_ in EXAMPLES if each is kind]
     for place in range(count):
         text = mutated(examples[place % len(examples)], rng)
-        whole = parsed(tool_parser(kind), [text])
-        assert parsed(tool_parser(kind), list(text)) == whole, text
-        if not whole.names:
-            assert bare(whole.content, kind) == bare(text, kind), "nothing is lost"
-        elif kind in (DeepSeekV31, KimiK2):
-            # Content that follows a call is after it in the stream but before it here, so order is not compared.
-            shown = whole.content + "".join([*(whole.ids if kind is KimiK2 else whole.names), *whole.arguments])
-            lost = Counter(letters(text, kind)) - Counter(letters(shown, kind))
-            assert not lost, "nothing is lost"
+        found = given_out(tool_parser(kind), [text])
+        assert parsed(tool_parser(kind), list(text)) == joined(found), text
+        assert not (missing := lost(kind, text, found)), missing
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -295,11 +277,68 @@ def test_mutated_reasoning_raises_nothing_and_gives_the_same_however_it_is_cut(k
     for place in range(count):
         _, prompt, example, *_ = examples[place % len(examples)]
         text = mutated(example, rng)
-        whole = parsed(kind(prompt), [text])
-        assert parsed(kind(prompt), list(text)) == whole, text
-        if issubclass(kind, TagReasoning):
-            marks = (kind.opening, kind.closing)
-            assert without(whole.reasoning + whole.content, marks) == without(text, marks), "nothing is lost"
+        found = given_out(kind(prompt), [text])
+        assert parsed(kind(prompt), list(text)) == joined(found), text
+        assert not (missing := lost(kind, text, found)), missing
+
+
+#: Format, text, and what its parser gives out: text that does not belong to a call comes back.
+KEPT: list[tuple[type[ToolParser], str, str, list[tuple[str, str]]]] = [
+    (Hermes, '<tool_call>{"name": "f", "city": "Paris"}</tool_call>', '<tool_call>{"name": "f", "city": "Paris"}'
+     "</tool_call>", []),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {}, "x": Paris}', ', "x": Paris}', [("f", "{}")]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {}, "say', ', "say', [("f", "{}")]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {}, "name": "g"}', ', "name": "g"}', [("f", "{}")]),
+    (Hermes, '<tool_call>{"name": "\\ud800", "arguments": {}}', '<tool_call>{"name": "\\ud800", "arguments": {}}', []),
+    (Llama3, '{"name": "f", "parameters": {}}; and then', "; and then", [("f", "{}")]),
+    (Mistral, '[TOOL_CALLS][{"name": "f", "arguments": {}}, and then', ", and then", [("f", "{}")]),
+    (Mistral, '[TOOL_CALLS]f[ARGS]Paris{"a": 1}', '[TOOL_CALLS]f[ARGS]Paris{"a": 1}', []),
+    (Qwen3Coder, "<function=f>\n<parameter=city", "<parameter=city", [("f", "")]),
+    (Qwen3Coder, "<function=a<function=now>\n</function>", "<function=a", [("now", "{}")]),
+    (Glm4, "<tool_call>f<arg_key>city</tool_call> bye", "<arg_key>citybye", [("f", "{}")]),
+    (DeepSeekV3, f"{_B}{_C}function{_S}city{_C}function{_S}now\n```json\n{{}}\n```{_E}{_F}",
+     f"{_B}{_C}function{_S}city", [("now", "{}")]),
+    (Pythonic, "[f(a=1, a=2)]", "[f(a=1, a=2)]", []),
+    (Pythonic, "[f(a={'b': 1, 'b': 2})]", "[f(a={'b': 1, 'b': 2})]", []),
+    (Pythonic, "[f(a=1)  # no\n]", "[f(a=1)  # no\n]", []),
+    (Pythonic, "[f('x')(a=1)]", "[f('x')(a=1)]", []),
+    (HarmonyTools, "<|start|>assistant Odd <|channel|>commentary to=functions.f<|message|>{}",
+     "<|start|>assistant Odd <|channel|>commentary to=functions.f<|message|>{}", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "text", "content", "calls"), KEPT, ids=lambda each: getattr(each, "__name__", None))
+def test_text_that_does_not_belong_to_a_call_is_content(
+    kind: type[ToolParser], text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    for pieces in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
+        answer = parsed(tool_parser(kind), pieces)
+        found = list(zip(answer.names, answer.arguments, strict=True))
+        assert (answer.content, found) == (content, calls), pieces
+
+
+def test_words_in_a_head_of_harmony_that_are_none_are_content() -> None:
+    text = "Odd <|channel|>final<|message|>It is 4.<|end|> Even <|start|>assistant to=browser.open<|message|>5"
+    for pieces in ([text], list(text)):
+        assert parsed(HarmonyReasoning(), pieces).content == "Odd It is 4. Even to=browser.open5"
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(example[0] for example in EXAMPLES), ids=lambda kind: kind.__name__)
+def test_the_check_finds_each_character_that_an_answer_lacks(kind: type[ToolParser]) -> None:
+    for text, *_ in (example[1:] for example in EXAMPLES if example[0] is kind):
+        found = given_out(tool_parser(kind), [text])
+        assert lost(kind, text, found) is None
+        for place, each in enumerate(found):
+            taken = each.name if isinstance(each, CallStart) else each.text
+            for at, character in enumerate(taken):
+                if character.isalnum():
+                    less = without(each, taken[:at] + taken[at + 1 :])
+                    assert lost(kind, text, [*found[:place], less, *found[place + 1 :]]), (less, text)
+
+
+def without(each: Parsed, text: str) -> Parsed:
+    """An event with another text."""
+    return replace(each, name=text) if isinstance(each, CallStart) else replace(each, text=text)
 
 
 #: What stands in the chat templates of the models.

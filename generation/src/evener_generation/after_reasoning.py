@@ -1,9 +1,16 @@
-"""A matcher for answers with reasoning before them: while the model reasons, any token may come."""
+"""A matcher for answers with reasoning before them: while the model reasons, any token may come.
+
+Where reasoning is a message among others, as in harmony, its end is more than one mark: that of the message, and the
+begin of the next. Then it has no other marks, and once the first mark of its end has come, the rest must: otherwise a
+model could begin a message that its grammar does not see.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
 
 from evener.contracts.grammar.library import Matcher
 from evener_generation.forced_tokens import forced_by
@@ -23,6 +30,7 @@ class Reasoning:
         ends: ids that end a text, which reasoning does not.
         read: the bytes of a token.
         write: ids of a text that follows.
+        marks: the marks of a format whose end is more than one mark; None: reasoning may have any.
     """
 
     begin: tuple[int, ...]
@@ -34,6 +42,33 @@ class Reasoning:
     ends: tuple[int, ...]
     read: Callable[[int], bytes]
     write: Callable[[bytes], list[int]]
+    marks: Marks | None = None
+
+    @cached_property
+    def free(self) -> bytes:
+        """The mask of reasoning, wherever it stands."""
+        own = () if self.marks is None else (each for each in self.marks.ids if each != self.end_ids[0])
+        return self.any(but=(*self.ends, *own))
+
+    def any(self, but: Iterable[int]) -> bytes:
+        """A mask of all tokens but some."""
+        bits = bytearray(((1 << self.vocab_size) - 1).to_bytes(self.mask_bytes, "little"))
+        return without(bits, but)
+
+
+class Marks(Protocol):
+    """The marks of a format, which are tokens of their own."""
+
+    @property
+    def ids(self) -> Collection[int]:
+        """Of these tokens."""
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest mark."""
+
+    def completing(self, tail: bytes) -> Iterable[int]:
+        """Other tokens that make the text of a mark behind a text which ends with ``tail``: parsers read texts."""
 
 
 @dataclass
@@ -79,9 +114,10 @@ class AfterReasoning(Matcher):
         if state.where == "end":
             return self._only(state.end[state.place])
         if state.where == "reasoning":
-            return self._any(but=reasoning.ends)
+            bad = () if reasoning.marks is None else reasoning.marks.completing(state.tail)
+            return without(bytearray(reasoning.free), bad) if bad else reasoning.free
         if self._answer is None:
-            return self._any(but=())
+            return reasoning.any(but=())
         mask = self._answer.mask()
         if state.where == "start":
             begins = bytearray(mask)
@@ -131,10 +167,14 @@ class AfterReasoning(Matcher):
 
     def _reason(self, token: int) -> None:
         reasoning, state = self._reasoning, self._state
+        if reasoning.marks is not None and token == reasoning.end_ids[0]:
+            state.where, state.place, state.end = "end", 1, reasoning.end_ids
+            return
         text = state.tail + reasoning.read(token)
         at = text.find(reasoning.end)
         if at < 0:
-            state.tail, state.count = text[-len(reasoning.end) :], state.count + 1
+            kept = max(len(reasoning.end), 0 if reasoning.marks is None else reasoning.marks.longest)
+            state.tail, state.count = text[-kept:], state.count + 1
             return
         state.where = "answer"
         # Blank characters behind the mark belong to neither part.
@@ -145,6 +185,8 @@ class AfterReasoning(Matcher):
 
     def _left_of_end(self) -> tuple[int, ...]:
         """The rest of the end, of which some may be written already."""
+        if self._reasoning.marks is not None:
+            return self._reasoning.end_ids  # text is no mark
         end, tail = self._reasoning.end, self._state.tail
         done = next((size for size in range(len(end) - 1, 0, -1) if tail.endswith(end[:size])), 0)
         return tuple(self._reasoning.write(end[done:])) if done else self._reasoning.end_ids
@@ -154,13 +196,12 @@ class AfterReasoning(Matcher):
         _set(bits, token)
         return bytes(bits)
 
-    def _any(self, but: tuple[int, ...]) -> bytes:
-        size = self._reasoning.vocab_size
-        bits = bytearray(b"\xff" * (size // 8) + bytes([(1 << size % 8) - 1]))
-        bits += bytes(max(0, self._reasoning.mask_bytes - len(bits)))
-        for token in but:
-            bits[token // 8] &= ~(1 << token % 8) & 0xFF
-        return bytes(bits[: self._reasoning.mask_bytes])
+
+def without(bits: bytearray, tokens: Iterable[int]) -> bytes:
+    """A mask without some tokens."""
+    for token in tokens:
+        bits[token // 8] &= ~(1 << token % 8) & 0xFF
+    return bytes(bits)
 
 
 def _set(bits: bytearray, token: int) -> None:

@@ -21,7 +21,17 @@ from evener_generation.tools.writing import json_tags
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_FUNCTIONS = "functions."
+#: The head of a message: its role, recipient and channel, and the kind of its content. Models also leave out the mark
+#: of the kind.
+_HEAD = re.compile(
+    r"(?:<\|start\|>)?(?:assistant)?(?:\s*to=(?P<first>[\w.-]+))?"
+    r"(?:\s*<\|channel\|>\s*(?P<channel>\w*))?(?:\s*to=(?P<second>[\w.-]+))?"
+    r"(?:\s*<\|constrain\|>\s*\w*|\s+(?:json|code))?\s*\Z"
+)
+#: With what a head may begin; it may be empty.
+_HEAD_BEGINS = re.compile(r"<\|start\|>|assistant|to=|<\|channel\|>|<\|constrain\|>|\Z")
+_MARKS = re.compile("|".join(map(re.escape, MARKS)))
 #: Stands before a call that the reasoning parser leaves to the tool parser.
 _CALL = "<|start|>assistant"
 
@@ -57,8 +67,11 @@ class HarmonyReasoning(ReasoningParser, ReasoningWriter, MessageReader):
     def finish(self) -> Sequence[Parsed]:
         self._stream.ended = True
         found = self._read()
-        if self._told(self._head) and not self._kind:
-            found.append(Content(self._head))
+        if not self._kind and self._head.strip():
+            # The text broke off in a head, or has none.
+            head = _HEAD.match(self._head)
+            if head is None or head["first"] or head["second"] or not _MARKS.match(self._head.lstrip()):
+                found.append(Content(self._head))
         return found
 
     def _read(self) -> list[Parsed]:
@@ -91,13 +104,26 @@ class HarmonyReasoning(ReasoningParser, ReasoningWriter, MessageReader):
 
     def _begin(self, found: list[Parsed]) -> None:
         """A message's head is complete."""
-        if _RECIPIENT.search(self._head):
-            self._kind = "call"
-            head = self._head.removeprefix("<|start|>").removeprefix("assistant")
-            found.append(Content(f"{_CALL}{head}<|message|>"))
-        else:
-            self._kind = "analysis" if "analysis" in self._head else "final"
+        # At each place where one may begin: a search at all places takes long where there are many blank characters.
+        places = (each.start() for each in _HEAD_BEGINS.finditer(self._head))
+        head = next(head for place in places if (head := _HEAD.match(self._head, place)))
+        recipients = [each for each in (head["first"], head["second"]) if each]
+        function = _function(head)
+        self._kind = "call" if function else "analysis" if head["channel"] == "analysis" else "final"
+        # What does not belong to the head, and whom else the message is for.
+        lost = _MARKS.sub("", self._head[: head.start()].replace(_CALL, ""))
+        lost += " ".join(f"to={each}" for each in recipients if each != _FUNCTIONS + function)
+        if lost.strip():
+            found.append(Reasoning(lost) if self._kind == "analysis" else Content(lost))
+        if function:
+            found.append(Content(f"{_CALL}<|channel|>commentary to={_FUNCTIONS}{function}<|message|>"))
         self._head = ""
+
+
+def _function(head: re.Match[str]) -> str:
+    """The function that a message calls; "" if it calls none."""
+    named = [each for each in (head["first"], head["second"]) if each and each.startswith(_FUNCTIONS)]
+    return named[0].removeprefix(_FUNCTIONS) if named else ""
 
 
 class HarmonyTools(StepParser, CallWriter):
@@ -128,9 +154,10 @@ class HarmonyTools(StepParser, CallWriter):
     def _head(self) -> bool:
         text, mark = self.stream.until(("<|message|>", "<|end|>"))
         self._raw += text
-        found = _RECIPIENT.search(self._raw)
-        if mark == "<|message|>" and found:
-            self.start(found[1])
+        head = _HEAD.fullmatch(self._raw)
+        function = "" if head is None or (head["first"] and head["second"]) else _function(head)
+        if mark == "<|message|>" and function:
+            self.start(function)
             self.step = self._arguments
         elif mark or self.stream.ended:
             self.say(self._raw + mark)

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from evener.contracts.grammar.library import GrammarSpec, Matcher
 from evener_generation.grammar_texts import check_length, choices_of, object_of, parts_of, quoted
-from evener_generation.reasoning_tokens import special_tokens, with_reasoning
+from evener_generation.reasoning_tokens import SpecialTokens, with_reasoning
 from evener_generation.structural_tags import in_lark, lark_of
 from evener_generation.text_library import TextLibrary
 
@@ -32,8 +32,8 @@ class LlguidanceLibrary(TextLibrary):
 
     def __init__(self, tokenizer: str, vocab_size: int) -> None:
         super().__init__(tokenizer, vocab_size)
-        #: Ids of special tokens by their texts; known once a tokenizer is opened.
-        self._special: dict[str, int] = {}
+        #: Special tokens, by the ids that end a text.
+        self._special: dict[tuple[int, ...], SpecialTokens] = {}
         #: By the ids that end a text; all requests of one model have the same, so this holds one entry.
         self._opened: dict[tuple[int, ...], LLTokenizer] = {}
         #: The same tokenizers, prepared for the texts of JSON's strings: masks take a sixth less time.
@@ -49,17 +49,17 @@ class LlguidanceLibrary(TextLibrary):
             ends = list(spec.ends) or None
             self._opened[spec.ends] = LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=ends)
             self._json[spec.ends] = self._opened[spec.ends].with_slices(LLTokenizer.json_slices())
-            self._special = special_tokens(self._tokenizer, self._opened[spec.ends])
+            self._special[spec.ends] = SpecialTokens(self._tokenizer, self._opened[spec.ends])
         tokenizer = self._opened[spec.ends]
         before, answer = parts_of(spec)
         found = None if answer is None else self._matcher(spec.ends, answer)
         if before is None and found is not None:
             return found
-        return with_reasoning(tokenizer, self._special, self._vocab_size, before or {}, spec.ends, found)
+        return with_reasoning(tokenizer, self._special[spec.ends], self._vocab_size, before or {}, spec.ends, found)
 
     def _matcher(self, ends: tuple[int, ...], spec: GrammarSpec) -> Matcher:
         tokenizers = self._json if spec.kind == "json_schema" else self._opened
-        matcher = LLMatcher(tokenizers[ends], _compiled(spec, self._special), log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(tokenizers[ends], _compiled(spec, self._special[ends]), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise ValueError(_first_line(matcher.get_error()))
         return _LlguidanceMatcher(matcher, self._mask_bytes)

@@ -18,7 +18,7 @@ from llguidance import LLTokenizer
 from evener.contracts.grammar.library import GrammarSpec, Matcher
 from evener.errors import ConfigError
 from evener_generation.grammar_texts import MAX_BLANKS, check_length, choices_of, object_of, parts_of, quoted
-from evener_generation.reasoning_tokens import special_tokens, with_reasoning
+from evener_generation.reasoning_tokens import SpecialTokens, with_reasoning
 from evener_generation.text_library import TextLibrary
 
 try:
@@ -92,7 +92,7 @@ class XgrammarLibrary(TextLibrary):
 
     def _open(self, ends: tuple[int, ...]) -> _Opened:
         tokenizer = LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=list(ends) or None)
-        special = special_tokens(self._tokenizer, tokenizer)
+        special = SpecialTokens(self._tokenizer, tokenizer)
         # The library knows special tokens by their texts, as tags name them.
         texts = {token: text.encode() for text, token in special.items()}
         count = min(self._vocab_size, tokenizer.vocab_size)
@@ -112,7 +112,7 @@ class _Opened(NamedTuple):
     """
 
     tokenizer: LLTokenizer
-    special: dict[str, int]
+    special: SpecialTokens
     compiler: GrammarCompiler
     known: np.ndarray[Any, Any]
 

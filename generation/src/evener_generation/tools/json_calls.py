@@ -32,9 +32,10 @@ class JsonParser(StepParser):
             return self.no_call()
         self._raw += self.stream.take(count)
         self.add(parsed)
-        if self._call.done:
+        broken_off = self.stream.ended and bool(self._call.unread.strip())
+        if self._call.done or (self._call.started and broken_off):
             self.end_call()
-            self.step = self.after
+            self.stream.text, self.step = self._call.unread + self.stream.text, self.after
             return True
         return self.no_call() if self.stream.ended and not self._call.started else False
 
@@ -53,6 +54,16 @@ class JsonParser(StepParser):
         """Text after something that was no call. Default: as any text."""
         self.step = self.content
         return True
+
+    def another(self, separator: str) -> bool | None:
+        """Behind a call: whether another one begins, with a separator before it or without one. None: that is not
+        certain yet. A separator that no call follows is content."""
+        if not self.skip_blank():
+            return False if self.stream.ended else None
+        behind = self.stream.text.removeprefix(separator).lstrip()
+        if behind[:1] == "{":
+            return self.begin(self.stream.take(len(self.stream.text) - len(behind)))
+        return False if behind or self.stream.ended else None
 
 
 class Hermes(JsonParser, CallWriter):
@@ -134,15 +145,10 @@ class Llama3(JsonParser, CallWriter):
         return False
 
     def after(self) -> bool:
-        if not self.skip_blank():
-            return False
-        if self.stream.text[0] == ";":
-            self.stream.take(1)
-            return True
-        if self.stream.text[0] == "{":
-            return self.begin("")
-        self.step = self.plain
-        return True
+        begins = self.another(";")
+        if begins is False:
+            self.step = self.plain
+        return begins is not None
 
     def plain(self) -> bool:
         self.say(self.stream.take(len(self.stream.text)))
@@ -189,9 +195,10 @@ class Mistral(JsonParser, CallWriter):
         if at < 0:
             return self.no_call() if self.stream.ended else False
         head = self.stream.text[:at]
-        name, _, call_id = head.partition("[ARGS]")[0].partition("[CALL_ID]")
+        head, _, behind = head.partition("[ARGS]")
+        name, _, call_id = head.partition("[CALL_ID]")
         name = name.strip()
-        if not name or not name.replace("-", "_").replace(".", "_").isidentifier():
+        if behind.strip() or not name.replace("-", "_").replace(".", "_").isidentifier():
             return self.no_call()
         self.stream.take(at)
         self.start(name, call_id.strip())
@@ -207,14 +214,9 @@ class Mistral(JsonParser, CallWriter):
         return True
 
     def after(self) -> bool:
-        if not self.skip_blank():
-            return False
-        if self.stream.text[0] == ",":
-            self.stream.take(1)
-            return True
-        if self.stream.text[0] == "{":
-            return self.begin("")
-        if self.stream.text[0] == "]":
-            self.stream.take(1)
-        self.step = self.content
-        return True
+        begins = self.another(",")
+        if begins is False:
+            if self.stream.text[:1] == "]":
+                self.stream.take(1)
+            self.step = self.content
+        return begins is not None

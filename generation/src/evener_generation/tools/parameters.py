@@ -35,7 +35,7 @@ class ParameterParser(StepParser):
 
     def parameter(self, key: str, value: str) -> None:
         """A parameter is complete."""
-        text = f"{json.dumps(key)}: {json.dumps(self._typed(key, value), ensure_ascii=False)}"
+        text = f"{json.dumps(key)}: {self._typed(key, value)}"
         self.argue(("{" if self._first else ", ") + text)
         self._first = False
         self.skip_blanks()
@@ -52,16 +52,22 @@ class ParameterParser(StepParser):
         self._raw, self.step = "", self.content
         return True
 
-    def _typed(self, key: str, value: str) -> Any:
-        """The value by the type that the tool's schema gives; text if it does not fit."""
+    def no_parameter(self, text: str) -> bool:
+        """The text did not become a parameter; pass it on as content, between parameters."""
+        self.say(text)
+        return True
+
+    def _typed(self, key: str, value: str) -> str:
+        """The value as JSON, by the type that the tool's schema gives; as a text if it does not fit."""
         kind = self._schema(key).get("type")
-        if kind == "string":
-            return value
-        try:
-            found = json.loads(value, parse_constant=_refuse)
-        except (ValueError, RecursionError):
-            return {"true": True, "false": False, "none": None}.get(value.strip().lower(), value) if kind else value
-        return found
+        if kind != "string":
+            try:
+                json.loads(value, parse_constant=_refuse)
+                return value.strip()
+            except (ValueError, RecursionError):
+                if kind and (word := _PYTHON_WORDS.get(value.strip().lower())):
+                    return word
+        return json.dumps(value, ensure_ascii=False)
 
     def _schema(self, key: str) -> Mapping[str, Any]:
         for tool in self.tools:
@@ -70,6 +76,10 @@ class ParameterParser(StepParser):
                 found = ((function.get("parameters") or {}).get("properties") or {}).get(key)
                 return found if isinstance(found, Mapping) else {}
         return {}
+
+
+#: Words of Python as those of JSON: models write both.
+_PYTHON_WORDS = {"true": "true", "false": "false", "none": "null"}
 
 
 def _refuse(word: str) -> float:
@@ -144,8 +154,12 @@ class Qwen3Coder(ParameterParser, CallWriter):
         return bool(mark)
 
     def _named(self) -> bool:
-        text, mark = self.stream.until((">", "\n"))
+        text, mark = self.stream.until((">", "\n", "<function="))
         self._raw += text
+        if mark == "<function=":
+            self.say(self._raw)  # another call begins there
+            self._raw = mark
+            return True
         name = self._raw[self._raw.rfind("<function=") + len("<function=") :].strip()
         if mark == ">" and name:
             self.begin(name)
@@ -169,6 +183,9 @@ class Qwen3Coder(ParameterParser, CallWriter):
         self._key += text
         if mark:
             self._value, self.step = "", self._parameter_value
+        elif self.stream.ended:
+            self.step = self._body
+            return self.no_parameter("<parameter=" + self._key)
         return bool(mark)
 
     def _parameter_value(self) -> bool:
@@ -242,10 +259,13 @@ class Glm4(ParameterParser, CallWriter):
         return bool(mark)
 
     def _argument_key(self) -> bool:
-        text, mark = self.stream.until(("<arg_value>",))
+        text, mark = self.stream.until(("<arg_value>", "<arg_key>", "</tool_call>"))
         self._key += text
-        if mark:
+        if mark == "<arg_value>":
             self._value, self.step = "", self._argument_value
+        elif mark or self.stream.ended:
+            self.stream.text, self.step = mark + self.stream.text, self._body
+            return self.no_parameter("<arg_key>" + self._key)
         return bool(mark)
 
     def _argument_value(self) -> bool:

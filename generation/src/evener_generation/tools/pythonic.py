@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
+import re
+import tokenize
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,16 +57,22 @@ class Pythonic(StepParser, CallWriter):
 
 
 def _read(text: str) -> list[tuple[str, str]] | None:
-    """Names and arguments as JSON text; None if this is no list of calls with literal arguments."""
+    """Names and arguments as JSON text; None if this is no list of calls with literal arguments, or has text that they
+    have no place for."""
     if len(text) > _MOST_CHARS:
         return None
+    text = text.strip().removesuffix("<|python_end|>").strip()
     try:
-        tree = ast.parse(text.strip().removesuffix("<|python_end|>").strip(), mode="eval").body
-        if not isinstance(tree, ast.List) or not tree.elts:
+        tree = ast.parse(text, mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts or ("#" in text and _has_comment(text)):
             return None
         return [_call(each) for each in tree.elts]
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError, tokenize.TokenError):
         return None
+
+
+def _has_comment(text: str) -> bool:
+    return any(each.type == tokenize.COMMENT for each in tokenize.generate_tokens(io.StringIO(text).readline))
 
 
 class _JsonWords(ast.NodeTransformer):
@@ -74,13 +83,24 @@ class _JsonWords(ast.NodeTransformer):
         words = {"true": True, "false": False, "null": None}
         return ast.Constant(words[node.id]) if node.id in words else node
 
+    def visit_Dict(self, node: ast.Dict) -> ast.expr:
+        """A key that comes twice would lose its first value."""
+        self.generic_visit(node)
+        if len({ast.literal_eval(key) for key in node.keys if key is not None}) < len(node.keys):
+            raise ValueError("a key comes twice")
+        return node
+
 
 def _call(node: ast.expr) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call with names for its arguments")
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("** is not a literal")
+        if keyword.arg is None or keyword.arg in arguments:
+            raise ValueError("** is not a literal, and a name comes once")
         arguments[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
-    return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    name, text = ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    if not re.fullmatch(r"\w+(\.\w+)*", name):
+        raise ValueError("the function is no name")
+    text.encode()  # which UTF-8 cannot carry is a ValueError
+    return name, text

@@ -59,14 +59,19 @@ class SectionParser(StepParser, CallWriter):
 
     def head(self) -> bool:
         """Between a call's begin and its separator."""
-        text, mark = self.stream.until((self.separator, self.call[1], self.section[1]))
+        text, mark = self.stream.until((self.separator, *self.call, self.section[1]))
         self._raw += text
         if mark == self.separator:
-            before, begin, head = self._raw.rpartition(self.call[0])
-            if self.call[0] in before:
-                self.say(before)  # another call began there, and had no separator
-                self._raw = begin + head
+            head = self._raw[self._raw.rfind(self.call[0]) + len(self.call[0]) :]
             return True if self.begin(head) else self._no_call(mark)
+        return self._another(mark)
+
+    def _another(self, mark: str) -> bool:
+        """In a head, at a mark that does not belong there: what was read is content; another call may begin."""
+        if mark == self.call[0]:
+            self.say(self._raw)
+            self._raw, self.step = mark, self.head
+            return True
         return self._no_call(mark) if mark or self.stream.ended else False
 
     def arguments(self) -> bool:
@@ -108,14 +113,17 @@ class DeepSeek(SectionParser):
         return bool(name)
 
     def _fenced(self) -> bool:
-        name, mark = self.stream.until((self._fence, self.call[1]))
-        self._raw += name
-        if mark == self._fence:
-            self.start(self._raw[self._raw.rfind(self.separator) + len(self.separator) :].strip())
-            self.step = self.arguments
-        elif mark or self.stream.ended:
+        text, mark = self.stream.until((self._fence, *self.call, self.section[1]))
+        self._raw += text
+        # The first separator is that behind the word "function".
+        name = self._raw[self._raw.find(self.separator) + len(self.separator) :].strip()
+        if mark != self._fence:
+            return self._another(mark)
+        if not name:
             return self._no_call(mark)
-        return bool(mark)
+        self.start(name)
+        self.step = self.arguments
+        return True
 
 
 class DeepSeekV3(DeepSeek):
