@@ -34,6 +34,8 @@ _HEAD_BEGINS = re.compile(r"<\|start\|>|assistant|to=|<\|channel\|>|<\|constrain
 _MARKS = re.compile("|".join(map(re.escape, MARKS)))
 #: Stands before a call that the reasoning parser leaves to the tool parser.
 _CALL = "<|start|>assistant"
+#: The author of a message that was begun again before it had anything else.
+_AUTHORS = re.compile(r"^(<\|start\|>assistant\s*)+")
 
 
 class HarmonyReasoning(ReasoningParser, ReasoningWriter, MessageReader):
@@ -111,7 +113,7 @@ class HarmonyReasoning(ReasoningParser, ReasoningWriter, MessageReader):
         function = _function(head)
         self._kind = "call" if function else "analysis" if head["channel"] == "analysis" else "final"
         # What does not belong to the head, and whom else the message is for.
-        lost = _MARKS.sub("", self._head[: head.start()].replace(_CALL, ""))
+        lost = _MARKS.sub("", _AUTHORS.sub("", self._head[: head.start()]))
         lost += " ".join(f"to={each}" for each in recipients if each != _FUNCTIONS + function)
         if lost.strip():
             found.append(Reasoning(lost) if self._kind == "analysis" else Content(lost))
