@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,13 +166,16 @@ def test_the_host_gets_the_experts_with_the_fewest_rows_and_fewer_where_it_is_sl
 
 
 def test_the_host_takes_part_in_steps_of_a_size_where_that_was_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = PromptShare(None, None, 1, lambda: None, HostWork())  # type: ignore[arg-type]
-    now = [0.0]
+    now, under_way = [0.0], [0.0]
+    device: Any = SimpleNamespace(synchronize=lambda: now.append(now.pop() + under_way.pop()))
+    share = PromptShare(device, None, 1, lambda: None, HostWork())  # type: ignore[arg-type]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
     def step(tokens: int, with_host: float, without: float) -> bool:
         share.begin(tokens)
-        now[0] += with_host if share.active else without
+        # The host is waited for; without it, most of the step's time is of copies that were only submitted.
+        submitting, under_way[:] = (with_host, [0.0]) if share.active else (without / 8, [without * 7 / 8])
+        now[0] += submitting
         share.end()
         return share.active
 
@@ -181,6 +185,7 @@ def test_the_host_takes_part_in_steps_of_a_size_where_that_was_sooner(monkeypatc
     assert not step(200, 2.0, 1.0), "as large as those of 128 tokens"
     assert step(4096, 0.1, 1.0), "a warm-up, whose tokens choose few experts"
     assert [step(4096, 3.0, 2.0) for _ in range(9)] == [*turns[1:], False, False]
+    assert [step(16384, 4.0, 6.0) for _ in range(10)] == [*turns, True, True]
     assert [step(8192, 9.0, 2.0), step(8192, 1.0, 2.0)] == [True, False], "what a way needs is set up"
     assert [step(8192, seconds, 2.0) for seconds in (1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.0)] == [*turns[2:], True]
     share.close()

@@ -157,7 +157,8 @@ class PromptShare:
             self.active = median(with_host[1:]) <= median(without[1:])
 
     def end(self) -> None:
-        """The step's last streamed layer has been submitted. Waits for the host's part.
+        """The step's last streamed layer has been submitted. Waits for the host's part, and for the device too in a step
+        that is timed: without the host, more copies are still under way by now.
 
         Raises:
             Exception: the host failed.
@@ -165,6 +166,7 @@ class PromptShare:
         self._settle()
         times = self._seconds[self._size][0 if self.active else 1]
         if len(times) <= _TRIALS:
+            self._device.synchronize()
             times.append(time.perf_counter() - self._began)
 
     def choose(self, nbytes: int, missing: Indices, rows: Indices, under_way: float = 0.0) -> Indices:
