@@ -7,8 +7,9 @@
 
 ``make test-all`` runs every slow test, ``.ci/run`` those that are selected; both record each file that passed. The
 record is ``docs/results/slow-tests.json``: for each test file a digest of everything that it reaches, and when it last
-passed. Nothing is recorded of a file with a failure or a skipped test, of one that an interrupted run did not finish,
-or of a run that leaves tests of a file out (``-k``, ``FILE::TEST``).
+passed. Comments, docstrings and line breaks of Python files are left out of it. Nothing is recorded of a file with a
+failure or a skipped test, of one that an interrupted run did not finish, or of a run that leaves tests of a file out
+(``-k``, ``FILE::TEST``).
 
 A test file reaches the modules that it imports, and what these import or name in strings, imports inside functions
 too. A test that finds packages through entry points reaches the source of every package that can be found. One that
@@ -19,6 +20,7 @@ package imports, unless the test imports the package or names what belongs to it
 
 from __future__ import annotations
 
+import ast
 import datetime
 import hashlib
 import json
@@ -177,8 +179,17 @@ def distribution(name: str) -> str:
 
 @cache
 def content(name: str) -> str:
-    """Of one file."""
-    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+    """Of one file. Of a Python file only what it does: no comments, docstrings or line breaks."""
+    data = (ROOT / name).read_bytes()
+    if name.endswith(".py"):
+        tree = ast.parse(data)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+                ast.get_docstring(node, clean=False) is not None
+            ):
+                node.body = node.body[1:]
+        data = ast.dump(tree).encode()
+    return hashlib.sha256(data).hexdigest()
 
 
 @cache

@@ -69,6 +69,18 @@ def test_passed_tests_are_left_out_until_a_file_that_they_reach_changes(
     assert set(slow_tests.select()) == every
 
 
+def test_comments_docstrings_and_line_breaks_of_a_python_file_change_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_tests, "ROOT", tmp_path)
+    texts = ('"""Old."""\ndef f(x):\n    return x + 1\n', 'def f(x):  # new\n    """New."""\n    return (x\n        + 1)\n',
+             '"""Old."""\ndef f(x):\n    return x + 2\n')  # fmt: skip
+    for number, text in enumerate(texts):
+        (tmp_path / f"digest_{number}.py").write_text(text)
+    old, same, other = (slow_tests.content(f"digest_{number}.py") for number in range(3))
+    assert old == same != other
+
+
 def test_a_file_whose_every_test_needs_a_gpu_is_never_selected() -> None:
     found = {str(path.relative_to(ROOT)) for path in slow_tests.slow_files()}
     assert "tests/test_accelerator.py" not in found

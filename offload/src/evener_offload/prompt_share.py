@@ -157,8 +157,8 @@ class PromptShare:
             self.active = median(with_host[1:]) <= median(without[1:])
 
     def end(self) -> None:
-        """The step's last streamed layer has been submitted. Waits for the host's part, and for the device too in a step
-        that is timed: without the host, more copies are still under way by now.
+        """The step's last streamed layer has been submitted. Waits for the host's part, and in a step that is timed for
+        the device too: without the host, more copies are still under way by now.
 
         Raises:
             Exception: the host failed.
