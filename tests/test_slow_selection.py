@@ -73,7 +73,7 @@ def test_comments_docstrings_and_line_breaks_of_a_python_file_change_no_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slow_tests, "ROOT", tmp_path)
-    texts = ('"""Old."""\ndef f(x):\n    return x + 1\n', 'def f(x):  # new\n    """New."""\n    return (x\n        + 1)\n',
+    texts = ('"""Old."""\ndef f(x):\n    return x + 1\n', 'def f(x):  # new\n    """New."""\n    return (x\n   + 1)\n',
              '"""Old."""\ndef f(x):\n    return x + 2\n')  # fmt: skip
     for number, text in enumerate(texts):
         (tmp_path / f"digest_{number}.py").write_text(text)
