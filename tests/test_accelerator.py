@@ -195,7 +195,7 @@ def answers_of(client: InlineClient, requests: int) -> dict[str, list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "flash_infer", "flash_mla"])
+@pytest.mark.parametrize("name", ["flash_attn", "flashinfer", "flash_mla"])
 def test_a_library_that_is_installed_gives_the_tokens_of_our_own_kernels(
     accelerator: Subject, name: str, tmp_path: Path
 ) -> None:
@@ -207,7 +207,7 @@ def test_a_library_that_is_installed_gives_the_tokens_of_our_own_kernels(
     said = []
     for attention in ("auto", name):
         keys = {"dtype": "bfloat16", "infer.max_seq_len": 512, "infer.max_reqs": 16, "infer.kv_memory": 1 << 30,
-                "infer.step_tokens": 256, "infer.attn_type": attention}  # fmt: skip
+                "infer.step_tokens": 256, "ops.attention": attention}  # fmt: skip
         try:
             with engine(tmp_path, **keys) as client:
                 said.append(generate(client, prompts, 24))
