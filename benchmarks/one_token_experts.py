@@ -132,9 +132,10 @@ def main() -> None:
         error = float((got - want).abs().max() / want.abs().max())
         taken = seconds(lambda choice=choice: run(layers, x, choice))  # type: ignore[misc]
         row = {
-            "benchmark": "one_token_experts", "device": torch.cuda.get_device_name(), "date": date.today().isoformat(),
+            "benchmark": "one_token_experts", "device": torch.cuda.get_device_name(),
+            "model": f"Qwen3-30B-A3B, FP8 blocks, {len(layers)} layers' experts", "date": date.today().isoformat(),
             "read_tb_s": round(speed, 2), **choice, "us": round(1e6 * taken / len(layers), 2),
-            "differs": round(error, 5),
+            "differs": round(error, 5), "command": "python benchmarks/one_token_experts.py",
         }  # fmt: skip
         record(row, asked.out)
 

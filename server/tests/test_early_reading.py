@@ -35,6 +35,7 @@ def test_serve_and_run_begin_before_the_engine_starts(begun: list[Path], monkeyp
         return 7
 
     monkeypatch.setattr(command, "serve", serve)
+    monkeypatch.setattr(command, "set_up_logging", lambda *_: None)
     assert command.main(["/data/served"]) == 7
     begun.clear()
     with pytest.raises(Exception, match="/data/run"):  # there is no such model
