@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from model_configs import CONFIGS
 from safetensors.torch import save_file
 
+#: Files that are written at the same time.
+WRITERS = 6
 #: Columns and rows that share a scale in ``fp8-block``.
 BLOCK = 128
 Tensors = dict[str, torch.Tensor]
@@ -51,12 +54,17 @@ def write(name: str, form: str, folder: Path, **changes: int) -> Path:
         raise KeyError(f"{name} has no {', '.join(unknown)}: its config has {', '.join(sorted(CONFIGS[name]))}")
     config = {**CONFIGS[name], **changes, "quantization_config": QUANTIZATION[form]}
     folder.mkdir(parents=True, exist_ok=True)
-    for number, shard in enumerate(_shards(config, _writer(form))):
-        save_file(shard, folder / f"model-{number:05d}.safetensors")
+    add, files = _writer(form), 1 + config["num_hidden_layers"]
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(lambda number: save_file(_shard(config, add, number), folder / _file(number)), range(files)))
     names = {key: path.name for path in sorted(folder.glob("*.safetensors")) for key in _keys(path)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def _file(number: int) -> str:
+    return f"model-{number:05d}.safetensors"
 
 
 def _keys(path: Path) -> Sequence[str]:
@@ -81,33 +89,32 @@ def _writer(form: str) -> Callable[[Tensors, str, int, int], None]:
     return add
 
 
-def _shards(config: Mapping[str, Any], add: Callable[[Tensors, str, int, int], None]) -> Iterator[Tensors]:
+def _shard(config: Mapping[str, Any], add: Callable[[Tensors, str, int, int], None], number: int) -> Tensors:
+    """The tensors of a file: embedding, norm and head, then those of one layer after another."""
     hidden, dim, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
     query, key = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
 
     def plain(*shape: int) -> torch.Tensor:
         return torch.randn(*shape).mul_(0.02).to(torch.bfloat16)
 
-    ends: Tensors = {"model.embed_tokens.weight": plain(vocab, hidden), "model.norm.weight": torch.ones(hidden)}
-    if not config["tie_word_embeddings"]:
-        ends["lm_head.weight"] = plain(vocab, hidden)
-    yield ends
-    for layer in range(config["num_hidden_layers"]):
-        at, shard = f"model.layers.{layer}", Tensors()
-        for norm, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden),
-                           ("self_attn.q_norm", dim), ("self_attn.k_norm", dim)):  # fmt: skip
-            shard[f"{at}.{norm}.weight"] = torch.ones(size, dtype=torch.bfloat16)
-        for part, rows, columns in (("q", query, hidden), ("k", key, hidden), ("v", key, hidden), ("o", hidden, query)):
-            add(shard, f"{at}.self_attn.{part}_proj", rows, columns)
-        experts = config.get("num_experts", 0)
-        if experts:
-            shard[f"{at}.mlp.gate.weight"] = plain(experts, hidden)
-        inner = config["moe_intermediate_size"] if experts else config["intermediate_size"]
-        for module in [f"{at}.mlp.experts.{i}" for i in range(experts)] or [f"{at}.mlp"]:
-            add(shard, f"{module}.gate_proj", inner, hidden)
-            add(shard, f"{module}.up_proj", inner, hidden)
-            add(shard, f"{module}.down_proj", hidden, inner)
-        yield shard
+    if not number:
+        ends: Tensors = {"model.embed_tokens.weight": plain(vocab, hidden), "model.norm.weight": torch.ones(hidden)}
+        return ends if config["tie_word_embeddings"] else {**ends, "lm_head.weight": plain(vocab, hidden)}
+    at, shard = f"model.layers.{number - 1}", Tensors()
+    for norm, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden),
+                       ("self_attn.q_norm", dim), ("self_attn.k_norm", dim)):  # fmt: skip
+        shard[f"{at}.{norm}.weight"] = torch.ones(size, dtype=torch.bfloat16)
+    for part, rows, columns in (("q", query, hidden), ("k", key, hidden), ("v", key, hidden), ("o", hidden, query)):
+        add(shard, f"{at}.self_attn.{part}_proj", rows, columns)
+    experts = config.get("num_experts", 0)
+    if experts:
+        shard[f"{at}.mlp.gate.weight"] = plain(experts, hidden)
+    inner = config["moe_intermediate_size"] if experts else config["intermediate_size"]
+    for module in [f"{at}.mlp.experts.{i}" for i in range(experts)] or [f"{at}.mlp"]:
+        add(shard, f"{module}.gate_proj", inner, hidden)
+        add(shard, f"{module}.up_proj", inner, hidden)
+        add(shard, f"{module}.down_proj", hidden, inner)
+    return shard
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import pytest
 import quantized_checkpoint
 import sanitize
 import serving
+import start_parts
 from arrivals import offsets
 from compare import Difference, changes, differences, read_answers, read_rows
 from dataset import PromptRequest, body_of, conversations, cut
@@ -827,12 +828,24 @@ def test_a_draft_model_with_the_same_weights_is_right_and_a_row_says_what_it_cos
     assert drafted["equal"] == 25 and drafted["steps"] < 12 and drafted["accepted"] == drafted["drafted"] > 12
 
 
+def test_a_start_s_parts_are_told_from_the_main_thread_s_stack() -> None:
+    loading = [("/x/weights.py", "load_stage", 70), ("/x/worker.py", "__init__", 70), ("/x/start.py", "_executor", 60)]
+    waits = [("/lib/concurrent/futures/_base.py", "result", 1), ("/x/upload.py", "_send", 2), *loading]
+    imports = [("<frozen importlib._bootstrap>", "_find_and_load", 1), ("/x/start.py", "_executor", 60)]
+    assert start_parts.part_of(waits) == "weights: waits for reads"
+    assert start_parts.part_of(waits[1:]) == "weights: copies, packing"
+    assert start_parts.part_of(loading) == "weights: other"
+    assert start_parts.part_of(waits[:2]) == "other", "a thread's result that is no weight"
+    assert start_parts.part_of(imports) == "imports"
+
+
 def test_a_cold_start_reads_files_past_the_systems_cache(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    file.write_bytes(bytes(3 * cold_start.CHUNK + 5))
+    file.write_bytes(bytes((3 << 20) + 5))
     assert cold_start.weight_files(tmp_path) == [file] == cold_start.weight_files(file)
     file.read_bytes()
     assert cold_start.resident_share(file) == 1.0
     cold_start.evict([file])
-    assert cold_start.direct_read([file]) > 0
+    assert cold_start.direct_read([file], 2, 1 << 20) > 0
+    assert cold_start.fastest_reading([file]) in cold_start.TRIED
     assert cold_start.resident_share(file) <= cold_start.MAX_RESIDENT, "the direct read went through the cache"

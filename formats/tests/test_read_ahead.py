@@ -92,8 +92,8 @@ def test_after_a_jump_reading_goes_on_from_there(tmp_path: Path, advised: Advise
         if ahead._pool is not None:
             ahead._pool.shutdown()
             ahead._pool = None
-    advised.ranges()
-    asked = {name for name, (_, begin, _) in ranges.items() if any(b == begin for b, _ in advised.calls)}
+    found = advised.ranges()
+    asked = {name for name, (_, begin, end) in ranges.items() if any(b <= begin and end <= e for b, e in found)}
     assert asked == {f"layers.{n}.weight" for n in (*range(7), *range(30, 35), 39)}
 
 
@@ -132,3 +132,42 @@ def test_a_folder_of_safetensors_is_read_ahead(tmp_path: Path, advised: Advised,
     size = (tmp_path / "model.safetensors").stat().st_size
     (found,) = advised.ranges()
     assert found == (size - 12 * MB, size)
+
+
+def test_the_window_goes_on_in_the_next_files_and_asks_for_nothing_twice(tmp_path: Path, advised: Advised) -> None:
+    following = [tmp_path / "second", tmp_path / "third", tmp_path / "gone"]
+    for file, size in zip(following, (1, 8), strict=False):
+        file.write_bytes(bytes(size * MB))
+    ahead = ReadAhead(layers(tmp_path / "model", 5), following)
+    for number in range(5):
+        ahead.used(f"layers.{number}.weight")
+    for each in _threads():
+        each.join(timeout=20)
+    # The window is 4 MB: behind the last tensor it has the whole second file and 3 MB of the third.
+    assert sum(size for _, size in advised.calls) == (5 + 1 + 3) * MB
+    advised.calls.clear()
+
+
+def test_a_model_is_read_from_its_first_file_on_and_fills_a_part_of_the_memory(
+    tmp_path: Path, advised: Advised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("model-10.safetensors", 4), ("model-9.safetensors", 3), ("other.safetensors", 9)):
+        (tmp_path / name).write_bytes(bytes(size * MB))
+    heads: list[str] = []
+    monkeypatch.setattr(read_ahead, "_read_head", lambda file: heads.append(file.name))
+    monkeypatch.setattr(read_ahead, "_free_memory", lambda: 10 * MB)
+    monkeypatch.setattr(read_ahead, "_step", lambda device: 16 * MB)
+    for each in read_ahead.begin_reading(tmp_path):
+        each.join(timeout=20)
+    assert sorted(heads) == ["model-10.safetensors", "model-9.safetensors"]
+    assert sorted(advised.calls) == [(0, 2 * MB), (0, 3 * MB)]  # half of what is free, the ninth before the tenth
+    advised.calls.clear()
+    monkeypatch.setattr(read_ahead, "_free_memory", lambda: 0)  # a system that does not say
+    assert read_ahead.begin_reading(tmp_path) == []
+    assert read_ahead.begin_reading(tmp_path / "no such model") == []
+
+
+def test_a_file_s_device_says_how_much_one_call_reads(tmp_path: Path) -> None:
+    assert read_ahead._step(os.makedev(4095, 1)) == 128 << 10  # no device has this number
+    assert 128 << 10 <= read_ahead._step(tmp_path.stat().st_dev) <= 16 << 20
+    assert read_ahead._free_memory() > MB

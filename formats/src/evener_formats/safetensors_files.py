@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.contracts.checkpoint import Extent, WeightFile
 from evener.errors import CheckpointError
-from evener_formats.read_ahead import FileRange, ReadAhead
+from evener_formats.read_ahead import FileRange, ReadAhead, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,9 @@ class SafetensorsFile(WeightFile):
 
     @cached_property
     def _ahead(self) -> ReadAhead:
-        return ReadAhead({name: self._range(name) for name in self._entries})
+        files = list(weight_files(self.path.parent)) if self.path.name.startswith("model") else []
+        after = files[files.index(self.path) + 1 :] if self.path in files else []
+        return ReadAhead({name: self._range(name) for name in self._entries}, after)
 
     def close(self) -> None:
         if (ahead := self.__dict__.pop("_ahead", None)) is not None:

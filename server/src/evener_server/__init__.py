@@ -8,6 +8,7 @@ module                    content
 ``command``               ``evener serve``
 ``run_command``           ``evener run``; ``run_outputs``: the folder that it writes
 ``local_engine``          the engine of these commands, in this process
+``early_reading``         the weights, read while modules are imported
 ``torch_libraries``       torch's libraries, loaded while modules are imported
 ``collector``             when Python's garbage collector runs, during a start and at the end
 ``chat_command``          ``evener chat``

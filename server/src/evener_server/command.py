@@ -10,6 +10,7 @@ import os
 from evener.cli.command import Command, read_config
 from evener.errors import ConfigError
 from evener.logs import set_up_logging
+from evener_server.early_reading import read_weights_ahead
 from evener_server.nodes import exec_torchrun_if_multi_node
 from evener_server.process import serve
 
@@ -36,4 +37,5 @@ def main(argv: list[str]) -> int:
     if not (math.isfinite(drain) and drain >= 0):
         raise ConfigError(f"--drain-timeout {drain} is not valid; it takes seconds, 0 or more")
     set_up_logging(config.log, logging.INFO)
+    read_weights_ahead(config)
     return asyncio.run(serve(config, drain_timeout=drain, restart=arguments.restart))

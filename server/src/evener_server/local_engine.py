@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from evener_server.collector import collector_paused
+from evener_server.early_reading import read_weights_ahead
 from evener_server.torch_libraries import load_ahead
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ async def start(config: Config) -> AsyncLLM:
     Raises:
         EvenerError: the engine or the front end could not start.
     """
+    read_weights_ahead(config)
     with collector_paused():
         from evener.async_llm import AsyncLLM
         from evener.frontend.settings import FrontendSettings

@@ -371,7 +371,8 @@ class TritonMoeBlock(ProductKernel):
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         s, tuning = cast(MoEStatic, call.static), self.tuning
-        single_token, up, down = tuning.single_token(s["hidden"], s["inner"], s["top"]), s["gate_up"], s["down"]
+        up, down = s["gate_up"], s["down"]
+        single_token = tuning.single_token(s["hidden"], s["inner"], s["top"], is_stored(down))
         if is_packed(up) or is_packed(down):
             return []
         if call.bucket.high == 1 and single_token is not None:
@@ -385,7 +386,7 @@ class TritonMoeBlock(ProductKernel):
     def build(self, call: OpCall) -> OpFunction:
         tuning, s = self.tuning.with_changes(call.variant), cast(MoEStatic, call.static)
         dtype = getattr(torch, s["dtype"])
-        single_token = tuning.single_token(s["hidden"], s["inner"], s["top"])
+        single_token = tuning.single_token(s["hidden"], s["inner"], s["top"], is_stored(s["down"]))
         first = tuning.persistent_gemv(s["experts"], s["hidden"], 1)
         whole = not any(_needs_own_launch(s[name]) for name in ("gate_up", "down"))
         if call.bucket.high == 1 and single_token is not None and first is not None and whole:

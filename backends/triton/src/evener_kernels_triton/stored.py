@@ -15,6 +15,7 @@ import torch
 
 from evener.contracts.quant import PackedWeight, Packing, QuantFormat, Rounding, WeightPart
 from evener_kernels_triton.kernel import DTYPES
+from evener_kernels_triton.upload import Uploads
 
 #: Kinds of elements, by ``QuantFormat.storage``.
 KINDS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
@@ -140,15 +141,18 @@ class StoredPacking(Packing):
         self, matrices: Iterable[Sequence[WeightPart]], count: int | None, device: torch.device
     ) -> PackedWeight:
         """A stack of ``count`` matrices; None: the only matrix itself."""
-        made: StoredMatrix | None = None
+        made = small = None
         formats: tuple[QuantFormat, ...] = ()
-        for index, parts in enumerate(matrices):
-            if made is None:  # the first matrix has the sizes
-                made, formats = _room(parts, count or 1, device), tuple(part.format for part in parts)
-            _write(made[index], parts)
-        assert made is not None, "there is at least one matrix"
-        if made.fixed is not None:  # parts and matrices share the largest
-            made.fixed.copy_(made.fixed.amax().expand_as(made.fixed))
+        with Uploads(device) as uploads:
+            for index, parts in enumerate(matrices):
+                if made is None or small is None:  # the first matrix has the sizes
+                    made, formats = _room(parts, count or 1, device), tuple(part.format for part in parts)
+                    small = _on_host(made)
+                _write(made.elements[index], small[index], parts, uploads)
+        assert made is not None and small is not None, "there is at least one matrix"
+        made.scales.copy_(small.scales)
+        if made.fixed is not None and small.fixed is not None:  # parts and matrices share the largest
+            made.fixed.copy_(small.fixed.amax().expand_as(made.fixed))
         return self._weight(made if count is not None else made[0], formats)
 
     def saved(self, packed: PackedWeight) -> Sequence[torch.Tensor]:
@@ -213,14 +217,21 @@ def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> Stor
     return StoredMatrix(elements, scales, form, activation, fixed)
 
 
-def _write(to: StoredMatrix, parts: Sequence[WeightPart]) -> None:
+def _on_host(made: StoredMatrix) -> StoredMatrix:
+    """The same on the host, for what is small: one copy to the device takes as long as that of one matrix."""
+    fixed = None if made.fixed is None else torch.zeros_like(made.fixed, device="cpu")
+    return replace(made, scales=torch.empty_like(made.scales, device="cpu"), fixed=fixed)
+
+
+def _write(elements: torch.Tensor, to: StoredMatrix, parts: Sequence[WeightPart], uploads: Uploads) -> None:
+    """Write a matrix: its stored elements through ``uploads``, and the rest into ``to``, which is on the host."""
     at, high = 0, to.form.high
     for part in parts:
         stored, scale = part.tensors["weight"], part.tensors["scale"].float()
         shape, dtype = (part.rows, part.columns), getattr(torch, part.format.storage)
         if tuple(stored.shape) != shape or stored.dtype is not dtype:
             raise ValueError(f"{part.name} is {stored.dtype} {list(stored.shape)}, not {dtype} {list(shape)}")
-        to.elements[at : at + part.rows].copy_(stored.view(to.elements.dtype))
+        uploads.copy(elements[at : at + part.rows], stored.view(elements.dtype))
         own = part.rows if part.format.group == -1 else part.format.group_out
         scale = scale.reshape(-(-part.rows // own), to.scales.shape[1])
         if own != high:
