@@ -96,7 +96,7 @@ class HostExperts(Placement):
             stream=stream, share=self._share,
         )  # fmt: skip
         theirs = resolver.packings_by_layout.items()
-        self.packings = {**{name: PackedByDevice(each, device.torch_device) for name, each in theirs}, **self.packings}
+        self.packings = {**{name: PackedByDevice(each, device) for name, each in theirs}, **self.packings}
         for site in sites:
             self._resolver.packings(stacks(site))
             each = (self.packings[s.layout].nbytes(s.parts, s.dtype) for s in stacks(site))
