@@ -153,6 +153,7 @@ class HostExperts(Placement):
             self._eager = False
 
     def _divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
+        self.streamed.begin(sum(plan.counts))
         whole = not self.layers or step.embedding_overrides is not None or runner.after is not None
         whole = whole or self.streamed.takes(sum(plan.counts)) is not False
         if whole or (plans := half_plans(plan, runner.geometry.block_size)) is None:
