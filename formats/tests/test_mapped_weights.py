@@ -67,4 +67,4 @@ def test_numbers_of_blocks_are_the_librarys(storage: str) -> None:
 
 def test_formats_of_embeddings_need_no_library() -> None:
     """Those that llama.cpp's quantizers give an embedding whose rows are, or are not, whole blocks of 256."""
-    assert {"q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k"} == BLOCK_NUMBERS.keys()
+    assert {"q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q6_k"} == BLOCK_NUMBERS.keys()

@@ -220,12 +220,16 @@ class OrderedEvent:
     def __init__(self, order: Order) -> None:
         self._order, self._when, self._over = order, Counter[str](), False
 
-    def record(self) -> None:
-        self._when = self._order.seen[self._order.current].copy()
+    def record(self, stream: Order | None = None) -> None:
+        self._when = self._order.seen[self._of(stream)].copy()
 
-    def wait(self) -> None:
-        self._order.seen[self._order.current] |= self._when
+    def wait(self, stream: Order | None = None) -> None:
+        self._order.seen[self._of(stream)] |= self._when
         self._over = True
+
+    def _of(self, stream: Order | None) -> str:
+        """The only stream that is named is that of copies."""
+        return self._order.current if stream is None else "copies"
 
     def query(self) -> bool:
         return self._over
@@ -272,6 +276,7 @@ def test_copies_and_products_wait_for_each_other_on_the_device(
     for layer in placement.streamed.groups if "infer.cpu_layer_num" in keys else placement.layer.values():
         monkeypatch.setattr(layer, "_stream", order)
         layer.residents._slot.clear()
+        layer._used = [None] * len(layer._used)  # their events are the chip's
     assert_same(play(controller, **traffic()), want)
     assert len(unread) > 100, "products run while experts are copied"
     assert beside > 100, "experts are copied while products run"

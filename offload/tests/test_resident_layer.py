@@ -28,7 +28,7 @@ class ManyDevice(PinnedDevice):
         super().__init__()
         self.calls: list[int] = []
 
-    def copy_many(self, to: Numbers, sources: Numbers, sizes: Numbers) -> None:
+    def copy_many(self, to: Numbers, sources: Numbers, sizes: Numbers, stream: Any = None) -> None:
         self.calls.append(len(to))
         for target, source, size in zip(to.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(target, source, size)

@@ -20,6 +20,7 @@ from evener_inspection.explanation import explain
 from evener_offload.expert_costs import ExpertCosts, least_streamed
 from evener_offload.host_experts import HostExperts
 from evener_offload.placed_layers import stacks
+from evener_offload.prefetch import Prefetch
 from evener_offload.streamed_layers import SLOTS, StreamedLayers
 
 pytestmark = pytest.mark.usefixtures("few_slots")
@@ -33,20 +34,30 @@ def placement_of(controller: Any) -> HostExperts:
 
 @pytest.mark.parametrize("family", [f if f == "GptOss" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_large_steps_on_the_device_and_small_ones_on_the_host_give_the_tokens_of_one_device(
-    configured: Configured, family: str
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """With chunks, preemption, prefix hits and aborts together."""
+    early, begin = list[int](), Prefetch.begin
+
+    def noted(prefetch: Prefetch, tokens: int) -> None:
+        before = slots.residents.copied
+        begin(prefetch, tokens)
+        early.append(slots.residents.copied - before)
+
     want, layers = on_the_cpu(family), FAMILIES[family][1]
     keys = {"infer.cpu_layer_num": layers}
     once = explain(configured(family, **keys))["memory"]
     controller, ready = build_controller(configured(family, **keys, **{"offload.stream_prompts": "16"}))
     shrink(controller, FEW_BLOCKS[family])
-    assert_same(play(controller, **traffic()), want)
-    counters, placement = controller.scheduler.stats.counters, placement_of(controller)
-    assert counters["host_expert_streamed_tokens"] > 100 * layers and counters["host_expert_microseconds"] > 0
+    placement = placement_of(controller)
     (slots,) = placement.streamed.groups
+    monkeypatch.setattr(Prefetch, "begin", noted)
+    assert_same(play(controller, **traffic()), want)
+    counters = controller.scheduler.stats.counters
+    assert counters["host_expert_streamed_tokens"] > 100 * layers and counters["host_expert_microseconds"] > 0
     assert counters["host_expert_streamed_bytes"] == slots.residents.copied * slots.nbytes > 100 * slots.nbytes
     assert slots.residents.right > 0, "experts of the next layer are copied ahead"
+    assert any(early), "and those of the first one when a step begins"
     memory = ready.info.memory
     assert memory.measured_host == memory.host == once["host"] + placement.streamed.second_bytes
     assert memory.measured_weights == memory.weights == once["weights"] + SLOTS * slots.nbytes

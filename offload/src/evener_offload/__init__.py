@@ -16,6 +16,8 @@ module                holds
 ``halves``            two halves in turns, and the thread in which the host computes meanwhile
 ``halving``           which steps are computed in halves: decided, or measured
 ``residents``         which experts of a layer are on the device: the last used ones
+``passing_experts``   the same in slots through which those of several layers pass
+``prefetch``          experts that are copied before the routing of their layer is known
 ``expert_ranks``      expert parallelism: a rank holds some of a layer's experts
 ``second_layout``     the same experts a second time, in a layout that another backend reads
 ``device_packing``    weights of host memory that the device packs

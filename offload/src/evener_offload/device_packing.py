@@ -8,8 +8,9 @@ from itertools import chain
 
 import torch
 
+from evener.contracts.device import Device
 from evener.contracts.quant import PackedWeight, Packing, WeightPart
-from evener_offload.expert_slots import map_tensors
+from evener_offload.expert_slots import map_tensors, page_locked
 
 
 class PackedByDevice(Packing):
@@ -17,11 +18,12 @@ class PackedByDevice(Packing):
 
     Args:
         packing: the device's.
-        torch_device: that packs. A stack at a time needs room on it.
+        device: that packs. A stack at a time needs room on it. The result lies in page-locked memory, if it has any:
+            copies to other memory take ten times as long, and copies back need it.
     """
 
-    def __init__(self, packing: Packing, torch_device: torch.device) -> None:
-        self._packing, self._torch_device, self.layout = packing, torch_device, packing.layout
+    def __init__(self, packing: Packing, device: Device) -> None:
+        self._packing, self._device, self.layout = packing, device, packing.layout
 
     def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
         return self._packing.supports(parts, dtype)
@@ -32,7 +34,7 @@ class PackedByDevice(Packing):
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
         if self._packing.keeps_storage(parts):
             return self._packing.pack(parts, dtype, device)
-        return _moved(self._packing.pack(parts, dtype, self._torch_device), device)
+        return self._moved(self._packing.pack(parts, dtype, self._device.torch_device), device)
 
     def pack_stack(
         self, matrices: Iterable[Sequence[WeightPart]], count: int, dtype: str, device: torch.device
@@ -42,7 +44,7 @@ class PackedByDevice(Packing):
         again = chain([parts], left)
         if self._packing.keeps_storage(parts):
             return self._packing.pack_stack(again, count, dtype, device)
-        return _moved(self._packing.pack_stack(again, count, dtype, self._torch_device), device)
+        return self._moved(self._packing.pack_stack(again, count, dtype, self._device.torch_device), device)
 
     def keeps_storage(self, parts: Sequence[WeightPart]) -> bool:
         return self._packing.keeps_storage(parts)
@@ -55,6 +57,9 @@ class PackedByDevice(Packing):
     ) -> PackedWeight:
         return self._packing.restored(tensors, parts, count, dtype, device)
 
+    def _moved(self, packed: PackedWeight, device: torch.device) -> PackedWeight:
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            locked = page_locked(self._device, tensor) if device.type == "cpu" else None
+            return tensor.to(device) if locked is None else locked
 
-def _moved(packed: PackedWeight, device: torch.device) -> PackedWeight:
-    return replace(packed, data=map_tensors(packed.data, lambda tensor: tensor.to(device)))
+        return replace(packed, data=map_tensors(packed.data, moved))

@@ -125,12 +125,18 @@ class ExpertSlots:
         return replace(whole, data=made, shape=(count, *whole.shape[1:]), nbytes=count * self.nbytes)
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        for buffer in self._device.pinned_buffers(1, tensor.nbytes) if tensor.nbytes else ():
-            pinned = buffer[: tensor.nbytes].view(tensor.dtype)
-            if tensor.is_contiguous():
-                return pinned.view(tensor.shape).copy_(tensor)
-            return pinned.view(tensor.mT.shape).copy_(tensor.mT).mT  # stored with its columns first
-        return tensor
+        locked = None if tensor.is_pinned() else page_locked(self._device, tensor)
+        return tensor if locked is None else locked
+
+
+def page_locked(device: Device, tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy of ``tensor`` in page-locked memory of the host; None if ``device`` has none."""
+    for buffer in device.pinned_buffers(1, tensor.nbytes) if tensor.nbytes else ():
+        pinned = buffer[: tensor.nbytes].view(tensor.dtype)
+        if tensor.is_contiguous():
+            return pinned.view(tensor.shape).copy_(tensor)
+        return pinned.view(tensor.mT.shape).copy_(tensor.mT).mT  # stored with its columns first
+    return None
 
 
 def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

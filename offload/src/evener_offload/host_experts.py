@@ -96,7 +96,7 @@ class HostExperts(Placement):
             stream=stream, share=self._share,
         )  # fmt: skip
         theirs = resolver.packings_by_layout.items()
-        self.packings = {**{name: PackedByDevice(each, device.torch_device) for name, each in theirs}, **self.packings}
+        self.packings = {**{name: PackedByDevice(each, device) for name, each in theirs}, **self.packings}
         for site in sites:
             self._resolver.packings(stacks(site))
             each = (self.packings[s.layout].nbytes(s.parts, s.dtype) for s in stacks(site))
@@ -153,6 +153,7 @@ class HostExperts(Placement):
             self._eager = False
 
     def _divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
+        self.streamed.begin(sum(plan.counts))
         whole = not self.layers or step.embedding_overrides is not None or runner.after is not None
         whole = whole or self.streamed.takes(sum(plan.counts)) is not False
         if whole or (plans := half_plans(plan, runner.geometry.block_size)) is None:

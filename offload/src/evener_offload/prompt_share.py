@@ -145,10 +145,15 @@ class PromptShare:
         )  # fmt: skip
         return alone, beside
 
+    @property
+    def measured(self) -> bool:
+        """Whether costs are known."""
+        return self._costs is not None
+
     def begin(self, tokens: int) -> None:
-        """A step of so many tokens reaches its first streamed layer: settle whether the host takes part. The first
-        steps of each size (a power of two of tokens) are timed both ways, in turns. Medians decide, but for the first
-        step of a way, which sets things up: a warm-up's tokens, all equal, choose few experts."""
+        """A step of so many tokens begins, or reaches its first streamed layer: settle whether the host takes part. The
+        first steps of each size (a power of two of tokens) are timed both ways, in turns. Medians decide, but for the
+        first step of a way, which sets things up: a warm-up's tokens, all equal, choose few experts."""
         self._size, self._began = tokens.bit_length(), time.perf_counter()
         with_host, without = self._seconds.setdefault(self._size, ([], []))
         if len(without) <= _TRIALS:

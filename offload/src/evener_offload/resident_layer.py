@@ -8,6 +8,7 @@ what the slot held before, and a product for the copies to its slots: the host w
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,9 +27,9 @@ from evener_offload.second_layout import Stacks
 class CopiesMany(Protocol):
     """A device that submits many copies in one call."""
 
-    def copy_many(self, to: Numbers, sources: Numbers, sizes: Numbers) -> None:
+    def copy_many(self, to: Numbers, sources: Numbers, sizes: Numbers, stream: Any = None) -> None:
         """Submit copies of so many bytes from addresses of host memory to addresses of the device, each uint64 [n], on
-        the current stream. The caller keeps the memory."""
+        ``stream``, by default the current one. The caller keeps the memory."""
 
 
 class ResidentLayer:
@@ -40,6 +41,7 @@ class ResidentLayer:
         own: gets the slots, so that they are part of the memory plan.
         packings: the device's.
         stream: of the copies; None: the device has one queue, which keeps their order.
+        residents: which experts are in the slots; by default the last used ones.
 
     Attributes:
         gate_up, down: the slots of the two stacks.
@@ -50,12 +52,12 @@ class ResidentLayer:
 
     def __init__(
         self, layers: Sequence[Stacks], experts: int, own: Builder, packings: Mapping[str, Packing], count: int,
-        device: Device, stream: Any,
+        device: Device, stream: Any, residents: Residents | None = None,
     ) -> None:  # fmt: skip
         self.gate_up, self.down = (
             ExpertSlots(own, each, packings[each[0].layout], count, device) for each in zip(*layers, strict=True)
         )
-        self.residents, self.experts, self.quiet = Residents(count), experts, 0
+        self.residents, self.experts, self.quiet = residents or Residents(count), experts, 0
         self.nbytes = self.gate_up.nbytes + self.down.nbytes
         #: What ``places`` returns, and how many experts had got a slot then.
         self._map: tuple[int, Any] | None = None
@@ -129,7 +131,11 @@ class ResidentLayer:
     def ahead(self, guessed: Sequence[int], wave: Wave | None = None) -> None:
         """Start copying experts that the layer will probably need; the likeliest first. ``wave``: the last of
         ``filled``, if its products are not submitted yet; copies to its slots are submitted after them."""
-        ahead, busy = self.residents.ahead(guessed), set() if wave is None else {*wave.slots.values()}
+        self.copy_ahead(self.residents.ahead(guessed), wave)
+
+    def copy_ahead(self, ahead: Wave, wave: Wave | None = None) -> None:
+        """The same for experts that have got slots."""
+        busy = set[int]() if wave is None else {*wave.slots.values()}
         later = {expert: slot for expert, slot in ahead.slots.items() if slot in busy}
         if later:
             self._later = Wave.of_copies(later)
@@ -150,27 +156,31 @@ class ResidentLayer:
         if self._stream is None:
             self._submit(wave)
             return
-        with self._stream:
-            for event in _distinct(map(self._used.__getitem__, slots)):
-                event.wait()
-            self._submit(wave)
-            copied = self._mark()
+        # The stream is named in each call: to make it the current one takes longer than all of these.
+        for event in _distinct(map(self._used.__getitem__, slots)):
+            event.wait(self._stream)
+        self._submit(wave, self._stream)
+        copied = self._device.new_event()
+        copied.record(self._stream)
         for slot in slots:
             self._copied[slot] = copied
 
-    def _submit(self, wave: Wave) -> None:
+    def _submit(self, wave: Wave, stream: Any = None) -> None:
         experts, slots, counts = _runs(wave)
         number, stacks = int(experts[0]) // self.experts, (self.gate_up, self.down)
         places = [] if self._many is None else [each for stack in stacks if (each := stack.places(number)) is not None]
         if self._many is None or len(places) < len(stacks):
-            for expert, slot, count in zip(experts.tolist(), slots.tolist(), counts.tolist(), strict=True):
-                for stack in stacks:
-                    stack.copy(expert, slot, count)
+            with stream or nullcontext():
+                for expert, slot, count in zip(experts.tolist(), slots.tolist(), counts.tolist(), strict=True):
+                    for stack in stacks:
+                        stack.copy(expert, slot, count)
             return
         to, sources, sizes = np.concatenate(places, axis=1)  # [tensors]
         runs = experts - number * self.experts, slots, counts
         within, first, many = (each.astype(np.uint64)[:, None] for each in runs)
-        self._many.copy_many((to + first * sizes).ravel(), (sources + within * sizes).ravel(), (many * sizes).ravel())
+        self._many.copy_many(
+            (to + first * sizes).ravel(), (sources + within * sizes).ravel(), (many * sizes).ravel(), stream
+        )
 
     def _await_copies(self, wave: Wave) -> None:
         for event in _distinct(map(self._copied.__getitem__, wave.slots.values())):

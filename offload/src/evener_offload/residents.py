@@ -101,13 +101,17 @@ class Residents:
         self._judge(())
         self._guessed = frozenset(guessed)
         self.guesses += len(self._guessed)
-        absent = [expert for expert in guessed if expert not in self._slot][: max(1, self.count // 2)]
-        empty = self.count - len(self._slot)
-        leaving = islice((each for each in self._slot if each not in self._guessed), max(0, len(absent) - empty))
-        leaves = [None] * min(empty, len(absent)) + list(leaving)
-        ahead = {expert: self._place(expert, each) for expert, each in zip(absent, leaves, strict=False)}
+        ahead = self._place_ahead(guessed, max(1, self.count // 2), self._guessed)
         self._ahead = frozenset(ahead)
         return Wave.of_copies(ahead)
+
+    def _place_ahead(self, guessed: Sequence[int], most: int, staying: Collection[int]) -> dict[int, int]:
+        """Give slots to at most so many absent experts, of which none takes that of an expert that is ``staying``."""
+        absent = [expert for expert in guessed if expert not in self._slot][:most]
+        empty = self.count - len(self._slot)
+        leaving = islice((each for each in self._slot if each not in staying), max(0, len(absent) - empty))
+        leaves = [None] * min(empty, len(absent)) + list(leaving)
+        return {expert: self._place(expert, each) for expert, each in zip(absent, leaves, strict=False)}
 
     def learn(self, expert: int, needed: Collection[int]) -> Wave:
         """Give an absent expert the slot of the least recently used one that this step has not ``needed``, if any."""

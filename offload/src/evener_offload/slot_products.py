@@ -6,7 +6,8 @@ the pairs of a token are summed up in the end, in the order of its choices.
 
 A small step whose experts all have slots is one call of ``routed_experts`` with a map from experts to slots. Where
 layers share slots, large ones are, too: there copies take longer than products, and what holds them up is the time
-until products are submitted.
+until products are submitted. But if it needs most of the slots, the copies for the next layer would have to wait for
+its products.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from evener_offload.residents import Wave
 #: Tokens of the largest step that is computed at once if its experts have slots. In larger ones products with experts
 #: that are there take long enough to be worth a launch of their own while others are copied.
 MOST_TOKENS = 64
+#: Part of shared slots that one call needs at most, so that the others can be filled for the next layer.
+_SHARED_PART = 0.75
 
 
 class SlotProducts:
@@ -79,7 +82,8 @@ class SlotProducts:
         layer, biases = self._layer, [w.gate_up_bias, w.down_bias]
         total: torch.Tensor | None = None
         needed = (np.flatnonzero(np.bincount(numbers.ravel(), minlength=layer.experts)) + self._first).tolist()
-        together = self._whole is not None and len(needed) - len(elsewhere) <= layer.residents.count
+        most = layer.residents.count * (_SHARED_PART if self._shared else 1)
+        together = self._whole is not None and len(needed) - len(elsewhere) <= most
         waves = layer.waves(needed, elsewhere, together)
         if not waves:  # all are computed elsewhere
             if before is not None:

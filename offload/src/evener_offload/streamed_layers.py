@@ -3,8 +3,10 @@ device, and computed there, because that is sooner than computing on the host (`
 measured costs decide, the host computes some of them meanwhile (``prompt_share``).
 
 Equal layers share the slots. One half of them is filled, on a stream of its own, while products run with the other; the
-first experts of the next layer are copied while this layer's last ones are computed. Where the device's kernels read
-another layout than the host's, host memory holds the experts a second time.
+first experts of the next layer are copied while this layer's last ones are computed. The layers that a step reaches
+first are the device's own: meanwhile slots are filled with the experts that most rows of the last such step chose
+(``prefetch``). Where the device's kernels read another layout than the host's, host memory holds the experts a second
+time.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,9 @@ from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.expert_costs import least_streamed
 from evener_offload.next_router import NextRouter
+from evener_offload.passing_experts import PassingExperts
 from evener_offload.placed_layers import stacks
+from evener_offload.prefetch import Place, Prefetch
 from evener_offload.prompt_share import PromptShare
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.residents import Wave
@@ -41,9 +44,10 @@ from evener_offload.slot_products import SlotProducts
 
 log = logging.getLogger("evener.worker")
 #: Slots of a group of equal layers, at least. There are two halves, and the copies to one should last longer than it
-#: takes to submit the products with the other, and until the next layer's rows are known: so each has so many bytes.
+#: takes to submit the products with the other, and until the next layer's rows are known. All should last as long as
+#: the device's own layers take. So a half has so many bytes, unless all of a layer's experts have less.
 SLOTS = 32
-HALF_BYTES = 96 << 20
+HALF_BYTES = 192 << 20
 #: A step of more tokens than any.
 _NEVER = 1 << 30
 #: The device's layout may take so many times the bytes of the host's, if measured costs decide.
@@ -105,14 +109,6 @@ class Copies:
                 self._slots.copy_half()
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a layer's experts pass."""
-
-    slots: ResidentLayer
-    number: int
-
-
 class StreamedLayers:
     """The host layers of this rank's stage.
 
@@ -138,13 +134,14 @@ class StreamedLayers:
         self._stream = stream
         self._agreement = Agreement(own.communicator, device.torch_device)
         self.tokens = self.second_bytes = 0
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
         #: Paths of the layers that a step reaches first and last.
         self._ends = (sites[0].path, sites[-1].path) if sites else ("", "")
         self._next: dict[str, NextRouter] = {}
-        #: When the copies that were submitted will have ended, as measured costs say.
-        self._copied_at = 0.0
+        #: Whether ``begin`` has told ``share`` of this step.
+        self._begun = False
         self.groups: list[ResidentLayer] = []
+        self._prefetch = Prefetch({}, share)
         if not sites:
             return
         packings = resolver.packings_by_layout
@@ -155,12 +152,16 @@ class StreamedLayers:
             keep(site, others, own, placement)
             same = tuple((s.layout, s.rows, s.columns, s.experts, tuple(p.format for p in s.parts)) for s in others)
             groups.setdefault(same, []).append((site, others))
+        places = dict[str, Place]()
         for group in groups.values():
             experts = group[0][0].static["experts"]
             count = slots_for(expert_bytes(group[0][1], packings), experts)
-            slots = ResidentLayer([others for _, others in group], experts, own, packings, count, device, stream)
+            held, passing = [others for _, others in group], PassingExperts(count, experts)
+            slots = ResidentLayer(held, experts, own, packings, count, device, stream, passing)
             self.groups.append(slots)
-            self._places |= {site.path: _Place(slots, number) for number, (site, _) in enumerate(group)}
+            places |= {site.path: Place(slots, passing, number) for number, (site, _) in enumerate(group)}
+        self._places |= {site.path: places[site.path] for site in sites}
+        self._prefetch = Prefetch(self._places, share)
         if stream is not None:
             every = [site for site in own.sites if site.op == "moe_block"]
             for site, following in pairwise(every):
@@ -201,6 +202,14 @@ class StreamedLayers:
         """Whether a step is streamed; None: it is not known yet."""
         return bool(self._places) and (None if self._least is None else tokens >= self._least)
 
+    def begin(self, tokens: int) -> None:
+        """A step of so many tokens begins; what it uploads has been submitted."""
+        self._begun = bool(self.takes(tokens))
+        if self._begun and self._share is not None:
+            self._share.begin(tokens)
+        if self._begun and self._stream is not None:
+            self._prefetch.begin(tokens)
+
     def resolve(self, path: str, static: Static, bucket: Bucket, compute: OpFunction) -> OpFunction | None:
         """What starts a streamed step of one layer, and returns what waits for it; None if none is streamed.
 
@@ -216,13 +225,14 @@ class StreamedLayers:
         if following is not None:
             guess = self._next[path].resolve(self._resolver, bucket)
 
-        share, first = self._share, place.number * slots.experts
+        share, prefetch, first = self._share, self._prefetch, place.number * slots.experts
         begins, ends = path == self._ends[0], path == self._ends[1]
 
         def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
-            self.tokens += x.shape[0]
-            if share is not None and begins:
-                share.begin(x.shape[0])
+            tokens = x.shape[0]
+            self.tokens += tokens
+            if share is not None and begins and not self._begun:
+                share.begin(tokens)
             chosen = device.readback(ids)
             copies = (device.readback(x), device.readback(weights)) if share is not None and share.active else ()
             guessed = None if guess is None else device.readback(guess(x))
@@ -230,19 +240,18 @@ class StreamedLayers:
             def finish() -> torch.Tensor:
                 here, others, beside = chosen.wait(), set[int](), None
                 numbers, copied = here.numpy(), slots.residents.copied
+                rows = np.bincount(numbers.ravel(), minlength=slots.experts)
+                prefetch.note_routing(path, tokens, rows)
                 if share is not None and copies:
-                    counts, held = np.bincount(numbers.ravel(), minlength=slots.experts), slots.residents.slots
-                    there = np.fromiter(held, np.int64, len(held)) - first
-                    counts[there[(there >= 0) & (there < slots.experts)]] = 0
-                    (missing,), under_way = counts.nonzero(), max(0.0, self._copied_at - time.perf_counter())
-                    part = share.choose(slots.nbytes, missing, counts[missing], under_way)
+                    (missing,) = (absent := place.absent(rows)).nonzero()
+                    part = share.choose(slots.nbytes, missing, absent[missing], prefetch.under_way)
                     if len(part):
-                        rows, factors = (copy.wait() for copy in copies)
-                        beside = share.start(path, part, slots.nbytes, compute, rows, here, factors, w)
+                        inputs, factors = (copy.wait() for copy in copies)
+                        beside = share.start(path, part, slots.nbytes, compute, inputs, here, factors, w)
                         others = {*(part + first).tolist()}
 
                 def ahead(last: Wave | None) -> None:
-                    self._note_copies(slots, slots.residents.copied - copied)
+                    prefetch.note_copies(slots.nbytes, slots.residents.copied - copied)
                     if following is not None and guessed is not None:
                         self._ahead(following, guessed.wait().numpy(), last if following.slots is slots else None)
 
@@ -256,25 +265,19 @@ class StreamedLayers:
 
         return start
 
-    def _ahead(self, place: _Place, guessed: np.ndarray[Any, Any], last: Wave | None) -> None:
+    def _ahead(self, place: Place, guessed: np.ndarray[Any, Any], last: Wave | None) -> None:
         """Copy what a layer will probably need, those with the most rows first, and not what the host will compute:
         before the ``last`` products of this layer are submitted, which takes the host as long as some copies."""
         slots, copied, share = place.slots, place.slots.residents.copied, self._share
-        counts = np.bincount(guessed.ravel(), minlength=slots.experts)
+        rows = place.absent(np.bincount(guessed.ravel(), minlength=slots.experts))
         if share is not None and share.active:
-            (likely,) = counts.nonzero()
-            counts[share.choose(slots.nbytes, likely, counts[likely])] = 0
-        most = (-counts).argsort(kind="stable")[: min(slots.residents.half, np.count_nonzero(counts))]
+            (likely,) = rows.nonzero()
+            rows[share.choose(slots.nbytes, likely, rows[likely])] = 0
+        most = (-rows).argsort(kind="stable")[: min(slots.residents.half, np.count_nonzero(rows))]
         slots.ahead((np.sort(most) + place.number * slots.experts).tolist(), last)
-        self._note_copies(slots, slots.residents.copied - copied)
+        self._prefetch.note_copies(slots.nbytes, slots.residents.copied - copied)
 
-    def _note_copies(self, slots: ResidentLayer, count: int) -> None:
-        """Copies of so many experts have been submitted."""
-        if self._share is not None and self._share.active:
-            seconds = count * self._share.copying(slots.nbytes)
-            self._copied_at = max(self._copied_at, time.perf_counter()) + seconds
-
-    def _following(self, path: str) -> _Place | None:
+    def _following(self, path: str) -> Place | None:
         if path not in self._next:
             return None
         return self._places[self._next[path].path]

@@ -56,10 +56,13 @@ class CudaDevice(GpuDevice):
             self._order = torch.zeros(1, dtype=torch.int32, device=self.torch_device)
         exchange(self.host_calls, self._order, inputs, to, work, found, result)
 
-    def copy_many(self, to: Numbers, sources: Numbers, sizes: Numbers) -> None:
+    def copy_many(
+        self, to: Numbers, sources: Numbers, sizes: Numbers, stream: torch.cuda.Stream | None = None
+    ) -> None:  # fmt: skip
         """Submit copies of so many bytes from addresses of page-locked memory to addresses of the device, each uint64
-        [n], on the current stream. The caller keeps the memory."""
-        self._many(to, sources, sizes, torch.cuda.current_stream(self.torch_device).cuda_stream)
+        [n], on ``stream``, by default the current one. The caller keeps the memory."""
+        on = torch.cuda.current_stream(self.torch_device) if stream is None else stream
+        self._many(to, sources, sizes, on.cuda_stream)
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
         """Page-locked memory as a tensor of the device, whose kernels read it where it is: not behind copies, which the

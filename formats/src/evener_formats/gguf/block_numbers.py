@@ -49,6 +49,18 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * blocks[:, 2:].view(torch.int8)
 
 
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # six bits of 8 scales and of 8 least numbers
+    scales = torch.cat([low & 63, high & 15 | low >> 2 & 48], 1)
+    least = torch.cat([middle & 63, high >> 4 | middle >> 2 & 48], 1)
+    stored = blocks[:, 16:].view(-1, 4, 32)
+    numbers = torch.empty(len(blocks), 4, 2, 32, dtype=torch.uint8)
+    numbers[:, :, 0] = stored & 15
+    numbers[:, :, 1] = stored >> 4
+    made = (_half(blocks, 0) * scales)[..., None] * numbers.view(-1, 8, 32)
+    return made.sub_((_half(blocks, 2) * least)[..., None]).view(-1, 256)
+
+
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     low, high = blocks[:, :128].view(-1, 2, 2, 32), blocks[:, 128:192].view(-1, 2, 32)
     numbers = torch.empty(len(blocks), 2, 4, 32, dtype=torch.uint8)
@@ -62,5 +74,5 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 #: By format: makes float32 [blocks, elements of a block] of uint8 [blocks, bytes of a block].
 BLOCK_NUMBERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q6_k": _q6_k,
+    "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q4_k": _q4_k, "q6_k": _q6_k,
 }  # fmt: skip
