@@ -84,7 +84,7 @@ def test_the_algorithm_returns_the_texts_of_transformers(model: Any, stops: list
         assert [list(beam.ids) for beam in search.finished] == theirs(model, prompt, options, stops), options
 
 
-@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_on_an_engine_it_returns_the_texts_of_transformers_one_computed_token_a_beam_and_leaves_nothing_open(
     model: Any, folder: Path, cache: bool
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_heads import write_head
+from eagle_heads import IDS, write_head
 from evener_constraints.compiler import GrammarCompiler
 from evener_constraints.masks import GrammarMasks
 from knowing_drafter import KnowingDrafter
@@ -165,11 +165,11 @@ def test_steps_are_captured_while_the_layer_that_follows_the_others_rests(
              "attention_bias": False}  # fmt: skip
     family, drafter = ("Glm4Moe", {"infer.drafter": "mtp"})
     if head:
-        family, shape = "Llama", {"num_hidden_layers": 7, "vocab_size": 11, "tie_word_embeddings": False}
+        family, shape = "Llama", {"num_hidden_layers": 2, "vocab_size": 11, "tie_word_embeddings": False}
     messages = [NewRequest(id=f"r{i}", prompt=[1 + i, 2, 3], max_tokens=40, sampling=GREEDY) for i in range(3)]
     plain = start(family, shape)
     if head:
-        folder = write_head(tmp_path / "head", plain.worker.assembly.config.config.model)
+        folder = write_head(tmp_path / "head", plain.worker.assembly.config.config.model, "speculators", **{IDS: [1]})
         drafter = {"infer.draft_model": str(folder)}
     drafted = start(family, shape, **drafter)
     chain = drafted.worker.drafter
