@@ -110,7 +110,9 @@ def test_products_are_those_of_rounded_activations(
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("activation", [*(pytest.param(a, marks=pytest.mark.slow) for a in ("", "silu")), "clamped_swiglu"])
+@pytest.mark.parametrize(
+    "activation", [*(pytest.param(a, marks=pytest.mark.slow) for a in ("", "silu")), "clamped_swiglu"]
+)
 def test_products_of_experts_are_those_of_rounded_activations(form: tuple[str, int, int, int], activation: str) -> None:
     tokens, columns, experts, top, rows = 20, 256, 3, 2, 64
     matrices = [[rounding_part(rows * (2 if activation else 1), columns, form, seed)] for seed in range(experts)]

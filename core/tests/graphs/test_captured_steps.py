@@ -47,7 +47,7 @@ def requests(count: int, *kinds: Sampling) -> list[NewRequest]:
 
 @pytest.mark.parametrize(
     "kinds",
-    [(GREEDY,), (WARM,), *(pytest.param(k, marks=pytest.mark.slow) for k in ((GREEDY, WARM), (PENALIZED,))),
+    [*(pytest.param(k, marks=pytest.mark.slow) for k in ((GREEDY,), (WARM,), (GREEDY, WARM), (PENALIZED,))),
      (GREEDY, PENALIZED, BIASED)],
     ids=["greedy", "random", "mixed", "penalized", "all"],
 )  # fmt: skip
@@ -109,7 +109,7 @@ def prompt_replays(run: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in (GREEDY, WARM)), PENALIZED, BIASED],
+    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in (GREEDY, WARM, PENALIZED)), BIASED],
     ids=["greedy", "random", "penalized", "biased"],
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma3", marks=pytest.mark.slow)])
@@ -255,7 +255,7 @@ def test_replays_are_correct_across_arrivals_finishes_and_aborts(start: Any) -> 
     assert captured.tokens == eager.tokens
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_captures_serve_any_number_of_plans_in_flight(start: Any, depth: int) -> None:
     runs = [start("Llama", ONE_LAYER, **{"infer.depth": depth}, **options) for options in ({}, EAGER)]
     a, b = (run.play(requests(5, GREEDY, WARM), every=1) for run in runs)
