@@ -257,7 +257,7 @@ def rounding(storage: str, rows: int, columns: int, experts: int = 0) -> tuple[P
     return packed, LinearWeight("w", bare, rows, columns, "bfloat16", layout=STORED.layout, experts=experts)
 
 
-@pytest.mark.parametrize("tokens", [32, 64, 512])
+@pytest.mark.parametrize("tokens", [32, *(pytest.param(t, marks=pytest.mark.slow) for t in (64, 512))])
 @pytest.mark.parametrize("storage", ["e4m3 by block, x by 128", "e4m3 by row, x by token", "e4m3 by tensor, x fixed"])
 @pytest.mark.parametrize("op", ["linear", "grouped_linear", "mlp_block", "moe_block"])
 def test_workspace_covers_rounded_activations(op: str, storage: str, tokens: int) -> None:

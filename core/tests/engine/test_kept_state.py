@@ -243,7 +243,7 @@ def skip_buffer_waits(self: HostMemory, moves: BlockMoves) -> None:
 BEGIN = HostMemory.begin
 
 
-@pytest.mark.parametrize("begin", [skip_waits, skip_buffer_waits])
+@pytest.mark.parametrize("begin", [pytest.param(skip_waits, marks=pytest.mark.slow), skip_buffer_waits])
 def test_a_copy_that_nobody_waits_for_shows_in_the_tokens(
     begin: Any, late: None, make_lively: Any, play: Any, shrink_pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +255,7 @@ def test_a_copy_that_nobody_waits_for_shows_in_the_tokens(
     assert talk(controller, play) != expected(config)
 
 
-@pytest.mark.parametrize("owner", [PooledBlocks, ExportedBlocks])
+@pytest.mark.parametrize("owner", [PooledBlocks, pytest.param(ExportedBlocks, marks=pytest.mark.slow)])
 def test_a_block_that_is_written_back_to_the_wrong_place_shows_in_the_tokens(
     owner: Any, make_lively: Any, play: Any, shrink_pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
