@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 from importlib_metadata import entry_points
 from packaging.requirements import Requirement
-from source_tree import ROOT, Module, code_lines, cycle, functions, imports, modules, named_modules, words
+from source_tree import ROOT, Import, Module, code_lines, cycle, functions, imports, modules, named_modules, words
 
 CORE = modules(ROOT / "core/src")
 FORMATS = modules(ROOT / "formats/src")
@@ -349,7 +350,7 @@ def test_backends_import_only_contracts_errors_the_reference_ops_and_ready_made_
 
 def test_no_modules_import_each_other_in_a_cycle() -> None:
     """Imports inside functions and for type checkers count too."""
-    graph = {m.name: {i.target for i in imports(m, ALL) if i.target in ALL} for m in ALL.values()}
+    graph = {m.name: {i.target for i in imported(m) if i.target in ALL} for m in ALL.values()}
     assert cycle(graph) is None
 
 
@@ -548,8 +549,14 @@ def allow_of_evener(own: str, *parts: str) -> Judge:
     return lambda target: not target.split(".")[0].startswith("evener") or belongs(target, own, *parts)
 
 
+@cache
+def imported(module: Module) -> list[Import]:
+    """What a module imports. A dozen tests ask for the same modules."""
+    return imports(module, ALL)
+
+
 def targets(module: Module) -> set[str]:
-    return {found.target for found in imports(module, ALL)}
+    return {found.target for found in imported(module)}
 
 
 def violations(among: Mapping[str, Module], allowed: Judge, typing: bool = False) -> list[str]:
@@ -557,7 +564,7 @@ def violations(among: Mapping[str, Module], allowed: Judge, typing: bool = False
     return [
         f"{module.where}:{found.line} imports {found.target}"
         for module in among.values()
-        for found in imports(module, ALL)
+        for found in imported(module)
         if (typing or not found.typing) and not allowed(found.target)
     ]
 

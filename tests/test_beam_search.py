@@ -68,11 +68,13 @@ def theirs(model: Any, prompt: list[int], options: BeamOptions, stops: list[int]
     return [text[: end + 1] for text, end in zip(texts, ends, strict=True)]
 
 
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "stops", [pytest.param([2], marks=pytest.mark.slow), [2, 5, 9, 11]], ids=["one stop token", "four"]
 )
-def test_the_algorithm_returns_the_texts_of_transformers(model: Any, stops: list[int]) -> None:
-    for prompt, options in itertools.product(prompts()[:2], OPTIONS):
+def test_the_algorithm_returns_the_texts_of_transformers(model: Any, stops: list[int], number: int) -> None:
+    prompt = prompts()[number]
+    for options in OPTIONS:
         search = BeamSearch(options, stops, MOST)
         while not search.done:
             rows = torch.tensor([[*prompt, *beam.ids] for beam in search.running])
@@ -84,7 +86,7 @@ def test_the_algorithm_returns_the_texts_of_transformers(model: Any, stops: list
         assert [list(beam.ids) for beam in search.finished] == theirs(model, prompt, options, stops), options
 
 
-@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_on_an_engine_it_returns_the_texts_of_transformers_one_computed_token_a_beam_and_leaves_nothing_open(
     model: Any, folder: Path, cache: bool
 ) -> None:

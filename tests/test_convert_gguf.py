@@ -165,7 +165,8 @@ def test_an_unquantized_file_gives_the_tensors_and_tokens_of_its_source(
 
 
 @pytest.mark.parametrize(("family", "quant"), [
-    ("Llama", "q8_0"), ("Llama 3", "q4_k"), ("Qwen2", "q4_k_m"), ("Qwen3", "q5_1"), ("Gemma3", "q8_0"),
+    ("Llama 3", "q4_k"), ("Qwen2", "q4_k_m"), ("Gemma3", "q8_0"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("Llama", "q8_0"), ("Qwen3", "q5_1"))),
 ])  # fmt: skip
 def test_a_quantized_file_gives_the_blocks_and_tokens_of_the_same_quantization_while_loading(
     family: str, quant: str, tmp_path: Path, one_thread: None

@@ -55,7 +55,9 @@ def save(folder: Path, family: str) -> Oracle:
     return rows
 
 
-@pytest.fixture(scope="module", params=["Qwen3", "Llama", "Gemma2", "Phi"])
+@pytest.fixture(
+    scope="module", params=["Qwen3", "Gemma2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("Llama", "Phi"))]
+)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
     folder = tmp_path_factory.mktemp("model") / request.param
     return folder, save(folder, request.param)

@@ -156,7 +156,7 @@ print(code, [name for name in sys.argv[1].split(",") if name in sys.modules])
 """
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["file", "folder"])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["file", "folder"])
 def test_a_start_imports_nothing_that_its_answer_does_not_need(number: int, pair: Sequence[Path]) -> None:
     command = [sys.executable, "-c", RUN, ",".join(LEFT_OUT), str(pair[number]), "--prompt", "tea", "--raw"]
     words = ["--max-tokens", "1", "outputs=none", "infer.threads=1"]

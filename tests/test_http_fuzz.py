@@ -267,9 +267,9 @@ DESCRIBED = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "label"), [DESCRIBED[0], DESCRIBED[4]])
+@pytest.mark.parametrize(("mode", "label"), [DESCRIBED[1], DESCRIBED[4]])
 def test_requests_made_from_the_description_are_answered(unharmed: InProcess, mode: str, label: str) -> None:
-    described(unharmed, mode, label, 12)
+    described(unharmed, mode, label, 8)
 
 
 @pytest.mark.slow

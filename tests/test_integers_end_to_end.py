@@ -148,10 +148,10 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*(("Qwen3", kind) for kind in KINDS), ("Qwen3Moe", "gptq 4 act"), ("DeepseekV3", "awq"), ("Qwen3Moe", "nvfp4"),
+    [*(("Qwen3", kind) for kind in KINDS), ("Qwen3Moe", "gptq 4 act"), ("Qwen3Moe", "nvfp4"),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in (
          ("Qwen3Moe", "packed 4"), ("Qwen3Moe", "nf4"), ("DeepseekV3", "nvfp4"), ("DeepseekV3", "gptq 4"),
-         ("DeepseekV3", "packed 4"),
+         ("DeepseekV3", "packed 4"), ("DeepseekV3", "awq"),
          *(("Mixtral", kind) for kind in ("gptq 4", "awq", "packed 4"))))],
 )  # fmt: skip
 def test_logits_and_tokens_are_those_of_the_dequantized_weights(

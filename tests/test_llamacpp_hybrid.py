@@ -17,7 +17,7 @@ SMALL = {**CONFIGS["qwen3-30b-a3b"], "num_hidden_layers": 2, "num_experts": 4, "
 ROW = {"n_kv_max": 512, "pp": 16, "t_pp": 0.25, "t_tg": 0.48}
 
 
-@pytest.mark.parametrize("form", ["bf16", "q4_k_m"])
+@pytest.mark.parametrize("form", [pytest.param("bf16", marks=pytest.mark.slow), "q4_k_m"])
 def test_the_file_of_random_weights_is_whole_and_its_values_are_small(form: str, tmp_path: Path) -> None:
     llamacpp_hybrid.write(tmp_path / "model.gguf", SMALL, form)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}

@@ -86,7 +86,7 @@ def test_the_second_start_gives_the_same_tokens_and_packs_nothing(
     assert file.stat().st_mtime_ns == written and file.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("huge", ["auto", "off"])
+@pytest.mark.parametrize("huge", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_every_value_is_restored_bit_for_bit_and_counted_once(huge: str, tmp_path: Path, one_thread: None) -> None:
     folder = random_model(tmp_path / "model")
     keys = {**SMALL, "quant": "q4_0", "dtype": "bfloat16", "cpu.huge_pages": huge, "infer.tp_size": 2}

@@ -88,7 +88,7 @@ def test_tokens_are_those_of_the_dequantized_weights(family: str, kind: str, tmp
     [("w8a8", "cpu.stored"), ("w8a8_dynamic", "cpu.stored"), ("w4a8", "cpu.stored"), ("w8a16 groups", "cpu.blocks"),
      ("w4a16", "cpu.blocks")],
 )  # fmt: skip
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("family", [pytest.param("Qwen3", marks=pytest.mark.slow), "Qwen3Moe"])
 def test_the_cpu_keeps_the_weights_quantized(family: str, kind: str, layout: str, tmp_path: Path) -> None:
     _, folder = checkpoint(tmp_path, family, kind)
     found = explain(from_overrides(str(folder), SMALL))

@@ -45,7 +45,7 @@ class Work:
 #: Around ends of blocks, one beyond gemma's window of 512, several beyond a step.
 SOME = Work((8, 100, 16, 129, 17, 560, 63, 80, 31, 160, 257, 90), 24, (0, 2, 4, 6), 8, 640, 608, 128, 4)
 #: The same events in a tenth of the time.
-FEW = Work((8, 100, 16, 90, 17, 90, 63, 80, 33, 80), 10, (0,), 8, 176, 128, 64, 2)
+FEW = Work((15, 70, 16, 66, 31, 66, 30, 66, 15, 66), 8, (0,), 6, 128, 80, 48, 2)
 LENGTHS = (8, 9, 15, 16, 17, 31, 40, 48, 63, 80, 100, 129, 160, 200, 257, 300, 380, 450, 520, 600)
 WHOLE = Work(LENGTHS, 64, tuple(range(20)), 64, 1200, 768, 256, 12)
 #: The same ends and events for models that take most of their time for one token after another.

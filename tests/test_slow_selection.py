@@ -107,9 +107,9 @@ from slow_tests import pytest_configure
     [
         ("pass", "-p xdist -n1", True),
         ("pass", "-k 1", False),
-        ("assert number < 2", "", False),
+        pytest.param("assert number < 2", "", False, marks=pytest.mark.slow),
         ("number < 2 or pytest.skip('not here')", "-p xdist -n1", False),
-        ("if number == 1: raise KeyboardInterrupt", "", False),
+        pytest.param("if number == 1: raise KeyboardInterrupt", "", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_file_is_recorded_when_all_its_slow_tests_passed(

@@ -67,11 +67,10 @@ def answers(controller: Controller, vocab: int) -> RunResult:
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("Qwen2", 4), ("Qwen3Moe", 3),
+    [("Qwen3Moe", 3),
      *(pytest.param(*case, marks=pytest.mark.slow)
-       for case in (("Llama", 2), ("Llama", 3), ("Llama", 4), ("Qwen3Moe", 2), ("DeepseekV3", 2), ("DeepseekV3", 4),
-                    ("Qwen3Next", 2), ("Gemma3", 2),
-                    ("Mpt", 3)))],
+       for case in (("Qwen2", 4), ("Llama", 2), ("Llama", 3), ("Llama", 4), ("Qwen3Moe", 2), ("DeepseekV3", 2),
+                    ("DeepseekV3", 4), ("Qwen3Next", 2), ("Gemma3", 2), ("Mpt", 3)))],
 )  # fmt: skip
 def test_ranks_give_the_tokens_of_one(family: str, ranks: int, tmp_path: Path) -> None:
     vocab = find_architecture(f"{family}ForCausalLM").tiny_config()["vocab_size"]

@@ -28,7 +28,12 @@ def test_random_weights_of_a_format_have_the_size_of_a_models_weights(storage: s
     assert not torch.equal(other["weight"].view(torch.uint8), made.tensors["weight"].view(torch.uint8))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+#: The others are blocks of the same making.
+FEW = [pytest.param(s, marks=pytest.mark.slow) if s in ("q2_k", "q4_k", "q5_k", "q4_0", "q5_0", "q5_1") else s
+       for s in STORAGES]  # fmt: skip
+
+
+@pytest.mark.parametrize("storage", FEW)
 def test_their_tensors_are_those_of_the_format(storage: str) -> None:
     wanted = random_part(storage, 256, 40 * max(128, unit_of(storage)), torch.Generator().manual_seed(1))
     made = QuantizedNoise(0, STD).tensors(replace(wanted, tensors={}), HOST)

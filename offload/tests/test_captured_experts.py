@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from expert_families import FAMILIES, FEW_BLOCKS, HEADS, Configured, on_the_cpu, worker_of
-from harsh_traffic import LIMITS, assert_same, shrink, traffic
+from harsh_traffic import LIMITS, assert_same, assert_some, shrink, some, traffic
 
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
@@ -138,8 +138,7 @@ class Asking:
 def test_the_host_s_kernels_answer_a_device_by_themselves(configured: Configured) -> None:
     controller, _ = build_controller(configured(**host()))
     asking = placed(controller)._captured._exchanges = Asking(chip(controller))
-    shrink(controller, FEW_BLOCKS["Qwen3Moe"])
-    assert_same(play(controller, **traffic()), on_the_cpu())
+    assert_some(play(controller, **some()), on_the_cpu())
     counters = controller.scheduler.stats.counters
     assert counters["host_expert_captured_steps"] > 10 and counters["host_expert_read_bytes"] > 0
     assert len(asking.states) > 30 and not any(asking.states) and not placed(controller)._captured._progress.submitted

@@ -154,7 +154,7 @@ def valid(name: str, value: dict[str, Any]) -> bool:
     return bool(name == "get_weather" and fits and type(days) is int and 1 <= days <= 9 and not value)
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("special", [pytest.param(False, marks=pytest.mark.slow), True], ids=["text", "tokens"])
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_behind_a_calls_mark_a_hostile_model_can_only_write_valid_calls(

@@ -214,8 +214,8 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 @pytest.mark.parametrize(
     ("choice", "stream"),
-    [("required", True), (NAMED, False),
-     *(pytest.param(*each, marks=pytest.mark.slow) for each in (("required", False), (NAMED, True)))],
+    [("required", True),
+     *(pytest.param(*each, marks=pytest.mark.slow) for each in (("required", False), (NAMED, False), (NAMED, True)))],
 )  # fmt: skip
 def test_a_forced_call_that_is_cut_off_before_its_arguments_is_not_sent_as_text(
     says: Callable[..., Any], sse: Callable[..., Any], choice: Any, stream: bool

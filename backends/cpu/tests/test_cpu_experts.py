@@ -150,7 +150,9 @@ def check(block: Block, x: torch.Tensor, stream: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(CLOSE))
-@pytest.mark.parametrize("storage", ["", "q8_0", "q4_1"], ids=["plain", "q8_0", "q4_1"])
+@pytest.mark.parametrize(
+    "storage", ["", pytest.param("q8_0", marks=pytest.mark.slow), "q4_1"], ids=["plain", "q8_0", "q4_1"]
+)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_moe_block_matches_its_expansion(device: CpuDevice, kind: str, storage: str, dtype: str) -> None:
     block = Block(device, KINDS[kind], dtype, storage)

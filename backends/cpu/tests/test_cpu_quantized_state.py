@@ -56,7 +56,7 @@ def test_every_element_is_the_reference_s(device: CpuDevice, stored: str, dtype:
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_it_keeps_the_contract_of_quantized_state(device: CpuDevice, dtype: str) -> None:
     report = check_provider(PagedState(device), device, dtype, QUANTIZED)
     assert report.problems == [] and report.refused == [] and len(report.checked) == len(QUANTIZED)

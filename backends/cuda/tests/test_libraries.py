@@ -55,11 +55,12 @@ def smaller(provider: StateProvider, size: int) -> StateProvider:
 
 
 UNITS: list[Any] = [
-    pytest.param(FlashAttentionState, fakes.flash_attn, {}, FA, PAIRS, id="flash-attn"),
+    # With small blocks, and another release of the next library, the same is shown in less time.
+    pytest.param(FlashAttentionState, fakes.flash_attn, {}, FA, PAIRS, id="flash-attn", marks=pytest.mark.slow),
     pytest.param(
         lambda: smaller(FlashAttentionState(), 16), fakes.flash_attn, {"page": 16}, FA, PAIRS, id="flash-attn, small"
     ),
-    pytest.param(FlashInferState, fakes.flashinfer, {}, FI, PAIRS, id="flashinfer"),
+    pytest.param(FlashInferState, fakes.flashinfer, {}, FI, PAIRS, id="flashinfer", marks=pytest.mark.slow),
     pytest.param(
         FlashInferState, fakes.flashinfer, {"release": "flashinfer_python-0.7.2.post1"}, FI, PAIRS[:1],
         id="flashinfer 0.7",

@@ -238,7 +238,7 @@ def test_sampled_ids_are_in_the_vocabulary_for_nan_and_inf_logits() -> None:
 @pytest.mark.parametrize(
     "family", [f for f in families() if isinstance(f.mlp, MoEConfig) and f.hidden < 128], ids=lambda f: f.name
 )
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_nan_tokens_are_routed_to_existing_experts(family: Any, tokens: int) -> None:
     kernels = [k for k in host_kernels(composite=True) if k.op == "moe_block"]
     model = TinyModel(HostDevice(0), "float32", family, kernels, ReferenceState(), list(schemas().values()))

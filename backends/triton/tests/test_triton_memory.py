@@ -202,7 +202,7 @@ def latent(heads: int, q_rank: int, before: list[int], counts: list[int]) -> tup
 )
 @pytest.mark.parametrize(
     ("heads", "q_rank"),
-    [(16, 0), (128, Q_RANK), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, Q_RANK), (128, 0)))],
+    [(16, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((128, Q_RANK), (16, Q_RANK), (128, 0)))],
 )
 def test_latent_attention_workspace_covers_peak_memory(
     heads: int, q_rank: int, before: list[int], counts: list[int], most: bool
@@ -257,7 +257,7 @@ def rounding(storage: str, rows: int, columns: int, experts: int = 0) -> tuple[P
     return packed, LinearWeight("w", bare, rows, columns, "bfloat16", layout=STORED.layout, experts=experts)
 
 
-@pytest.mark.parametrize("tokens", [32, 64, 512])
+@pytest.mark.parametrize("tokens", [32, *(pytest.param(t, marks=pytest.mark.slow) for t in (64, 512))])
 @pytest.mark.parametrize("storage", ["e4m3 by block, x by 128", "e4m3 by row, x by token", "e4m3 by tensor, x fixed"])
 @pytest.mark.parametrize("op", ["linear", "grouped_linear", "mlp_block", "moe_block"])
 def test_workspace_covers_rounded_activations(op: str, storage: str, tokens: int) -> None:

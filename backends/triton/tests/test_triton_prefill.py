@@ -77,9 +77,12 @@ def attention_on_host(
 @pytest.mark.parametrize(
     ("requests", "page", "window", "n", "stages"),
     [
-        ([(21, 0)], 4, 0, 8, 2), ([(1, 0), (9, 5), (2, 30), (16, 16)], 4, 0, 8, 2), ([(12, 3), (8, 0)], 16, 0, 8, 2),
-        ([(21, 0), (5, 40)], 4, 10, 8, 2), ([(17, 33)], 2, 6, 16, 2), ([(24, 24)], 8, 16, 8, 4),
+        ([(1, 0), (9, 5), (2, 30), (16, 16)], 4, 0, 8, 2), ([(21, 0), (5, 40)], 4, 10, 8, 2),
         ([(3, 2)] * 5, 4, 3, 4, 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ([(21, 0)], 4, 0, 8, 2), ([(12, 3), (8, 0)], 16, 0, 8, 2), ([(17, 33)], 2, 6, 16, 2),
+            ([(24, 24)], 8, 16, 8, 4),
+        )),
     ],
 )  # fmt: skip
 def test_long_queries_over_pages(requests: Any, page: int, window: int, n: int, stages: int) -> None:

@@ -46,6 +46,12 @@ def values(one: WeightPart) -> torch.Tensor:
 
 
 FORMS = [(-1, 1), (0, 1), (64, 1), (32, 16), (128, 128)]
+#: Each form and each storage is quick once.
+QUICK = {("int8", -1), ("float8_e4m3fn", 0), ("float8_e5m2", 64), ("float8_e4m3fn", 32), ("int8", 128)}
+STORED_FORMS = [
+    pytest.param(storage, *form, marks=[] if (storage, form[0]) in QUICK else pytest.mark.slow)
+    for storage in KINDS for form in FORMS
+]  # fmt: skip
 
 
 def packed(parts: list[WeightPart]) -> StoredMatrix:
@@ -56,8 +62,7 @@ def packed(parts: list[WeightPart]) -> StoredMatrix:
     return made.data
 
 
-@pytest.mark.parametrize("storage", KINDS)
-@pytest.mark.parametrize(("group", "high"), FORMS)
+@pytest.mark.parametrize(("storage", "group", "high"), STORED_FORMS)
 @pytest.mark.parametrize("rows", [(128, 32), (50, 14)], ids=["whole blocks", "torn blocks"])
 def test_a_stored_matrix_of_two_parts_has_their_values(
     storage: str, group: int, high: int, rows: tuple[int, ...]
@@ -69,8 +74,7 @@ def test_a_stored_matrix_of_two_parts_has_their_values(
 
 
 @pytest.mark.parametrize("tuning", [pytest.param(SMALL, marks=pytest.mark.slow), LARGE], ids=["small", "large"])
-@pytest.mark.parametrize(("group", "high"), FORMS)
-@pytest.mark.parametrize("storage", KINDS)
+@pytest.mark.parametrize(("storage", "group", "high"), STORED_FORMS)
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_products_with_a_stored_matrix_are_those_of_its_values(
     tuning: Tuning, storage: str, group: int, high: int, tokens: int
@@ -85,8 +89,7 @@ def test_products_with_a_stored_matrix_are_those_of_its_values(
 
 
 @pytest.mark.parametrize("tuning", [pytest.param(SMALL, marks=pytest.mark.slow), LARGE], ids=["small", "large"])
-@pytest.mark.parametrize(("group", "high"), FORMS)
-@pytest.mark.parametrize("storage", KINDS)
+@pytest.mark.parametrize(("storage", "group", "high"), STORED_FORMS)
 def test_one_token_with_a_norm_before_and_an_activation_after(
     tuning: Tuning, storage: str, group: int, high: int
 ) -> None:

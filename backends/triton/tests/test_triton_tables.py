@@ -106,7 +106,7 @@ def test_parts_keep_their_own_tables_and_factors(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", [pytest.param("silu", marks=pytest.mark.slow), "clamped_swiglu"])
 def test_each_expert_keeps_its_own_tables_and_factors(form: str, activation: str) -> None:
     columns = max(256, FORMS[form].group)
     experts = [[part(FORMS[form], 32, columns, 10 * i + half) for half in range(2)] for i in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import pytest
@@ -258,14 +259,27 @@ FAULTS: dict[str, tuple[str, Callable[[WeightPart], WeightPart]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_table_scales_zero_points_or_order_is_found(fault: str, op: str) -> None:
     storage, spoil = FAULTS[fault]
-
-    class Only(Stored):
-        def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
-            return None if all(part.format == {**GROUPED, **TABLES}[storage] for part in parts) else "of no use here"
-
-    assert failures(results(Only(), op=op)) == ""
-    found = [r for r in results(Only(), lambda part: reference_dequantize(spoil(part)), op) if r.outcome == "failed"]
+    assert without_fault(storage, op) == ""
+    wrong = results(Only(storage), lambda part: reference_dequantize(spoil(part)), op)
+    found = [r for r in wrong if r.outcome == "failed"]
     assert found and all("elements differ" in r.detail for r in found)
+
+
+class Only(Stored):
+    """``Stored`` of one storage of ``GROUPED`` or ``TABLES``."""
+
+    def __init__(self, storage: str) -> None:
+        super().__init__()
+        self._only = {**GROUPED, **TABLES}[storage]
+
+    def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
+        return None if all(part.format == self._only for part in parts) else "of no use here"
+
+
+@cache
+def without_fault(storage: str, op: str) -> str:
+    """The failures of a correct kernel, which several faults are compared with."""
+    return failures(results(Only(storage), op=op))
 
 
 def other_order(packed: PackedWeight) -> PackedWeight:

@@ -267,8 +267,9 @@ def _adapters(*, skips: int | None = None, half: bool = False, moved: bool = Fal
 
 @pytest.mark.parametrize(
     "fault",
-    [{"skips": 0}, {"half": True},
-     *(pytest.param(fault, marks=pytest.mark.slow) for fault in ({"skips": -1}, {"moved": True}, {"alone": True}))],
+    [{"half": True},
+     *(pytest.param(fault, marks=pytest.mark.slow)
+       for fault in ({"skips": 0}, {"skips": -1}, {"moved": True}, {"alone": True}))],
     ids=str,
 )  # fmt: skip
 def test_wrong_adapters_are_found(fault: dict[str, Any]) -> None:

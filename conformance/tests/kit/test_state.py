@@ -282,7 +282,7 @@ def test_quantized_state_of_a_provider_that_does_not_register_it_is_not_checked(
         (Doubled(), PLAIN, "; all of it is 1.5 times what it should be"),
         (Usual(), ODD, "; it is right for scores scaled by head_dim ** -0.5, but attention.scale is 0.1"),
         (Forgetful(), WINDOW, "attention is off by up to"),
-        (Mixed(), PLAIN, "attention is off by up to"),
+        pytest.param(Mixed(), PLAIN, "attention is off by up to", marks=pytest.mark.slow),
         (Careless(), PLAIN, "copy_blocks changed its source: key of request 0 is not what was written"),
         (Shifted(), PLAIN, "export_blocks: key of request 0 is not what was written"),
         (Spilling(), PLAIN, "import_blocks wrote to blocks that it was not given"),
@@ -292,11 +292,17 @@ def test_quantized_state_of_a_provider_that_does_not_register_it_is_not_checked(
         (DenseLatent(), SPARSE, "supports accepts it, but the provider is no SparseLatentProvider"),
         (Recent(), INDEX, "which are not the best 7"),
         (Swapped(), EIGHT_BITS, "export_blocks: key of request 0 is not what was written"),
-        (Unscaled(), EIGHT_BITS, "export_blocks: key of request 0 is not what was written"),
-        (OneScale(), INT8, "export_blocks: value of request 0 is not what was written"),
+        pytest.param(
+            Unscaled(), EIGHT_BITS, "export_blocks: key of request 0 is not what was written", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            OneScale(), INT8, "export_blocks: value of request 0 is not what was written", marks=pytest.mark.slow
+        ),
         (Unsaturated(), INT8, "attention is off by up to"),
-        (Truncated(), INT8, "export_blocks: key of request 0 is not what was written"),
-        (UnscaledValues(), EIGHT_BITS, "attention is off by up to"),
+        pytest.param(
+            Truncated(), INT8, "export_blocks: key of request 0 is not what was written", marks=pytest.mark.slow
+        ),
+        pytest.param(UnscaledValues(), EIGHT_BITS, "attention is off by up to", marks=pytest.mark.slow),
         (Raw(), EIGHT_BITS, "export_blocks: key is torch.float8_e4m3fn"),
         (Moody(), PLAIN, "it claims batch invariance, but request 0 alone gives other bits"),
     ],

@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, list[int]]] = {
         "2-3", [2, 3],
     ),
 }  # fmt: skip
-QUICK = ("Llama", "Qwen3Next")
+QUICK = ("Qwen3Next",)
 MESSAGES = [
     NewRequest(
         id=kind, prompt=[7 * i % 90 + 1 for i in range(40)], max_tokens=6,

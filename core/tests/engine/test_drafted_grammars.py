@@ -244,7 +244,7 @@ class WrongRails(Rails):
     matcher = type("_Wrong", (RailMatcher,), {"wrong": True})
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("library", "right"), [(Rails, True), (WrongRails, False)])
 def test_forced_tokens_are_drafts_that_change_no_token_and_save_steps(
     opened: Any, play: Any, depth: int, library: type[Steps], right: bool

@@ -92,7 +92,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], list[int]]] = {
     "published, with the layers behind which it reads": (
         "Llama", SHAPE, "published", {"eagle_config": {IDS: [0, 3, 5]}}, [1, 4, 6]),
     "speculators": ("Qwen3", SHAPE, "speculators", {IDS: [0, 3, 6], "norm_before_residual": True}, [0, 3, 6]),
-    "speculators, of another width": ("Llama", SHAPE, "speculators", {"hidden_size": 28, IDS: [5]}, [5]),
+    "speculators, of another width": (
+        "Llama", {**SHAPE, "num_hidden_layers": 2}, "speculators", {"hidden_size": 28, IDS: [1]}, [1]),
     "recurrent layers": ("Qwen3Next", RECURRENT, "published", {IDS: [1, 2, 3]}, [1, 2, 3]),
 }  # fmt: skip
 
@@ -156,7 +157,7 @@ def test_a_head_may_propose_tokens_for_some_of_the_models_layers(make_lively: An
 def test_forks_preemptions_and_cached_prefixes_change_no_token(
     make_lively: Any, play: Any, shrink_pool: Any, tmp_path: Path
 ) -> None:
-    config = make_lively("Llama", SHAPE, **LIMITS, **{"infer.block_size": 16})
+    config = make_lively("Llama", {**SHAPE, "num_hidden_layers": 2}, **LIMITS, **{"infer.block_size": 16})
     prompt, greedy = [1 + i * i % 9 for i in range(33)], Sampling(temperature=0.0)
     messages = [
         NewRequest(id=f"r{i}", prompt=[*prompt[: 33 - i], i], max_tokens=30, sampling=greedy, fork_of="r0" if i else "")
@@ -164,7 +165,8 @@ def test_forks_preemptions_and_cached_prefixes_change_no_token(
     ]
     naive = NaiveModel(config.model)
     expected = {m.id: naive.greedy(m.prompt, 30) for m in messages}
-    controller, _ = strict_controller(with_head(config, write_head(tmp_path / "head", config.model)))
+    head = write_head(tmp_path / "head", config.model, "speculators", **{IDS: [1]})
+    controller, _ = strict_controller(with_head(config, head))
     shrink_pool(controller, 9 * len(controller.scheduler.state.specs))
     always(controller)
     assert play(controller, messages).tokens == expected

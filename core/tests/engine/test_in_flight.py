@@ -16,6 +16,7 @@ from evener.engine.wire.plan import Plan, StepResult
 from evener.engine.worker.runner import ForwardStep, Runner
 from evener.errors import ConfigError, EngineError
 from evener_conformance.naive.model import NaiveModel, find_architecture
+from evener_conformance.reference.device import DelayedDevice
 from evener_conformance.reference.executor import StrictExecutor, strict_controller
 
 DELAYED = {"reference.delay": True}
@@ -182,6 +183,18 @@ HOST_READS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("how", HOST_READS)
+def test_a_read_is_caught_in_every_step_of_a_device_that_delays_its_results(how: str) -> None:
+    """Also in those whose ops are not all looked at."""
+    device, ids = DelayedDevice(0), torch.arange(6)
+    for _ in range(10):
+        with torch.inference_mode(), device.step(), pytest.raises(EngineError, match="on the host during a step"):
+            HOST_READS[how](ids)
+        with torch.inference_mode(), device.step():
+            kept = torch.where(ids > 3, ids, ids.repeat_interleave(1))
+            kept[1:3] = kept[[0, 2]] + ids[ids[:2]]
+
+
+@pytest.mark.parametrize("how", ["array", "slice", "nonzero"])
 def test_a_runner_that_reads_a_value_on_the_host_during_a_step_is_caught(make_config: Any, play: Any, how: str) -> None:
     controller, executor = strict_controller(make_config("Llama", ONE_LAYER, **DELAYED))
     executor.worker.runner.__class__ = type("Broken", (_Reading,), {"how": staticmethod(HOST_READS[how])})

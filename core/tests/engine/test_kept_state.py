@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from evener.config.schema import Config
 from evener.contracts.connector import BlockMove, BlockMoves, BlockTransfer
 from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
@@ -57,12 +60,21 @@ def talk(controller: Controller, play: Any, turns: int = 3, together: bool = Tru
     return said
 
 
-def expected(alone: NaiveModel, turns: int = 3) -> list[list[int]]:
-    said = chats()
-    for turn in range(turns):
-        for tokens in said:
-            tokens += [*alone.greedy(list(tokens), 7), 5 + turn, 9]
-    return said
+def expected(config: Config, **choices: Any) -> list[list[int]]:
+    """What is said with the naive engine; ``choices`` are those of its builder."""
+    files = [Path(config.model) / name for name in ("config.json", "model.safetensors")]
+    weights = sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    if (key := (weights, *choices.items())) not in EXPECTED:
+        EXPECTED[key] = chats()
+        alone = NaiveModel(config.model, max_positions=128, **choices)
+        for turn in range(3):
+            for tokens in EXPECTED[key]:
+                tokens += [*alone.greedy(list(tokens), 7), 5 + turn, 9]
+    return EXPECTED[key]
+
+
+#: Of each model once: most tests have the same.
+EXPECTED: dict[tuple[Any, ...], list[list[int]]] = {}
 
 
 def least_blocks(controller: Controller) -> int:
@@ -102,7 +114,7 @@ def test_chats_whose_blocks_had_left_go_on_with_the_tokens_of_the_naive_engine(
 ) -> None:
     family, options, choices = CASES[case]
     config = make_lively(family, **options, **HOST)
-    want = expected(NaiveModel(config.model, max_positions=128, **choices))
+    want = expected(config, **choices)
     for together in (True, False):
         controller, _ = build_controller(config)
         shrink_pool(controller, least_blocks(controller))
@@ -140,7 +152,7 @@ def test_on_a_device_that_delays_its_results_nothing_is_read_early(
     config = make_lively("Llama", **HOST, **{"reference.delay": True})
     controller, _ = strict_controller(config)
     shrink_pool(controller, least_blocks(controller))
-    assert talk(controller, play) == expected(NaiveModel(config.model, max_positions=128))
+    assert talk(controller, play) == expected(config)
     assert counters(controller)["kv_host_hits"] >= CHATS
 
 
@@ -156,7 +168,7 @@ def test_a_provider_with_memory_of_its_own_exports_and_imports_its_blocks(
         config = make_lively(family, **more, **HOST)
         controller, _ = build_controller(config)
         shrink_pool(controller, least_blocks(controller))
-        assert talk(controller, play) == expected(NaiveModel(config.model, max_positions=128))
+        assert talk(controller, play) == expected(config)
         assert counters(controller)["kv_host_hits"] >= CHATS
 
 
@@ -165,7 +177,7 @@ def test_each_rank_keeps_its_part(sizes: tuple[int, int], make_lively: Any, play
     config = make_lively("Llama", **HOST, **{"infer.tp_size": sizes[0], "infer.pp_size": sizes[1]})
     with rank_threads(config) as (controller, ranks):
         shrink_pool(controller, least_blocks(controller))
-        assert talk(controller, play) == expected(NaiveModel(config.model, max_positions=128))
+        assert talk(controller, play) == expected(config)
         assert counters(controller)["kv_host_hits"] >= CHATS
         assert len({id(worker.mover) for worker in ranks.workers}) == 2
 
@@ -177,7 +189,7 @@ def test_workers_in_processes_of_their_own_do_as_plans_say(
     controller, _ = build_controller(config)
     try:
         shrink_pool(controller, least_blocks(controller))
-        assert talk(controller, play) == expected(NaiveModel(config.model, max_positions=128))
+        assert talk(controller, play) == expected(config)
         assert counters(controller)["kv_host_hits"] >= CHATS
     finally:
         controller.executor.close()
@@ -198,7 +210,7 @@ def test_copies_on_streams_may_take_their_time(
     config = make_lively(family, **HOST)
     controller, _ = build_controller(config)
     shrink_pool(controller, least_blocks(controller))
-    assert talk(controller, play, together=together) == expected(NaiveModel(config.model, max_positions=128))
+    assert talk(controller, play, together=together) == expected(config)
     assert counters(controller)["kv_host_hits"] >= CHATS
 
 
@@ -231,7 +243,7 @@ def skip_buffer_waits(self: HostMemory, moves: BlockMoves) -> None:
 BEGIN = HostMemory.begin
 
 
-@pytest.mark.parametrize("begin", [skip_waits, skip_buffer_waits])
+@pytest.mark.parametrize("begin", [pytest.param(skip_waits, marks=pytest.mark.slow), skip_buffer_waits])
 def test_a_copy_that_nobody_waits_for_shows_in_the_tokens(
     begin: Any, late: None, make_lively: Any, play: Any, shrink_pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,10 +252,10 @@ def test_a_copy_that_nobody_waits_for_shows_in_the_tokens(
     config = make_lively("Llama", **HOST)
     controller, _ = build_controller(config)
     shrink_pool(controller, least_blocks(controller))
-    assert talk(controller, play) != expected(NaiveModel(config.model, max_positions=128))
+    assert talk(controller, play) != expected(config)
 
 
-@pytest.mark.parametrize("owner", [PooledBlocks, ExportedBlocks])
+@pytest.mark.parametrize("owner", [PooledBlocks, pytest.param(ExportedBlocks, marks=pytest.mark.slow)])
 def test_a_block_that_is_written_back_to_the_wrong_place_shows_in_the_tokens(
     owner: Any, make_lively: Any, play: Any, shrink_pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +270,7 @@ def test_a_block_that_is_written_back_to_the_wrong_place_shows_in_the_tokens(
     config = make_lively("Llama", **HOST)
     controller, _ = build_controller(config)
     shrink_pool(controller, least_blocks(controller) // 2 * 2 + 1)
-    assert talk(controller, play) != expected(NaiveModel(config.model, max_positions=128))
+    assert talk(controller, play) != expected(config)
 
 
 @contextmanager
@@ -329,7 +341,7 @@ def test_a_host_that_is_too_small_for_all_chats_changes_no_token(make_lively: An
     assert any("blocks that leave the prefix cache go to host memory" in note for note in ready.info.manifest.notes)
     shrink_pool(controller, least_blocks(controller))
     small = controller.scheduler.connector = HostBlocks(controller.scheduler.state, 6)
-    assert talk(controller, play) == expected(NaiveModel(config.model, max_positions=128))
+    assert talk(controller, play) == expected(config)
     assert small.places.used == 0 and 0 < sum(key is not None for key in small.places._keys) <= 6
 
 

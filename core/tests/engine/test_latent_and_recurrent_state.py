@@ -48,8 +48,8 @@ def requests() -> list[NewRequest]:
 
 #: What other cases have too, each with something else beside it.
 ALONE = (
-    "latent", "latent, expanded", "latent, with products", "latent in bf16, expanded", "latent in 8 bits",
-    "latent in 8 bits, with products", "sparse, fewer tokens", "sparse, read densely", "recurrent",
+    "latent", "latent, queries direct", "latent, expanded", "latent, with products", "latent in bf16, expanded",
+    "latent in 8 bits", "latent in 8 bits, with products", "sparse, fewer tokens", "sparse, read densely", "recurrent",
 )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def steps(controller: Controller, played: RunResult, count: int) -> None:
         played.see(controller.step())
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_draft_model_rests_and_is_right_again_as_often_as_before(
     make_lively: Any, play: Any, computed: list[int], depth: int
 ) -> None:
@@ -168,7 +168,7 @@ def test_a_draft_model_with_windows_reads_no_block_that_was_freed(
     make_lively: Any, play: Any, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     config = make_lively("Gemma2", {"sliding_window": window}, **LIMITS, **{"infer.block_size": 16})
-    messages = [NewRequest(id=f"r{i}", prompt=[7 + i, 9] * (9 + i), max_tokens=70, sampling=GREEDY) for i in range(4)]
+    messages = [NewRequest(id=f"r{i}", prompt=[7 + i, 9] * (9 + i), max_tokens=48, sampling=GREEDY) for i in range(4)]
     expected = play(strict_controller(config)[0], messages).tokens
     controller, _ = strict_controller(drafted(config))
     freed = watch_freed_blocks(controller, monkeypatch)
@@ -200,8 +200,8 @@ def test_a_draft_model_with_windows_proposes_nothing_that_it_cannot_know(
     make_lively: Any, play: Any, shrink_pool: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     config = make_lively("Gemma2", {"sliding_window": 20}, **LIMITS, **{"infer.block_size": 16})
-    messages = [NewRequest(id=f"r{i}", prompt=[7 + i, 9] * (4 + i), max_tokens=70 + i, sampling=GREEDY)
-                for i in range(8)]  # fmt: skip
+    messages = [NewRequest(id=f"r{i}", prompt=[7 + i, 9] * (4 + i), max_tokens=60 + i, sampling=GREEDY)
+                for i in range(5)]  # fmt: skip
     expected = play(strict_controller(config)[0], messages).tokens
     controller, executor = strict_controller(drafted(config))
     impatient(executor)

@@ -160,7 +160,9 @@ class Faulty(Drafter):
         return {"large": [10**9], "negative": [-1], "kind": [1.5]}[self.fault]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("fault", ["construct", "extend", "large", "negative", "kind"])
+@pytest.mark.parametrize(
+    "fault", ["construct", "extend", "kind", *(pytest.param(f, marks=pytest.mark.slow) for f in ("large", "negative"))]
+)
 def test_a_faulty_drafter_ends_drafts_with_a_warning_and_no_request(
     make_config: Any, play: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_heads import write_head
+from eagle_heads import IDS, write_head
 from evener_constraints.compiler import GrammarCompiler
 from evener_constraints.masks import GrammarMasks
 from knowing_drafter import KnowingDrafter
@@ -47,7 +47,7 @@ def requests(count: int, *kinds: Sampling) -> list[NewRequest]:
 
 @pytest.mark.parametrize(
     "kinds",
-    [(GREEDY,), (WARM,), *(pytest.param(k, marks=pytest.mark.slow) for k in ((GREEDY, WARM), (PENALIZED,))),
+    [*(pytest.param(k, marks=pytest.mark.slow) for k in ((GREEDY,), (WARM,), (GREEDY, WARM), (PENALIZED,))),
      (GREEDY, PENALIZED, BIASED)],
     ids=["greedy", "random", "mixed", "penalized", "all"],
 )  # fmt: skip
@@ -109,7 +109,7 @@ def prompt_replays(run: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in (GREEDY, WARM)), PENALIZED, BIASED],
+    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in (GREEDY, WARM, PENALIZED)), BIASED],
     ids=["greedy", "random", "penalized", "biased"],
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma3", marks=pytest.mark.slow)])
@@ -165,11 +165,11 @@ def test_steps_are_captured_while_the_layer_that_follows_the_others_rests(
              "attention_bias": False}  # fmt: skip
     family, drafter = ("Glm4Moe", {"infer.drafter": "mtp"})
     if head:
-        family, shape = "Llama", {"num_hidden_layers": 7, "vocab_size": 11, "tie_word_embeddings": False}
+        family, shape = "Llama", {"num_hidden_layers": 2, "vocab_size": 11, "tie_word_embeddings": False}
     messages = [NewRequest(id=f"r{i}", prompt=[1 + i, 2, 3], max_tokens=40, sampling=GREEDY) for i in range(3)]
     plain = start(family, shape)
     if head:
-        folder = write_head(tmp_path / "head", plain.worker.assembly.config.config.model)
+        folder = write_head(tmp_path / "head", plain.worker.assembly.config.config.model, "speculators", **{IDS: [1]})
         drafter = {"infer.draft_model": str(folder)}
     drafted = start(family, shape, **drafter)
     chain = drafted.worker.drafter
@@ -255,7 +255,7 @@ def test_replays_are_correct_across_arrivals_finishes_and_aborts(start: Any) -> 
     assert captured.tokens == eager.tokens
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_captures_serve_any_number_of_plans_in_flight(start: Any, depth: int) -> None:
     runs = [start("Llama", ONE_LAYER, **{"infer.depth": depth}, **options) for options in ({}, EAGER)]
     a, b = (run.play(requests(5, GREEDY, WARM), every=1) for run in runs)

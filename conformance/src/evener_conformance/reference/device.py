@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,10 +52,23 @@ _HOST_READ_METHODS = {
 }
 _REPEATS = {_ATEN.repeat_interleave.Tensor, _ATEN.repeat_interleave.self_Tensor}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_REPEATING = {torch.repeat_interleave, torch.Tensor.repeat_interleave}
+_CHOOSING = {torch.where, torch.Tensor.where}
+#: Functions of torch and methods of tensors that always call a synchronizing op.
+_SYNCHRONIZING_CALLS = {
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in ("allclose", "argwhere", "bincount", "equal", "is_nonzero", "masked_select", "nonzero", "unique",
+                 "unique_consecutive")
+    if hasattr(owner, name)
+}  # fmt: skip
 #: What is looked at more closely: every call of a step comes by, and most need one lookup. Ops are known by identity,
 #: because torch computes their hash in Python.
 _LOOKED_AT = {id(op) for op in (*_SYNCHRONIZING, *_REPEATS, _ATEN.index.Tensor, _ATEN.index_put_.default)}
-_METHODS_LOOKED_AT = _HOST_READ_METHODS | _INDEXING
+_CALLS_LOOKED_AT = _HOST_READ_METHODS | _SYNCHRONIZING_CALLS | _INDEXING | _REPEATING | _CHOOSING
+#: Looking at each op takes as long as the step itself, and steps are alike: of an engine's steps these are looked at
+#: in full, the first ones and then one of so many. Calls from Python are looked at in every step.
+_FIRST_IN_FULL, _THEN_ONE_OF = 4, 8
 
 
 class HostDevice(Device):
@@ -108,19 +121,32 @@ def _needs_host_count(func: Any, args: Any, kwargs: Any) -> bool:
     return func in _REPEATS and kwargs.get("output_size") is None
 
 
-def _sliced_by_tensor(index: Any) -> bool:
+def _indexed_by_values(index: Any) -> bool:
+    """A slice between tensors, or a mask."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(
-        isinstance(i, slice) and any(isinstance(e, torch.Tensor) for e in (i.start, i.stop, i.step)) for i in parts
-    )
+        any(isinstance(e, torch.Tensor) for e in (i.start, i.stop, i.step)) if isinstance(i, slice)
+        else isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
+        for i in parts
+    )  # fmt: skip
 
 
-class _ForbidReadingMethods(TorchFunctionMode):
-    """While active, a method of a host tensor that reads a value raises."""
+def _reads(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of one of ``_CALLS_LOOKED_AT`` needs a value on the host."""
+    if func in _INDEXING:
+        return _indexed_by_values(args[1])
+    if func in _REPEATING:
+        repeats = kwargs["repeats"] if "repeats" in kwargs else args[:2][-1]
+        return kwargs.get("output_size") is None and isinstance(repeats, torch.Tensor)
+    return func not in _CHOOSING or len(args) + len(kwargs) == 1
+
+
+class _ForbidReadingCalls(TorchFunctionMode):
+    """While active, a call from Python that reads a value of a tensor raises."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METHODS_LOOKED_AT and (func not in _INDEXING or _sliced_by_tensor(args[1])):
-            raise EngineError(f"Tensor.{func.__name__} reads a value on the host during a step")
+        if func in _CALLS_LOOKED_AT and _reads(func, args, kwargs or {}):
+            raise EngineError(f"{func.__name__} of a tensor reads a value on the host during a step")
         return func(*args, **(kwargs or {}))
 
 
@@ -149,20 +175,22 @@ class DelayedDevice(HostDevice):
 
     Attributes:
         submitted: uploads so far, at least one for each step.
+        steps: how many have begun.
         stepping: True inside ``step``.
     """
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self.submitted = 0
+        self.submitted = self.steps = 0
         self.stepping = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the submission of a step: code that reads a value on the host, or waits, raises ``EngineError``."""
-        self.stepping = True
+        self.stepping, self.steps = True, self.steps + 1
+        in_full = self.steps <= _FIRST_IN_FULL or self.steps % _THEN_ONE_OF == 0
         try:
-            with _ForbidReadingMethods(), ForbidHostReads():  # type: ignore[no-untyped-call]
+            with _ForbidReadingCalls(), ForbidHostReads() if in_full else nullcontext():  # type: ignore[no-untyped-call]
                 yield
         finally:
             self.stepping = False

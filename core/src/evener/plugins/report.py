@@ -102,13 +102,13 @@ def unusable(catalog: Catalog) -> tuple[PackageRecord, ...]:
 
 
 def error_text(error: BaseException) -> str:
-    """The error's message and those of its causes, one a line."""
+    """The error's message and those of its causes, one a line, for a terminal."""
     lines = [str(error)]
     while error.__cause__ is not None:
         error = error.__cause__
         if str(error) not in lines[-1]:
             lines.append(f"caused by {type(error).__name__}: {error}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _broken(problem: Problem) -> PackageRecord:
