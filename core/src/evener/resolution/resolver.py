@@ -238,8 +238,8 @@ def _choose_state(available: Candidates, slot: StateSlot) -> tuple[StateProvider
             asked.append(f"{candidate.label}: {reason}")
         refused.append((candidate.label, reason))
     if asked:
-        raise ResolveError(f"{slot.name}: ops.attention={wanted} was asked for; {'; '.join(asked)}; or set "
-                           "infer.attn_type=auto for the best that fits")  # fmt: skip
+        raise ResolveError(f"{slot.name}: ops.attention={wanted} was asked for; {'; '.join(asked)}; "
+                           "or leave that option out for the best that fits")  # fmt: skip
     if slot.spec.kind not in available.reference_state.kinds:
         detail = "; ".join(f"{name}: {reason}" for name, reason in refused)
         raise ResolveError(
