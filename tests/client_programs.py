@@ -7,8 +7,8 @@ from pathlib import Path
 
 from peer_sources import AGENTS, NODE, REQUIREMENTS
 
-#: Seconds that a program may take.
-LIMIT = 240.0
+#: Seconds that a program may take. The coding agents send thousands of tokens: minutes on a busy machine.
+LIMIT = 600.0
 
 
 def version(package: str, *, of_agents: bool = False) -> str:
