@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 from pathlib import Path
 
 from peer_sources import AGENTS, NODE, REQUIREMENTS
 
-#: Seconds that a program may take.
-LIMIT = 240.0
+#: Seconds that a program may take. The coding agents send thousands of tokens: minutes on a busy machine.
+LIMIT = 600.0
 
 
 def version(package: str, *, of_agents: bool = False) -> str:
@@ -21,6 +24,15 @@ def version(package: str, *, of_agents: bool = False) -> str:
 def run(*command: object, environ: dict[str, str], folder: Path) -> str:
     """What a program wrote to standard output; it must end with exit status 0."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, f"{words} ended with {done.returncode}:\n{done.stdout[-20000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    out = subprocess.PIPE
+    # A group of its own: what npm installs is often a script that starts the program, which would outlive it.
+    with subprocess.Popen(
+        words, env=environ, cwd=folder, stdout=out, stderr=out, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=LIMIT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # there are none left
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, f"{words} ended with {process.returncode}:\n{output[-20000:]}\n{errors[-4000:]}"
+    return output

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import importlib.util
 import io
+import os
+import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import client_programs
 import pytest
 import run_peers
 from peer_results import judge, page, read_records, read_reviewed, shortened, write_records
@@ -239,3 +243,17 @@ def test_clients_do_not_run_unless_they_are_asked_for(expression: str, left: int
 def test_an_adapter_is_named_as_in_vllms_flag_in_either_form() -> None:
     for flag in ("sql=/data/sql", '{"name": "sql", "path": "/data/sql"}'):
         assert named_adapter(flag) == ("sql", "/data/sql")
+
+
+def test_what_a_client_started_ends_with_it_when_it_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_programs, "LIMIT", 0.5)
+    lock = tmp_path / "lock"
+    lock.touch()
+    # The shell's child has the file open, and so its lock, as long as it lives.
+    words = ("sh", "-c", "flock lock sleep 600 & wait")
+    with pytest.raises(subprocess.TimeoutExpired):
+        client_programs.run(*words, environ=dict(os.environ), folder=tmp_path)
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # would wait for it, and the test would take too long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from evener.config.resolve import ResolvedValue
 from evener_conformance.fake_engine import FakeEngine
+from evener_server.options import ServerOptions
 
 WEATHER = {
     "name": "get_weather",
@@ -306,3 +308,14 @@ def test_a_stream_that_fails_ends_with_an_error_event(make_server: Any, http: ht
         rest = list(lines)
     event = json.loads(rest[-2].removeprefix("data: "))
     assert "event: error" in rest and event["type"] == "error" and "a test ended it" in event["error"]["message"]
+
+
+def test_models_are_listed_with_the_fields_of_both_vendors(make_api: Any) -> None:
+    api = make_api(options=ServerOptions(model_aliases="other"))
+    found = api.get("/v1/models").json()
+    assert (found["first_id"], found["last_id"], found["has_more"]) == ("fake", "other", False)
+    for card in found["data"]:
+        assert (card["object"], card["type"]) == ("model", "model") and card["display_name"] == card["id"]
+        assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+        assert card["max_input_tokens"] == card["max_model_len"]
+        assert api.get(f"/v1/models/{card['id']}").json() == card

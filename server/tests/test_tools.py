@@ -348,6 +348,22 @@ def test_a_template_without_tools_refuses_them(make_api: Any, error: Callable[..
     response = make_api().chat(tools=[WEATHER])
     assert response.status_code == 400 and error(response)["param"] == "tools"
     assert "has no place for tools" in error(response)["message"]
+    assert "server.chat_template=FILE" in error(response)["message"]
+
+
+def test_tools_are_not_counted_where_a_request_with_them_is_refused(make_api: Any) -> None:
+    api, said = make_api(), [{"role": "user", "content": "Hi."}]
+    flat = {"type": "function", **WEATHER["function"]}
+    for path, body in (
+        ("/tokenize", {"messages": said, "tools": [WEATHER]}),
+        ("/v1/responses/input_tokens", {"input": "Hi.", "tools": [flat]}),
+        ("/v1/messages/count_tokens", {"messages": said, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
+    ):
+        assert api.post(path, {"model": "fake", **body, "tools": []}).status_code == 200, path
+        refused = api.post(path, {"model": "fake", **body})
+        assert refused.status_code == 400 and "no place for tools" in refused.json()["error"]["message"], path
+    unused = {"messages": said, "tools": [WEATHER], "tool_choice": "none"}
+    assert api.post("/tokenize", {"model": "fake", **unused}).status_code == 200
 
 
 def test_a_format_that_no_parser_knows_says_what_the_operator_can_name(

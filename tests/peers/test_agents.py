@@ -125,7 +125,7 @@ def test_vercels_ai_sdk_streams_fills_a_form_and_calls_tools_over_two_apis(ask: 
 
 
 def test_openais_client_sets_the_options_that_its_documents_name(ask: Ask) -> None:
-    what = "options of chats and responses; named items; a count; in the background"
+    what = "options of chats and responses; named items; a count; in the background, streamed too and read again"
     found = ask("openai", what, "openai_options.py", of_agents=False)
     unused = ("store", "metadata", "service_tier", "prompt_cache_key", "verbosity", "prediction", "safety_identifier")
     refused = {name: f"refused: {name}" for name in ("web_search_options", "audio")}
@@ -136,8 +136,9 @@ def test_openais_client_sets_the_options_that_its_documents_name(ask: Ask) -> No
     part = {"include": "include[0]", "reasoning": "reasoning.summary", "text": "text.verbosity"}
     refused = {name: f"refused: {name}" for name in ("conversation", "prompt")}
     assert found["responses"] == {name: name for name in unused} | used | part | refused
-    assert found["background_stream"] == "refused: stream"
-    assert found["named"] and found["counted"] and found["background"]
+    assert found["named"] and found["counted"] and found["background"] and found["read_again"]
+    first, last = found["streamed"]
+    assert first == "response.created" and last in ("response.completed", "response.incomplete")
 
 
 def test_anthropics_client_sets_the_options_that_its_documents_name(ask: Ask) -> None:

@@ -14,7 +14,8 @@ from client_programs import run, version
 from peer_sources import Places
 from served import Served
 
-pytestmark = pytest.mark.peers
+#: More than a program may take (LIMIT), and the start of the server.
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 #: Codex reads where to ask from a file alone.
 CODEX = """

@@ -40,10 +40,10 @@ DOCUMENTS: dict[str, tuple[str, bool | None, set[str]]] = {
         {"CreateEmbeddingResponse", "ListModelsResponse", "ErrorResponse"},
     ),
     "messages": (
-        "Anthropic's OpenAPI document: messages with thinking and calls, each event, counts, errors",
+        "Anthropic's OpenAPI document: models, messages with thinking and calls, each event, counts, errors",
         True,
         {"Message", "MessageStartEvent", "MessageDeltaEvent", "ContentBlockDeltaEvent", "CountMessageTokensResponse",
-         "ErrorResponse"},
+         "ErrorResponse", "ListResponse_ModelInfo_", "ModelInfo"},
     ),
 }  # fmt: skip
 

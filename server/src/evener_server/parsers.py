@@ -34,13 +34,7 @@ class Parsers:
             RequestError: the model takes no tools, or no parser knows its format.
             TemplateError: the model has no chat template.
         """
-        template = chat.template(with_tools=True)
-        if "tools" not in template:
-            raise RequestError(
-                "tools were sent, but this model's chat template has no place for tools: send none", "tools",
-                "unsupported_parameter",
-            )  # fmt: skip
-        found = self._tool.of(template)
+        found = self._tool.of(template_for_tools(chat))
         if found is None:
             raise RequestError(
                 "tools were sent, but no installed parser knows how this model writes its calls; the operator can name "
@@ -54,6 +48,22 @@ class Parsers:
             return cast("type[ReasoningParser] | None", self._reasoning.of(chat.template(with_tools)))
         except TemplateError:
             return None  # the request fails for it, with its own message
+
+
+def template_for_tools(chat: Chat) -> str:
+    """The template that shows the model its tools.
+
+    Raises:
+        RequestError: it has no place for them.
+        TemplateError: the model has no chat template.
+    """
+    template = chat.template(with_tools=True)
+    if "tools" not in template:
+        raise RequestError(
+            "tools were sent, but this model's chat template has no place for tools: send none, or the operator can "
+            "give the model another template: server.chat_template=FILE", "tools", "unsupported_parameter",
+        )  # fmt: skip
+    return template
 
 
 class _Kind:

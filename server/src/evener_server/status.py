@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
@@ -17,7 +18,8 @@ from evener_server.vllm_metrics import AdapterFamily, VllmFamilies
 
 
 def model_card(service: Service, name: str | None = None) -> dict[str, Any]:
-    """The model, or an adapter, as ``/v1/models`` shows it under ``name``; default: the model's own name.
+    """The model, or an adapter, as ``/v1/models`` shows it under ``name``; default: the model's own name. It has the
+    fields of OpenAI's documents and of Anthropic's: clients of both ask here.
 
     Raises:
         ApiError: 503, the engine is not ready yet.
@@ -32,13 +34,20 @@ def model_card(service: Service, name: str | None = None) -> dict[str, Any]:
         "parent": None if adapter is None else service.model_name,
         "max_model_len": service.max_model_len,
         "input_modalities": ["text", *service.info.encoders],
+        "type": "model",
+        "display_name": name or service.model_name,
+        "created_at": datetime.fromtimestamp(service.created, timezone.utc).isoformat(),
+        "max_input_tokens": service.max_model_len,
+        "max_tokens": service.max_model_len,
+        "capabilities": None,
     }
 
 
 def model_list(service: Service) -> dict[str, Any]:
     """``GET /v1/models``."""
     names = (*service.own_names, *service.adapters)
-    return {"object": "list", "data": [model_card(service, name) for name in names]}
+    data = [model_card(service, name) for name in names]
+    return {"object": "list", "data": data, "first_id": names[0], "last_id": names[-1], "has_more": False}
 
 
 def not_ready_reason(llm: AsyncLLM) -> str | None:

@@ -11,6 +11,7 @@ from pydantic import Field
 from evener.contracts.media import MediaPrompt
 from evener.errors import ContextLengthError, RequestError
 from evener.loading.checkpoint import open_files
+from evener_server.parsers import template_for_tools
 from evener_server.protocol import ChatBody, CompletionBody, GenerationBody
 from evener_server.service import Service
 from evener_server.streaming import to_json
@@ -69,8 +70,10 @@ class TokenService:
         """The token ids of a conversation.
 
         Raises:
-            RequestError: as ``tokenize``.
+            RequestError: as ``tokenize``, or the template has no place for the tools.
         """
+        if body.calls_tools and (chat := self._service.prompts.chat(body)) is not None:
+            template_for_tools(chat)  # as the request itself would be refused
         prompt = await self._service.prompts.conversation(body, add_special_tokens)
         return prompt.ids if isinstance(prompt, MediaPrompt) else prompt
 

@@ -310,7 +310,9 @@ class Anthropic(Checker):
         self._model = requests.get(f"{self._url}/models").json()["data"][0]["id"]
 
     def messages(self) -> None:
-        """Whole and streamed messages, counts of tokens, errors."""
+        """Models, whole and streamed messages, counts of tokens, errors."""
+        self.exchange(self._url, "get", "/models", "/v1/models")
+        self.exchange(self._url, "get", f"/models/{self._model}", "/v1/models/{model_id}")
         asked = {"model": self._model, "messages": QUESTION}
         for more in MESSAGES:
             body = {**asked, "max_tokens": 8, "temperature": 0, **more}

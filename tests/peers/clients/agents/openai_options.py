@@ -48,7 +48,6 @@ def main(url: str, model: str) -> None:
         "chat": {name: outcome(chats, model=model, messages=_HELLO, max_completion_tokens=4, **{name: value})
                  for name, value in _CHAT.items()},
         "responses": {name: outcome(responses, **settings, **{name: value}) for name, value in _RESPONSES.items()},
-        "background_stream": outcome(responses, **settings, background=True, stream=True),
     }  # fmt: skip
     kept = responses.create(**said, max_output_tokens=2000, tool_choice="required")
     named = [{"type": "item_reference", "id": item.id} for item in kept.output]
@@ -61,6 +60,10 @@ def main(url: str, model: str) -> None:
         time.sleep(0.2)
         waiting = responses.retrieve(waiting.id)
     found["background"] = waiting.status in ("completed", "incomplete")
+    events = list(responses.create(**settings, background=True, stream=True))
+    found["streamed"] = [event.type for event in (*events[:1], *events[-1:])]
+    later = responses.retrieve(events[0].response.id, stream=True, starting_after=1)
+    found["read_again"] = list(later) == events[2:]
     print(json.dumps(found))
 
 
