@@ -70,12 +70,20 @@ class TokenService:
         """The token ids of a conversation.
 
         Raises:
-            RequestError: as ``tokenize``, or the template has no place for the tools.
+            RequestError: as ``tokenize``.
         """
-        if body.calls_tools and (chat := self._service.prompts.chat(body)) is not None:
-            template_for_tools(chat)  # as the request itself would be refused
         prompt = await self._service.prompts.conversation(body, add_special_tokens)
         return prompt.ids if isinstance(prompt, MediaPrompt) else prompt
+
+    async def count(self, body: ChatBody) -> int:
+        """How many tokens the model reads of a request.
+
+        Raises:
+            RequestError: as ``tokenize``, or the template has no place for the request's tools.
+        """
+        if body.calls_tools and (chat := self._service.prompts.chat(body)) is not None:
+            template_for_tools(chat)
+        return len(await self.chat_ids(body))
 
     async def info(self) -> bytes:
         """The tokenizer's settings: ``tokenizer_config.json``, and the chat template that is used.

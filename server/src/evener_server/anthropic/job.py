@@ -141,7 +141,7 @@ class TokenCounter:
         """
         chat, names = _translated(body)
         try:
-            return to_json({"input_tokens": len(await self._tokens.chat_ids(chat))})
+            return to_json({"input_tokens": await self._tokens.count(chat)})
         except RequestError as error:
             names.translate(error)
             raise

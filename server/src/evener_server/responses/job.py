@@ -177,7 +177,7 @@ class InputCounter:
         """
         _, chat, names = _translated(self._service, self._store, body)
         try:
-            count = len(await self._tokens.chat_ids(chat))
+            count = await self._tokens.count(chat)
         except RequestError as error:
             names.translate(error)
             raise
