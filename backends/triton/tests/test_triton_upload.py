@@ -26,6 +26,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return [each.clone() for each in rows]
 
     monkeypatch.setattr(upload, "_page_locked", fill)
+    monkeypatch.setattr(upload, "_has_page_locked_memory", lambda device: device == DEVICE)
     monkeypatch.setattr(upload, "PIECE_BYTES", 64)
     monkeypatch.setattr(upload, "AHEAD", 3)
     return read
@@ -65,3 +66,12 @@ def test_on_the_host_and_from_a_device_copies_are_done_at_once(pieces: list[torc
     with Uploads(DEVICE) as uploads:
         uploads.copy(torch.zeros(2, 8, device="meta"), torch.ones(2, 8, device="meta"))
     assert not pieces
+
+
+@pytest.mark.parametrize(("device", "here"), [("cuda", True), ("cpu", False), ("meta", False)])
+def test_only_torch_s_accelerator_has_page_locked_memory(
+    device: str, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not upload._has_page_locked_memory(torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: DEVICE)
+    assert upload._has_page_locked_memory(torch.device(device)) is here

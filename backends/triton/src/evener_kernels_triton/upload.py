@@ -20,11 +20,12 @@ class Uploads:
     """Copies that are under way; all have been asked for once the block is left.
 
     Args:
-        device: where to. On the host, and from a device, nothing is gained by threads: such copies are done at once.
+        device: where to. Copies to another device than torch's accelerator, which has page-locked memory, and copies
+            from a device are done at once.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool = None if device.type == "cpu" else ThreadPoolExecutor(READERS, "evener-upload")
+        self._pool = ThreadPoolExecutor(READERS, "evener-upload") if _has_page_locked_memory(device) else None
         self._reading: deque[tuple[Future[list[torch.Tensor]], list[torch.Tensor]]] = deque()
         #: The next piece: rows, and where they go.
         self._rows: list[torch.Tensor] = []
@@ -73,6 +74,11 @@ class Uploads:
         for place, rows in zip(places, full.result(), strict=True):
             # torch keeps page-locked memory until the copy from it is done.
             place.copy_(rows, non_blocking=True)
+
+
+def _has_page_locked_memory(device: torch.device) -> bool:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type == device.type
 
 
 def _page_locked(rows: list[torch.Tensor]) -> list[torch.Tensor]:
