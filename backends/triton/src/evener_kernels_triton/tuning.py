@@ -455,11 +455,8 @@ class Tuning:
 
     @memoized
     def single_token(self, hidden: int, inner: int, top: int, stored: bool = False) -> SingleToken | None:
-        """One token and its ``top`` experts; None if its row does not fit into one tile.
-
-        ``stored``: ``down`` has one byte an element. Its tiles then have 128 columns and more rows: a layer of
-        Qwen3-30B-A3B took 27.5 µs on an H200, and 31.1 with tiles of 256 columns.
-        """
+        """One token and its ``top`` experts; None if its row does not fit into one tile. ``stored``: ``down`` has one
+        byte an element (128 columns: a layer of Qwen3-30B-A3B took 27.5 µs on an H200; 256 columns: 31.1)."""
         k = power_of_two(hidden)
         if not 16 <= k <= 4096:
             return None
