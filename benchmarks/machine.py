@@ -78,16 +78,21 @@ def process_tree(pid: int | None = None) -> list[int]:
     return found
 
 
-def cpu_seconds(pids: list[int]) -> float:
-    """CPU time of those processes so far."""
+def cpu_seconds(pids: list[int], ended: bool = False) -> float:
+    """CPU time of those processes so far; ``ended``: and of their children that have ended."""
     total = 0
     for pid in pids:
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        total += int(fields[11]) + int(fields[12])
+        total += sum(map(int, fields[11 : 15 if ended else 13]))
     return total / _TICKS
+
+
+def own_seconds() -> float:
+    """CPU time so far of this process and its descendants; of those that have ended, if their parent waited for them."""
+    return cpu_seconds(process_tree(), ended=True)
 
 
 def busy_seconds() -> float:
@@ -106,13 +111,12 @@ class OtherProcesses:
     cores: float = 0.0
 
     def __enter__(self) -> OtherProcesses:
-        self._pids = process_tree()
-        self._busy, self._ours, self._began = busy_seconds(), cpu_seconds(self._pids), time.perf_counter()
+        self._busy, self._ours, self._began = busy_seconds(), own_seconds(), time.perf_counter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        others = busy_seconds() - self._busy - (cpu_seconds(self._pids) - self._ours)
+        others = busy_seconds() - self._busy - (own_seconds() - self._ours)
         self.cores = round(max(0.0, others) / seconds, 2)

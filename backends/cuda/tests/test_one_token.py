@@ -6,7 +6,6 @@ import ctypes
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +22,7 @@ from evener.ops.schemas import BUILTIN
 from evener_backend_cuda import compiled
 from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
 from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
-from evener_backend_cuda.one_token import MAX_SITES, Messages, OneTokenLayer, Sizes, _Argument, defines
+from evener_backend_cuda.one_token import MAX_SITES, Messages, OneTokenLayer, Sizes, _Argument, defines, source
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import families
 from evener_conformance.kit.subject import open_subject
@@ -32,7 +31,7 @@ from evener_kernels_triton.state import LAYOUT, PagedState
 from evener_kernels_triton.tuning import Tuning, number_of
 
 HOPPER = capabilities((9, 0), 132, 232_448)
-SOURCE = (files("evener_backend_cuda") / "one_token.cu").read_text()
+SOURCE = source()
 TUNING = Tuning.of(HOPPER)
 SMALL = AttentionConfig(heads=8, kv_heads=8, head_dim=64, rotary=RotaryConfig(64), qk_norm=True)
 
@@ -158,7 +157,7 @@ def test_every_macro_of_the_source_is_given() -> None:
 
 
 def test_the_argument_is_laid_out_as_in_the_source() -> None:
-    text = re.sub(r"//.*", "", SOURCE[SOURCE.index("struct Layer {") : SOURCE.index("};")]).split("{")[1]
+    text = re.sub(r"//.*", "", re.findall(r"struct Layer {(.*?)};", SOURCE, re.S)[0])
     names = re.findall(r"(\w+)\s*[,;]", text)
     assert names == [field[0] for field in _Argument._fields_]
 

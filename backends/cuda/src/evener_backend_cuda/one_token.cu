@@ -3,10 +3,6 @@
 // 128 programs; each 16 of them have one key head. Warps 0-7 compute, warp 8 streams weights, warp 9 waits
 // for the launch before and streams keys and values.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
 #define PROGRAMS 128
 #define SHARE 16
 #define WARPS 8
@@ -121,17 +117,12 @@ struct Layer {
 #define STAMP(i)
 #endif
 
-extern __shared__ __align__(128) unsigned char shared[];
-
-__device__ __forceinline__ u64 now() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-__device__ __forceinline__ u32 pack(float a, float b) {
-    u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a)); return d;
-}
 __device__ __forceinline__ float rounded(float a) { return low(pack(a, 0.f)); }
-__device__ __forceinline__ float power(float a) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(a)); return d; }
 __device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
+template <typename T>
+__device__ __forceinline__ T fresh(const T* at) { return *(const volatile T*)at; }
 
 __device__ __noinline__ void give_up(u32* report, u32 code) {
     if (report) { atomicExch_system(report, code | blockIdx.x << 16); __threadfence_system(); }
@@ -144,53 +135,9 @@ __device__ __forceinline__ void too_long(u32& looks, u32* report, u32 code) {
 }
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity, u32* report, u32 code) {
-    u32 done = 0;
     u32 looks = 0;
-    while (true) {
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
-                     "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-        if (done) break;
-        too_long(looks, report, code);
-    }
+    while (!try_wait(barrier, parity)) too_long(looks, report, code);
 }
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
-__device__ __forceinline__ void post(u64* at, u32 value, u32 flag) {
-    asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" :: "l"(at), "r"(value), "r"(flag) : "memory");
-}
-// One message of 16 bytes: loads and stores of 128 bits are single (PTX ISA, memory consistency model).
-__device__ __forceinline__ void post_wide(u64* at, float a, float b, float c, u32 flag) {
-    asm volatile("{ .reg .b128 m; .reg .b64 l, h; mov.b64 l, {%1, %2}; mov.b64 h, {%3, %4}; mov.b128 m, {l, h};\n"
-                 "st.relaxed.gpu.global.b128 [%0], m; }"
-                 :: "l"(at), "f"(a), "f"(b), "f"(c), "r"(flag) : "memory");
-}
-__device__ __forceinline__ uint4 look_wide(const u64* at) {
-    uint4 v;
-    asm volatile("{ .reg .b128 m; .reg .b64 l, h; ld.relaxed.gpu.global.b128 m, [%4]; mov.b128 {l, h}, m;\n"
-                 "mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
-}
-// A message's value and mark.
-__device__ __forceinline__ uint2 look(const u64* at) {
-    uint2 v;
-    asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-template <typename T>
-__device__ __forceinline__ T fresh(const T* at) { return *(const volatile T*)at; }
-__device__ __forceinline__ void together() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 // Send WORDS words of this program, in shared memory, to all programs, in COPIES copies: programs that all read one wait
 // for each other, and so do many stores. The first WRITERS threads wrote the words; all threads call it.
@@ -242,13 +189,6 @@ __device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u
             if (word + 2 < WORDS) take(source * WORDS + word + 2, v[n].z);
         }
     }
-}
-
-// sums [16, 8] += left [16, 16] x right [16, 8] in bfloat16.
-__device__ __forceinline__ void product(float (&sums)[4], const uint4& left, const uint2& right) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(left.x), "r"(left.y), "r"(left.z), "r"(left.w), "r"(right.x), "r"(right.y));
 }
 
 struct Ring {
@@ -401,13 +341,12 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         for (int i = 0; i < STAGES; i++) init(full + i * 8, 1), init(empty + i * 8, WARPS);
         for (int i = 0; i < KV_STAGES; i++) init(kv_full + i * 8, 1), init(kv_empty + i * 8, WARPS);
         init(meta_bar, 32);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_made();
     }
     __syncthreads();
 
     if (warp == WARPS) {  // weights
-        u64 policy;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        const u64 policy = evict_first();
         Ring ring{0, 0}, landed{0, 0};
         u32 issued = 0;
         const u32 to = base + AT_RING;
@@ -432,10 +371,9 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     if (warp == WARPS + 1) {  // what the step is, keys and values
         // What the step is was written before the first layer, which waits. Later ones start as soon as there is room.
         if (!p.before) grid_wait();
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+        launch_next();
         const int page_mask = (1 << p.page_bits) - 1;
-        u64 policy;
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        const u64 policy = evict_first();
         const int length = fresh(p.kv_lens), position = fresh(p.positions);
         const long long slot = p.wide_slots ? fresh((const long long*)p.slots) : (long long)fresh((const int*)p.slots);
         const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);

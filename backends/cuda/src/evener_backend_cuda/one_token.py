@@ -228,8 +228,7 @@ class OneTokenLayer(Kernel):
         static, device = cast(DecoderLayerStatic, call.static), call.device
         sizes = _sizes(static)
         stages = sizes.stages(number_of("shared", device.features, 0) + _RESERVED)
-        source = (files("evener_backend_cuda") / "one_token.cu").read_text()
-        code = self._driver.compile(source, defines(static, stages))
+        code = self._driver.compile(source(), defines(static, stages))
         launch = self._driver.kernel(code, "one_token_layer", PROGRAMS, THREADS, sizes.shared(stages))
         attention, mlp = (part.build(each) for part, each in zip(self._parts, _halves(call), strict=True))
         layer = _Layer(static, launch, self._messages, sizes)
@@ -306,6 +305,11 @@ class _Layer:
         if views.block_size != 1 << argument.page_bits or views.key_page % 8 or views.value_page % 8:
             raise ValueError(f"pages of {views.block_size} tokens, {views.key_page} numbers apart: takes powers of two")
         self._key = attention, mlp, views
+
+
+def source() -> str:
+    """The kernel, behind the functions that it is written in."""
+    return "".join((files("evener_backend_cuda") / name).read_text() for name in ("hopper.cuh", "one_token.cu"))
 
 
 def defines(static: DecoderLayerStatic, stages: int) -> dict[str, object]:
