@@ -54,8 +54,12 @@ class Ahead {
     fetch();
     owed = due - bytes;
   }
-  // So many bytes are used, and the caller prefetches as many, from here on; at the end, ``otherwise``.
+  // So many bytes are used, and the caller prefetches as many, from here on; ``otherwise`` at the end, and while what was prefetched early is used.
   MEMBER const char* take(long bytes, const char* otherwise) {
+    if (owed < 0) {
+      owed += bytes;
+      return otherwise;
+    }
     while (now.p >= now.end)
       if (!more || !more(context, &now)) return otherwise;
     const char* from = now.p;

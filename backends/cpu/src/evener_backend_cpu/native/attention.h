@@ -6,6 +6,7 @@
 // Quantized state has the same layout in elements of one byte (state_elements.h): a chunk becomes T when it is read, and the scale of a
 // head's keys is a factor on its scores, that of its values one on its output.
 #pragma once
+#include "ahead.h"
 #include "state_elements.h"
 
 static const long SPAN = 256, CHUNK = 64, TILE_ROWS = 48;
@@ -51,6 +52,9 @@ template <class T> INLINE char* value_group(const Geometry& g, long block, long 
   long at = g.kv_heads * g.block * g.d + (head * (g.block / 16) + group) * 16 * g.dv;
   return g.pages + block * g.page_bytes + at * element_bytes<T>(g);
 }
+
+// Keys and values of a group.
+template <class T> INLINE long group_bytes(const Geometry& g) { return 16 * (g.d + g.dv) * element_bytes<T>(g); }
 
 // Elements of a row of n numbers to a lane of its group; ``step``: from a pack of E numbers to the next.
 template <class T>
@@ -224,9 +228,10 @@ template <class T> struct Tile {
   const Geometry& g;
   const Step& step;
   const T* query;
+  Ahead* ahead;
   long request, token, count, head, group, rows, start;  // start: position of the first query
-  Tile(const Geometry& g, const Step& s, const T* query, const Item& item, long head)
-      : g(g), step(s), query(query), request(item.request), token(item.token), count(item.count), head(head),
+  Tile(const Geometry& g, const Step& s, const T* query, const Item& item, long head, Ahead* ahead = nullptr)
+      : g(g), step(s), query(query), ahead(ahead), request(item.request), token(item.token), count(item.count), head(head),
         group(g.heads / g.kv_heads), rows(item.count * group),
         start(s.kv_lens[item.request] - (s.query_start[item.request + 1] - item.token)) {}
 
@@ -236,16 +241,31 @@ template <class T> struct Tile {
   long first() const { return low(start) / CHUNK * CHUNK; }
   long last() const { return start + count - 1; }
 
+  // Positions that an item reads: those of one span, or of all.
+  long begin(long span) const { return span * SPAN > first() ? span * SPAN : first(); }
+  long end(long span) const { return span >= 0 && (span + 1) * SPAN < last() + 1 ? (span + 1) * SPAN : last() + 1; }
+  // The k-th memory that an item reads: of each chunk four groups of keys, then four of values.
+  bool memory(long span, long k, Span* to) const {
+    const long at = begin(span) + k / 8 * CHUNK + k % 4 * 16;
+    if (k % 4 == 0 && at >= end(span)) return false;
+    *to = Span{};
+    if (at >= end(span)) return true;
+    const long block = step.table[request * step.table_stride + at / g.block], in = at % g.block / 16, values = k % 8 / 4;
+    const char* p = values ? value_group<T>(g, block, head, in) : key_group<T>(g, block, head, in);
+    *to = Span{p, p + 16 * (values ? g.dv : g.d) * element_bytes<T>(g)};
+    return true;
+  }
+
   // Computes one span into ``to``; s and p are scratch of [4, CHUNK], room is scratch of quantized state.
   void span(long number, const Partial& to, float* s, T* p, T* room) const {
     clear(to, rows, g.dv);
-    long begin = number * SPAN > first() ? number * SPAN : first();
-    long end = (number + 1) * SPAN < last() + 1 ? (number + 1) * SPAN : last() + 1;
-    for (long c = begin; c < end; c += CHUNK) chunk(c, end - c < CHUNK ? end - c : CHUNK, to, s, p, room);
+    const long end = this->end(number);
+    for (long c = begin(number); c < end; c += CHUNK) chunk(c, end - c < CHUNK ? end - c : CHUNK, to, s, p, room);
   }
 
   void chunk(long c, long n, const Partial& to, float* s, T* p, T* room) const {
     const T *k[4], *v[4];
+    if (ahead) ahead->step((n + 15) / 16 * group_bytes<T>(g));
     const int32_t* table = step.table + request * step.table_stride;
     for (long i = 0; i < 4; i++) {
       long at = c + (i * 16 < n ? i * 16 : 0);
@@ -310,11 +330,12 @@ INLINE long attention_floats(const Geometry& g) {
   return 2 * partial_floats(tile_rows(g), g.dv) + 8 * CHUNK + 64 + (g.stored ? CHUNK * (g.d + g.dv) : 0);
 }
 
-// One item for one head: either all spans with the final result, or one span into ``parts``.
+// One item for one head: either all spans with the final result, or one span into ``parts``. ``ahead``: has what ``Tile::memory`` gives, and
+// what is used after it; null: nothing is prefetched.
 template <class T>
 __attribute__((noinline)) void attend_item(const Geometry& g, const Step& s, const Item& item, long head, const T* query, const T* sinks,
-                                           T* out, float* parts, float* scratch) {
-  Tile<T> tile(g, s, query, item, head);
+                                           T* out, float* parts, float* scratch, Ahead* ahead) {
+  Tile<T> tile(g, s, query, item, head, ahead);
   long size = partial_floats(tile_rows(g), g.dv);
   Partial all = partial_at(scratch, tile.rows, g.dv), one = partial_at(scratch + size, tile.rows, g.dv);
   float* sc = scratch + 2 * size;

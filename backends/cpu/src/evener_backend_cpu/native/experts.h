@@ -7,8 +7,6 @@ enum Scoring { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_TOP = 2 };
 static const int CLAMPED_SWIGLU = 3;
 // Tokens that go through routing, gate/up and down at a time; rows and columns of a thread's result buffer.
 static const long EXPERT_PANEL = 512, TILE = 128, WIDE = 64;
-// Bytes of down projections that a thread prefetches while others compute what these are multiplied by.
-static const long EARLY = 49152;
 
 struct Experts {
   int64_t hidden, inner, count, top, slots, copy_columns, scoring, groups, top_groups, group_best, renormalize, activation, shared_inner;
@@ -132,50 +130,12 @@ struct SortedPairs {
   long rows(long s) const { return start[s + 1] - start[s]; }
 };
 
-INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
-
 // Pieces of ``total``, each a multiple of ``unit`` and about as large as the others, and so many that threads end at about the same time.
 INLINE long even_piece(long total, long width, long threads, long unit) {
   if (threads == 1) return width;
   long wanted = total / (threads * 16), parts = wanted > unit ? ceil_div(width, wanted) : ceil_div(width, unit);
   return ceil_div(ceil_div(width, parts), unit) * unit;
 }
-
-// Pieces that a thread takes from a queue. What it reads next is prefetched, so it takes a piece shortly before it needs it.
-// ``span_of(piece, k, to)``: whether there is a k-th span of a piece, which is put into ``to``.
-template <class F> struct Pieces {
-  WorkQueue& queue;
-  long total;
-  F span_of;
-  long taken[4], count, at, part;  // at, part: what is prefetched next
-  bool begun;
-  Pieces(WorkQueue& queue, long total, F span_of) : queue(queue), total(total), span_of(span_of), count(0), at(0), part(0), begun(false) {}
-
-  bool take() {
-    long end;
-    if (count == 4 || !queue.take(total, 1, taken + count, &end)) return false;
-    count++;
-    return true;
-  }
-  bool operator()(Span* to) {
-    for (; at < count || take(); at++, part = 0)
-      if (span_of(taken[at], part++, to)) return true;
-    return false;
-  }
-  // The piece to be computed now.
-  bool next(long* piece) {
-    if (begun) {
-      count--;
-      for (long i = 0; i < count; i++) taken[i] = taken[i + 1];
-      if (at) at--;
-      else part = 0;
-    }
-    begun = count || take();
-    if (begun) *piece = taken[0];
-    return begun;
-  }
-};
-template <class F> static Pieces<F> pieces(WorkQueue& queue, long total, F span_of) { return Pieces<F>(queue, total, span_of); }
 
 // y = act(gate) * up of interleaved pairs: g sigmoid(alpha g) (u + 1), g clamped above and u on both sides.
 template <class T> INLINE void clamped_row(const float* pairs, T* y, long n, float alpha, float limit) {
@@ -332,12 +292,7 @@ template <class T> struct ExpertRun {
     });
     Ahead ahead;
     ahead.follow(own);
-    long early = 0;
-    auto idle = [&] {
-      ahead.early(EARLY / 16);
-      return (early += EARLY / 16) < EARLY;
-    };
-    if (wait_first) barrier.wait(threads, idle);
+    if (wait_first) wait_ahead(barrier, threads, ahead);
     while (own.next(&at))
       for (long n0 = at * piece, p1 = last_of(at); n0 < p1; n0 += WIDE) {
         long n1 = n0 + WIDE < p1 ? n0 + WIDE : p1;

@@ -92,7 +92,10 @@ static int attend(const Geometry* g, const Step* step, const T* q, const T* sink
   Run<T> run{l, step, step->tokens, nullptr, nullptr, nullptr, nullptr, 0, 0, {}, {}, {}, {}, {}, {}};
   Pool::run(threads, [&](long tid, long n) {
     char* mine = base + s.priv + tid * s.priv_bytes + Sizes::up(2 * MLP_PANEL * MLP_ROWS * 4);
-    run.attend(*step, q, sinks, out, (float*)(base + s.parts), (float*)mine, tid, n);
+    auto own = run.items();
+    Ahead ahead;
+    ahead.follow(own);
+    run.attend(*step, q, sinks, out, (float*)(base + s.parts), (float*)mine, tid, n, own, &ahead);
   });
   return 0;
 }

@@ -1,10 +1,9 @@
 // A decoder layer, or a part of it, as one parallel region: threads divide the rows of weights and synchronize at barriers.
 #pragma once
-#include <atomic>
 #include <cstdlib>
 
 #include "attention.h"
-#include "pool.h"
+#include "pieces.h"
 #include "quant_gemm.h"
 #include "rows.h"
 
@@ -20,23 +19,24 @@ struct Layer {
   int64_t positions;  // rows of cos_sin and of query_scale
 };
 
-// A range of ``total`` that threads take in pieces until it is used up.
-struct WorkQueue {
-  std::atomic<long> next{0};
-  bool take(long total, long piece, long* from, long* to) {
-    long at = next.fetch_add(piece, std::memory_order_relaxed);
-    if (at >= total) return false;
-    *from = at;
-    *to = at + piece < total ? at + piece : total;
-    return true;
+// Rows of a matrix in pieces, as a thread takes and prefetches them.
+template <class T> struct RowPieces {
+  const Matrix& w;
+  long N, K, piece;
+  long count() const { return ceil_div(N, piece); }
+  bool operator()(long at, long k, Span* to) const {
+    const long n0 = at * piece;
+    return span_at(w, n0, n0 + piece < N ? n0 + piece : N, k, K, sizeof(T), to);
   }
-  void reset() { next.store(0, std::memory_order_relaxed); }
 };
 
-INLINE long piece_of(long total, long threads, long unit) {
-  if (threads == 1) return total;
-  long p = (total / (threads * 6) + unit - 1) / unit * unit;
-  return p > unit ? p : unit;
+template <class T, class O>
+INLINE void gemm_pieces(Pieces<RowPieces<T>>& own, const T* x, const Quantized& q, long M, const void* bias, O* y, Ahead* ahead) {
+  const RowPieces<T>& rows = own.span_of;
+  for (long at; own.next(&at);) {
+    const long n0 = at * rows.piece, n1 = n0 + rows.piece < rows.N ? n0 + rows.piece : rows.N;
+    multiply<T, O>(rows.w, x, q, M, n0, n1, rows.K, (const T*)bias, y + n0, rows.N, {}, {}, ahead);
+  }
 }
 
 template <class T, class O>
@@ -54,6 +54,33 @@ static const long MLP_ROWS = GATE_ROWS;
 #else
 static const long MLP_ROWS = 16;
 #endif
+
+// For a few tokens, threads take long runs of rows of each half: weights come from memory, and every run starts slowly.
+INLINE long rows_at_once(long tokens) { return tokens <= FEW ? MLP_PANEL * MLP_ROWS / FEW : MLP_ROWS; }
+
+// Rows of gate and up in pieces: ``some`` rows of gate, then as many of up, and so on.
+template <class T> struct GateUpRows {
+  const Matrix& w;
+  long inner, K, piece, some;
+  long count() const { return ceil_div(inner, piece); }
+  bool operator()(long at, long k, Span* to) const {
+    const long i = at * piece + k / 2 * some, end = at * piece + piece < inner ? at * piece + piece : inner;
+    if (i >= end) return false;
+    const long n0 = k % 2 * inner + i;
+    *to = span_of(w, n0, n0 + (end - i < some ? end - i : some), K, sizeof(T));
+    return true;
+  }
+};
+
+// What items of attention read, for one KV head each.
+template <class T> struct Attended {
+  const Geometry& g;
+  const Step* step;
+  bool operator()(long at, long k, Span* to) const {
+    const Item& item = step->plan[at / g.kv_heads];
+    return Tile<T>(g, *step, nullptr, item, at % g.kv_heads).memory(item.span, k, to);
+  }
+};
 
 // Rounds the rows of x to integers: if they are few, every thread does all of them; otherwise threads share them.
 template <class T>
@@ -158,6 +185,8 @@ template <class T> struct Run {
     if (sum && tid == 0) memcpy((void*)stream, sum, tokens * l.hidden * sizeof(float));
   }
 
+  void wait(long threads, Ahead* ahead) { ahead ? wait_ahead(barrier, threads, *ahead) : barrier.wait(threads); }
+
   // Queries and keys stay in float32 up to here: if keys have a large bias (Qwen2), rounding them before the rotation as well
   // as after it costs more than all other roundings.
   void heads(float* qkv, T* q, long tid, long threads) {
@@ -202,38 +231,57 @@ template <class T> struct Run {
       float* scratch = (float*)((char*)temp + Sizes::up(2 * MLP_PANEL * MLP_ROWS * 4));
       char *ints = base + s.ints, *few = mine + s.priv_bytes - s.few_bytes;
       float* sum = nullptr;
+      auto rows = [&](const Matrix& w, long N, long K) { return RowPieces<T>{w, N, K, piece_of(N, threads, 16)}; };
+      const RowPieces<T> qkv_rows = rows(l.qkv, width, H), o_rows = rows(l.o, H, g.heads * g.dv), down_rows = rows(l.down, H, l.inner);
+      const GateUpRows<T> gate_up_rows{l.gate_up, l.inner, H, piece_of(l.inner, threads, 16), rows_at_once(tokens)};
+      auto own_qkv = pieces(qkv_queue, qkv_rows.count(), qkv_rows);
+      auto own_items = items();
+      auto own_o = pieces(o_queue, o_rows.count(), o_rows);
+      auto own_gate_up = pieces(gate_up_queue, gate_up_rows.count(), gate_up_rows);
+      auto own_down = pieces(down_queue, down_rows.count(), down_rows);
+      auto next = [&](Span* to) {
+        return (flags & ENTER && own_qkv(to)) || (flags & ATTEND && (own_items(to) || own_o(to))) || (flags & MLP && (own_gate_up(to) || own_down(to)));
+      };
+      // What is read next is prefetched across the ends of pieces and of products, and while this thread waits. With several panels queues are
+      // used again, and no piece may be taken before its time.
+      Ahead following, *ahead = tokens <= MLP_PANEL ? &following : nullptr;
+      if (ahead) ahead->follow(next);
       if (flags & ENTER) {
         T* y = norms(x, nullptr, l.norm, l.eps, l.offset, xn, priv, tid, threads, &sum);
         Quantized in = quantized(l.qkv, y, tokens, H, ints, few, barrier, tid, threads);
-        gemm_parallel<T, float>(qkv_queue, threads, y, in, tokens, l.qkv, l.qkv_bias, width, H, qkv);
-        barrier.wait(threads);
+        gemm_pieces<T, float>(own_qkv, y, in, tokens, l.qkv_bias, qkv, ahead);
+        wait(threads, ahead);
         commit_residual(sum, tid);
         heads(qkv, q, tid, threads);
       }
       if (flags & ATTEND) {
-        barrier.wait(threads);
-        attend(*step, q, (const T*)l.sinks, attn, parts, scratch, tid, threads);
-        barrier.wait(threads);
+        wait(threads, ahead);
+        attend(*step, q, (const T*)l.sinks, attn, parts, scratch, tid, threads, own_items, ahead);
+        wait(threads, ahead);
         Quantized in = quantized(l.o, attn, tokens, g.heads * g.dv, ints, few, barrier, tid, threads);
-        gemm_parallel<T, T>(o_queue, threads, attn, in, tokens, l.o, l.o_bias, H, g.heads * g.dv, ao);
+        gemm_pieces<T, T>(own_o, attn, in, tokens, l.o_bias, ao, ahead);
         if (l.post_norm && !(flags & MLP)) {
           barrier.wait(threads);
           for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)
             norm_row(ao + t * H, (const T*)l.post_norm, ao + t * H, H, l.eps, l.offset);
         }
       }
-      if (flags & MLP) mlp(flags & ATTEND ? ao : x, xn, h, priv, temp, ints, few, tid, threads);
+      if (flags & MLP) mlp(flags & ATTEND ? ao : x, xn, h, priv, temp, ints, few, tid, threads, own_gate_up, own_down, ahead);
     });
   }
 
-  void attend(const Step& st, const T* q, const T* sinks, T* attn, float* parts, float* scratch, long tid, long threads) {
+  // What a thread attends to.
+  Pieces<Attended<T>> items() { return pieces(attend_queue, step ? step->items * l.g.kv_heads : 0, Attended<T>{l.g, step}); }
+
+  void attend(const Step& st, const T* q, const T* sinks, T* attn, float* parts, float* scratch, long tid, long threads, Pieces<Attended<T>>& own,
+              Ahead* ahead) {
     const Geometry& g = l.g;
-    long n0, n1, covered = st.query_start[st.requests];
+    long n, covered = st.query_start[st.requests];
     if (tid == 0 && covered < tokens) memset((void*)(attn + covered * g.heads * g.dv), 0, (tokens - covered) * g.heads * g.dv * sizeof(T));
-    while (attend_queue.take(st.items * g.kv_heads, 1, &n0, &n1))
-      attend_item<T>(g, st, st.plan[n0 / g.kv_heads], n0 % g.kv_heads, q, sinks, attn, parts, scratch);
+    if (ahead) ahead->at_least(CHUNK / 16 * group_bytes<T>(g));
+    while (own.next(&n)) attend_item<T>(g, st, st.plan[n / g.kv_heads], n % g.kv_heads, q, sinks, attn, parts, scratch, ahead);
     if (!st.parts) return;
-    barrier.wait(threads);
+    wait(threads, ahead);
     for (long i = tid; i < st.items * g.kv_heads; i += threads) {
       const Item& item = st.plan[i / g.kv_heads];
       if (item.spans > 1 && (i / g.kv_heads == 0 || st.plan[i / g.kv_heads - 1].request != item.request))
@@ -241,32 +289,31 @@ template <class T> struct Run {
     }
   }
 
-  void mlp(T* add, T* xn, T* h, float* priv, float* temp, char* ints, char* few, long tid, long threads) {
-    long H = l.hidden, I = l.inner;
+  void mlp(T* add, T* xn, T* h, float* priv, float* temp, char* ints, char* few, long tid, long threads, Pieces<GateUpRows<T>>& own_gate_up,
+           Pieces<RowPieces<T>>& own_down, Ahead* ahead) {
+    long H = l.hidden, I = l.inner, piece = own_gate_up.span_of.piece;
     const T* bias = (const T*)l.gate_up_bias;
     float* sum;
-    if (flags & ATTEND) barrier.wait(threads);
+    if (flags & ATTEND) wait(threads, ahead);
     T* y = norms(add, flags & ATTEND ? l.post_norm : nullptr, l.mlp_norm, l.mlp_eps, l.mlp_offset, xn, priv, tid, threads, &sum);
-    for (long p = 0; p < tokens; p += MLP_PANEL) {
-      long M = tokens - p < MLP_PANEL ? tokens - p : MLP_PANEL, i0, i1;
-      // For a few tokens, threads take long runs of rows of each half: weights come from memory, and every run starts slowly.
-      long piece = piece_of(I, threads, 16), some = M <= FEW ? MLP_PANEL * MLP_ROWS / FEW : MLP_ROWS;
+    for (long p = 0, at; p < tokens; p += MLP_PANEL) {
+      long M = tokens - p < MLP_PANEL ? tokens - p : MLP_PANEL, some = rows_at_once(M);
       Quantized in = quantized(l.gate_up, y + p * H, M, H, ints, few, barrier, tid, threads);
-      while (gate_up_queue.take(I, piece, &i0, &i1))
-        for (long i = i0; i < i1; i += some) {
+      while (own_gate_up.next(&at))
+        for (long i = at * piece, i1 = i + piece < I ? i + piece : I; i < i1; i += some) {
           long n = i1 - i < some ? i1 - i : some;
           float *gate = temp, *up = temp + MLP_PANEL * MLP_ROWS;
-          multiply<T, float>(l.gate_up, y + p * H, in, M, i, i + n, H, bias, gate, some);
-          multiply<T, float>(l.gate_up, y + p * H, in, M, I + i, I + i + n, H, bias, up, some);
+          multiply<T, float>(l.gate_up, y + p * H, in, M, i, i + n, H, bias, gate, some, {}, {}, ahead);
+          multiply<T, float>(l.gate_up, y + p * H, in, M, I + i, I + i + n, H, bias, up, some, {}, {}, ahead);
           for (long m = 0; m < M; m++) act_row<float, T>(gate + m * some, up + m * some, h + m * I + i, n, l.activation);
         }
-      barrier.wait(threads);
-      if (tid == 0) gate_up_queue.reset();
+      wait(threads, ahead);
+      if (!ahead && tid == 0) gate_up_queue.reset();
       if (p == 0) commit_residual(sum, tid);
       in = quantized(l.down, h, M, I, ints, few, barrier, tid, threads);
-      gemm_parallel<T, T>(down_queue, threads, h, in, M, l.down, l.down_bias, H, I, out + p * H);
+      gemm_pieces<T, T>(own_down, h, in, M, l.down_bias, out + p * H, ahead);
       barrier.wait(threads);
-      if (tid == 0) down_queue.reset();
+      if (!ahead && tid == 0) down_queue.reset();
     }
     if (l.mlp_post_norm)
       for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)

@@ -274,6 +274,21 @@ INLINE Span span_of(const Matrix& w, long n0, long n1, long K, long size) {
   return found;
 }
 
+// The k-th span of rows n0 <= n < n1, one for each part; whether there is one.
+INLINE bool span_at(const Matrix& w, long n0, long n1, long k, long K, long size, Span* to) {
+  for (; w.blocks && k > 0 && n0 < n1; k--) {
+    long end = n1;
+    for (long i = 0; i < w.blocks->count; i++) {
+      const long first = w.blocks->segments[i].first;
+      if (first > n0 && first < end) end = first;
+    }
+    n0 = end;
+  }
+  if (n0 >= n1 || k > 0) return false;
+  *to = span_of(w, n0, n1, K, size);
+  return true;
+}
+
 // As ``gemm``, over a matrix of either kind; ``q`` are the rows of x as integers, for parts in blocks.
 template <class T, class O>
 __attribute__((noinline)) void multiply(const Matrix& w, const T* x, const Quantized& q, long M, long n0, long n1, long K, const T* bias, O* y, long ldy,
