@@ -175,7 +175,7 @@ class Runner:
         if best is not None:
             return self.store_ids(plan, slots, positions, best, scores, outputs)
         logits = self.logits(rows, step)
-        floats, ints = self.tables.floats.index_select(0, slots), self.tables.ints.index_select(0, slots)
+        floats, ints = (t.index_select(0, slots) if how.random else t for t in (self.tables.floats, self.tables.ints))
         random, penalized, biased = (a if len(a) else None for a in (arrays.random, arrays.penalized, arrays.biased))
         # Log-probabilities are reported for the model's own logits, before biases and penalties.
         raw = logits.index_select(0, arrays.logprobs) if how.logprobs else logits
