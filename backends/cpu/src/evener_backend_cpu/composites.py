@@ -138,6 +138,7 @@ class _Layer(_Composite):
         device, function = self.device, self.native.function("layer", call.static["dtype"])
         site, flags = _Site(*self._parts(call.static), call.layouts), self.flags
         bind, dtype = site.bind, getattr(torch, call.static["dtype"])
+        hidden = site.struct.hidden
 
         def run(
             x: torch.Tensor,
@@ -149,16 +150,16 @@ class _Layer(_Composite):
             meta: PagedMeta,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             stream, out, more = _streams(x, residual)
-            shape = x.shape[0], site.struct.hidden
-            require("the input", x, dtype, shape)
+            tokens = x.shape[0]
+            require("the input", x, dtype, (tokens, hidden))
             function(
                 bind(attention, mlp, views),
                 meta.address,
-                x.shape[0],
+                tokens,
                 more,
-                require("the residual", stream, torch.float32, shape),
+                require("the residual", stream, torch.float32, (tokens, hidden)),
                 out.data_ptr(),
-                *require_indices("positions", positions, x.shape[0]),
+                *require_indices("positions", positions, tokens),
                 flags,
                 device.threads,
             )
