@@ -1,0 +1,152 @@
+"""Kernels in CUDA C++ on the host: compiled by g++ behind ``emulator/host.h`` instead of ``hopper.cuh``, and run by
+``emulator/runtime.cpp`` with all programs and threads of a launch, which wait for each other as on a card."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
+
+HERE = Path(__file__).parent / "emulator"
+#: The compiler's part of a card: what the host's functions stand for.
+_HOPPER = (files("evener_backend_cuda") / "hopper.cuh").read_text()
+_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w", "-Wl,-z,now")
+#: When nobody can go on, each wait gives up at its next look, and says so. ``looks``: as in one_token.cu.
+_PATIENCE = "(emulator::stuck?looks:0u)"
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("start", ctypes.c_void_p), ("argument", ctypes.c_void_p), ("programs", ctypes.c_uint),
+        ("threads", ctypes.c_uint), ("shared", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [("seed", ctypes.c_ulonglong), ("room", ctypes.c_uint), ("overlap", ctypes.c_uint)]
+
+
+@dataclass
+class Schedule:
+    """How programs run.
+
+    Attributes:
+        seed: of the order of threads, and of the time until copies and messages arrive. 0: in order, and messages
+            are there at once.
+        room: programs that are there at a time; an H200 has room for two in each of 132 multiprocessors.
+        overlap: whether a launch in a graph may start before the one ahead of it has ended.
+    """
+
+    seed: int = 0
+    room: int = 264
+    overlap: bool = True
+
+
+class EmulatedDriver(Driver):
+    """Compiles for the host and launches there.
+
+    Outside of ``graph`` a launch has ended when the call returns. Launches in a graph are run at its end.
+
+    Args:
+        folder: keeps what was compiled.
+        changes: texts of the source and what they are replaced by, for faults that a test plants.
+    """
+
+    def __init__(self, folder: Path, changes: Mapping[str, str] | None = None) -> None:
+        super().__init__("host")
+        self._folder, self._changes = folder, changes or {}
+        self.schedule = Schedule()
+        self.launches = 0
+        #: Launches of the graph that is being captured; None: there is none. And how many graphs there were.
+        self.captured: list[tuple[EmulatedKernel, ctypes.Structure]] | None = None
+        self.graphs = 0
+        library = self._built("runtime", (HERE / "runtime.cpp").read_text(), ("-O2", f"-I{HERE}"))
+        self._runtime = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+    def refusal(self) -> str | None:
+        return None
+
+    def compile(self, source: str, defines: Mapping[str, object]) -> bytes:
+        assert source.count(_HOPPER) == 1
+        source = source.replace(_HOPPER, '#include "host.h"\n')
+        for text, other in self._changes.items():
+            assert source.count(text) == 1, f"the source has {source.count(text)} times: {text}"
+            source = source.replace(text, other)
+        for name in re.findall(r"__global__ .*?(\w+)\(const", source):
+            source += f'extern "C" void start_{name}(const void* argument) {{ call_kernel({name}, argument); }}\n'
+        given = {**defines, **({"PATIENCE": _PATIENCE} if "PATIENCE" in defines else {})}
+        # The headers are part of what is compiled.
+        flags = ("-O1", "-march=native", f"-I{HERE}", *(f"-D{k}={v}" for k, v in given.items()))
+        headers = "".join((HERE / name).read_text() for name in ("host.h", "runtime.h"))
+        return str(self._built("kernel", source, flags, headers)).encode()
+
+    def kernel(
+        self, code: bytes, name: str, grid: int, threads: int, shared: int, early: bool = True
+    ) -> CompiledKernel:
+        start = ctypes.cast(ctypes.CDLL(code.decode())[f"start_{name}"], ctypes.c_void_p)
+        return cast(CompiledKernel, EmulatedKernel(self, start, grid, threads, shared))
+
+    @contextmanager
+    def graph(self) -> Iterator[None]:
+        """Launches in here are kept, and run at the end."""
+        self.captured, kept = (held := list[Any]()), held
+        self.graphs += 1
+        try:
+            yield
+        finally:
+            self.captured = None
+        self.run(kept)
+
+    def run(self, launches: Sequence[tuple[EmulatedKernel, ctypes.Structure]]) -> None:
+        """Raises RuntimeError with what went wrong: who waits for what, if nobody can go on."""
+        held = (_Launch * len(launches))()
+        report = ctypes.c_uint()
+        for launch, (kernel, argument) in zip(held, launches, strict=True):
+            argument.report = ctypes.addressof(report)
+            launch.start, launch.argument = kernel.start, ctypes.addressof(argument)
+            launch.programs, launch.threads, launch.shared = kernel.grid, kernel.threads, kernel.shared
+        how, error = self.schedule, ctypes.create_string_buffer(4096)
+        options = _Options(how.seed, how.room, how.overlap)
+        if self._runtime.emulator_run(held, len(held), ctypes.byref(options), error, len(error)):
+            raise RuntimeError(error.value.decode())
+
+    def _built(self, name: str, source: str, flags: Sequence[str], beside: str = "") -> Path:
+        key = hashlib.sha256(repr((source, flags, beside)).encode()).hexdigest()[:16]
+        library = self._folder / f"{name}-{key}.so"
+        if not library.exists():
+            made = library.with_suffix(".cpp")
+            made.write_text(source)
+            subprocess.run(["g++", *_FLAGS, *flags, "-o", library, made], check=True)
+        return library
+
+
+class EmulatedKernel:
+    """Stands for a loaded kernel."""
+
+    def __init__(self, driver: EmulatedDriver, start: ctypes.c_void_p, grid: int, threads: int, shared: int) -> None:
+        self._driver, self.start, self.grid, self.threads, self.shared = driver, start, grid, threads, shared
+
+    def place(self, device: torch.device) -> Place:
+        """In a graph, each launch waits for the one before."""
+        captured = self._driver.captured
+        return Place(7) if captured is None else Place(7, self._driver.graphs, (len(captured),))
+
+    def __call__(self, stream: int, argument: ctypes.Structure) -> None:
+        assert stream == 7
+        self._driver.launches += 1
+        launch = self, type(argument).from_buffer_copy(argument)
+        if self._driver.captured is None:
+            self._driver.run([launch])
+        else:
+            self._driver.captured.append(launch)
