@@ -21,7 +21,12 @@ from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
 HERE = Path(__file__).parent / "emulator"
 #: The compiler's part of a card: what the host's functions stand for.
 _HOPPER = (files("evener_backend_cuda") / "hopper.cuh").read_text()
-_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w", "-Wl,-z,now")
+_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-Wl,-z,now")
+#: Of a kernel: it ends with a message where a card would, or might, do something else.
+_KERNEL_FLAGS = (
+    "-O1", "-march=native", "-fno-strict-aliasing", "-fsanitize=alignment,bounds,shift,integer-divide-by-zero",
+    "-fsanitize-undefined-trap-on-error", f"-I{HERE}",
+)  # fmt: skip
 #: When nobody can go on, each wait gives up at its next look, and says so. ``looks``: as in one_token.cu.
 _PATIENCE = "(emulator::stuck?looks:0u)"
 
@@ -60,19 +65,23 @@ class EmulatedDriver(Driver):
 
     Args:
         folder: keeps what was compiled.
-        changes: texts of the source and what they are replaced by, for faults that a test plants.
+        faults: places of the source, and what stands there with faults that a test plants: ``FAULT(3)`` is true while
+            ``planted`` is 3. So one compilation serves all faults.
     """
 
-    def __init__(self, folder: Path, changes: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, faults: Mapping[str, str] | None = None) -> None:
         super().__init__("host")
-        self._folder, self._changes = folder, changes or {}
+        self._folder, self._faults = folder, faults or {}
         self.schedule = Schedule()
         self.launches = 0
+        #: Whether the launches of the last graph could overlap.
+        self.overlapping = False
         #: Launches of the graph that is being captured; None: there is none. And how many graphs there were.
         self.captured: list[tuple[EmulatedKernel, ctypes.Structure]] | None = None
         self.graphs = 0
         library = self._built("runtime", (HERE / "runtime.cpp").read_text(), ("-O2", f"-I{HERE}"))
         self._runtime = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        self.planted = 0
 
     def refusal(self) -> str | None:
         return None
@@ -80,14 +89,13 @@ class EmulatedDriver(Driver):
     def compile(self, source: str, defines: Mapping[str, object]) -> bytes:
         assert source.count(_HOPPER) == 1
         source = source.replace(_HOPPER, '#include "host.h"\n')
-        for text, other in self._changes.items():
-            assert source.count(text) == 1, f"the source has {source.count(text)} times: {text}"
+        for text, other in self._faults.items():
+            assert source.count(text) == 1, f"{source.count(text)} times in the source: {text}"
             source = source.replace(text, other)
         for name in re.findall(r"__global__ .*?(\w+)\(const", source):
             source += f'extern "C" void start_{name}(const void* argument) {{ call_kernel({name}, argument); }}\n'
         given = {**defines, **({"PATIENCE": _PATIENCE} if "PATIENCE" in defines else {})}
-        # The headers are part of what is compiled.
-        flags = ("-O1", "-march=native", f"-I{HERE}", *(f"-D{k}={v}" for k, v in given.items()))
+        flags = (*_KERNEL_FLAGS, *(f"-D{k}={v}" for k, v in given.items()))
         headers = "".join((HERE / name).read_text() for name in ("host.h", "runtime.h"))
         return str(self._built("kernel", source, flags, headers)).encode()
 
@@ -106,6 +114,7 @@ class EmulatedDriver(Driver):
             yield
         finally:
             self.captured = None
+        self.overlapping = self.schedule.overlap and len(kept) > 1
         self.run(kept)
 
     def run(self, launches: Sequence[tuple[EmulatedKernel, ctypes.Structure]]) -> None:
@@ -116,6 +125,7 @@ class EmulatedDriver(Driver):
             argument.report = ctypes.addressof(report)
             launch.start, launch.argument = kernel.start, ctypes.addressof(argument)
             launch.programs, launch.threads, launch.shared = kernel.grid, kernel.threads, kernel.shared
+        ctypes.c_uint.in_dll(self._runtime, "emulator_planted").value = self.planted
         how, error = self.schedule, ctypes.create_string_buffer(4096)
         options = _Options(how.seed, how.room, how.overlap)
         if self._runtime.emulator_run(held, len(held), ctypes.byref(options), error, len(error)):

@@ -221,6 +221,9 @@ inline u32 pack_e4m3(float a, float b) { return to_e4m3(a) | to_e4m3(b) << 8; }
 inline void product_f16(float (&sums)[4], const uint4& left, const uint2& right) { product_of<F16>(sums, left, right); }
 inline void product_e4m3(float (&sums)[4], const uint4& left, const uint2& right) { product_of<E4m3>(sums, left, right); }
 
+// Is this the fault that a test plants?
+#define FAULT(number) (emulator_planted == number)
+
 // How the runtime begins a kernel whose argument it does not know.
 template <typename Argument>
 inline void call_kernel(void (*kernel)(Argument), const void* argument) { kernel(*(const Argument*)argument); }

@@ -3,6 +3,7 @@
 
 #include "runtime.h"
 
+#include <dlfcn.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -20,6 +21,7 @@
 Index threadIdx, blockIdx, blockDim, gridDim;
 unsigned char* shared;
 bool emulator::stuck;
+extern "C" { u32 emulator_planted; }
 
 namespace {
 
@@ -29,37 +31,46 @@ constexpr u32 LANES = 32, NAMED = 16, RECENT = 16;
 constexpr size_t PAGE = 4096;
 // Not a multiple of a page, so that the frames of a warp's threads are not in the same lines of the cache.
 constexpr size_t STACK = 4 * PAGE + 320, STACK_LEFT = 1024;
-// Rounds without any progress after which nobody will go on.
-constexpr u32 IDLE = 3;
+// Rounds without any progress: after so many all threads run in each round, after some more nobody will go on.
+constexpr u32 IDLE = 4, TOO_IDLE = 8;
 
 enum class State : unsigned char { READY, MEETS, NAMED_BARRIER, COPY_BARRIER, POLLS, NAPS, LAUNCH, ENDED, GAVE_UP };
 
-// One look at a message.
-struct Look { const void* at; u64 word[2]; u32 times; };
+// A message that a thread looked at: what it saw, how often in a row, and what is there when it waits for a change.
+struct Message { const void* at; u32 bytes, times; u64 seen[2], there[2]; };
+
+// What a thread looked at last.
+struct Looks {
+    Message messages[RECENT];
+    u32 count, in_a_row;  // how many there were, and without a wait between
+    u32 kept() const { return std::min(count, RECENT); }
+};
 
 struct Thread {
     void* sp;
     unsigned char* stack;
-    State state;
-    u32 mask, code;   // of a meeting; of a wait that was given up
-    Finish finish;
+    Finish finish;    // of a meeting
     void* own;
+    u32 mask;
     u32 id, parity;   // of a barrier
-    u64 seen;         // changes of memory when it looked last
-    Look looks[RECENT];
-    u32 looked;
+    State state;
+    u32 code;         // of a wait that was given up
+    Looks* looks;     // made with the first one
 };
 
 struct Program;
 
 struct Warp {
     Program* program;
-    u32 first, ready, meets, ended;  // number of its first thread; lanes
-    bool queued;
+    u32 first, ready, meets, looks, ended;  // number of its first thread; lanes
+    u32 sleeps_until;
+    bool queued, looking;
     Thread* threads;
 };
 
 struct Barrier { u32 count, pending, phase; long long bytes; };
+
+struct Copy { u32 to, bytes, barrier; const void* from; };
 
 struct Launched;
 
@@ -71,7 +82,7 @@ struct Program {
     std::vector<Warp> warps;
     u32 arrived[NAMED];
     std::map<u32, Barrier> barriers;
-    u32 copies;
+    std::vector<Copy> copies;  // under way
 };
 
 struct Launch {
@@ -93,26 +104,26 @@ struct Launched {
     bool done() const { return ended == what.programs; }
 };
 
-struct Copy { Program* program; u32 to; const void* from; u32 bytes, barrier; };
 struct Store { Launched* launch; void* at; u32 words[4], count; };
 
 // All that is of one call of `run`.
 struct Machine {
     Options options;
-    u64 random, changes, progress;
+    u64 random, progress;
     std::vector<Launched> launches;
     std::vector<Warp*> ready;
-    std::vector<Copy> copies;
+    u32 copies;
     std::vector<Store> stores;
     std::unordered_map<void*, size_t> stored;  // where the last store to an address is
     std::vector<u32> free_slots;
-    std::vector<bool> slow;
     Warp* warp;
     Thread* thread;
     void* scheduler;
     std::string error;
     jmp_buf out;
     u64 clock;
+    u32 idle, round;
+    std::vector<Warp*> looking;  // that have threads which wait for a message or a launch
 };
 
 Machine* m;
@@ -184,6 +195,13 @@ void run_thread(Warp& warp, u32 lane, void** save) {
     emulator_switch(save, thread.sp);
 }
 
+// By chance a warp stops for some rounds, while some of its lanes could go on.
+bool halts(Warp& warp) {
+    if (!m->options.seed || m->idle > IDLE || !once_in(64)) return false;
+    warp.sleeps_until = m->round + (1 << (next_random() >> 20) % 7);
+    return true;
+}
+
 // The next lane of a warp that can run.
 u32 choose(const Warp& warp) {
     if (m->options.seed) {
@@ -197,8 +215,14 @@ u32 choose(const Warp& warp) {
 void block(State state) {
     Thread& thread = *m->thread;
     thread.state = state;
+    if (state == State::POLLS || state == State::NAPS || state == State::LAUNCH) {
+        if (thread.looks) thread.looks->in_a_row = 0;
+        Warp& warp = *m->warp;
+        warp.looks |= 1u << (threadIdx.x - warp.first);
+        if (!warp.looking) warp.looking = true, m->looking.push_back(&warp);
+    }
     if ((unsigned char*)__builtin_frame_address(0) < thread.stack + STACK_LEFT) fail("its stack is too small");
-    if (m->warp->ready) run_thread(*m->warp, choose(*m->warp), &thread.sp);
+    if (m->warp->ready && !halts(*m->warp)) run_thread(*m->warp, choose(*m->warp), &thread.sp);
     else emulator_switch(&thread.sp, m->scheduler);
 }
 
@@ -209,7 +233,7 @@ void end_of_thread() {
     warp.ended |= 1u << lane;
     m->progress++;
     if (--program.living == 0) {
-        if (program.copies) fail("its program ends while %u copies are under way", program.copies);
+        if (!program.copies.empty()) fail("its program ends while %u copies are under way", (u32)program.copies.size());
         Launched& launch = *program.launch;
         launch.ended++;
         if (!program.allowed) program.allowed = true, launch.allowed++;
@@ -277,20 +301,19 @@ void check_shared(const char* what, u32 at, u32 bytes) {
         fail("%s of %u bytes at %u is outside of shared memory of %u", what, bytes, at, size);
 }
 
-void finish_copy(size_t which) {
-    const Copy copy = m->copies[which];
-    m->copies[which] = m->copies.back(), m->copies.pop_back();
-    memcpy(copy.program->memory + copy.to - SHARED_BASE, copy.from, copy.bytes);
-    copy.program->copies--;
-    Barrier& barrier = barrier_at(*copy.program, copy.barrier);
+void finish_copy(Program& program, size_t which) {
+    const Copy copy = program.copies[which];
+    program.copies[which] = program.copies.back(), program.copies.pop_back();
+    m->copies--, m->progress++;
+    memcpy(program.memory + copy.to - SHARED_BASE, copy.from, copy.bytes);
+    Barrier& barrier = barrier_at(program, copy.barrier);
     barrier.bytes -= copy.bytes;
-    complete(*copy.program, copy.barrier, barrier);
-    m->progress++;
+    complete(program, copy.barrier, barrier);
 }
 
 void write(const Store& store) {
     memcpy(store.at, store.words, store.count * 4);
-    m->changes++, m->progress++;
+    m->progress++;
 }
 void finish_store(size_t which) {
     const Store store = m->stores[which];
@@ -300,16 +323,13 @@ void finish_store(size_t which) {
     write(store);
 }
 
-// What was started before becomes visible: all of it, or by chance.
+// By chance, some of what was started before becomes visible.
 void deliver() {
-    if (!m->options.seed) {
-        while (!m->copies.empty()) finish_copy(m->copies.size() - 1);
-        return;
-    }
-    const bool nobody = m->ready.empty();
-    const u32 rare = nobody ? 2 : 2 + (next_random() >> 20) % 7;
-    for (size_t n = m->copies.size(); n-- > 0;)
-        if (once_in(rare)) finish_copy(n);
+    const u32 rare = m->ready.empty() ? 2 : 2 + (next_random() >> 20) % 7;
+    for (Launched& launch : m->launches)
+        for (Program* program : launch.programs)
+            for (size_t n = program->copies.size(); n-- > 0;)
+                if (once_in(rare)) finish_copy(*program, n);
     for (size_t n = m->stores.size(); n-- > 0;)
         if (once_in(rare)) finish_store(n);
 }
@@ -341,29 +361,73 @@ void each_thread(Act act) {
                         act(launch, *program, warp, lane);
 }
 
+bool has_news(const Thread& thread) {
+    for (u32 n = 0; n < thread.looks->kept(); n++) {
+        const Message& message = thread.looks->messages[n];
+        if (memcmp(message.there, message.at, message.bytes)) return true;
+    }
+    return false;
+}
+
 void wake_who_looks(bool all) {
-    each_thread([&](Launched& launch, Program&, Warp& warp, u32 lane) {
-        const Thread& thread = warp.threads[lane];
-        const bool looks = thread.state == State::POLLS && (all || thread.seen != m->changes);
-        const bool launched = thread.state == State::LAUNCH && (!launch.number || m->launches[launch.number - 1].done());
-        if (looks || launched || thread.state == State::NAPS) {
-            if (launched) m->progress++;
-            wake(warp, lane);
+    std::vector<Warp*> now;
+    now.swap(m->looking);
+    for (Warp* warp : now) {
+        const u32 number = warp->program->launch->number;
+        const bool launched = !number || m->launches[number - 1].done();
+        for (u32 rest = warp->looks; rest; rest &= rest - 1) {
+            const u32 lane = __builtin_ctz(rest);
+            const Thread& thread = warp->threads[lane];
+            const bool news = thread.state == State::NAPS || (thread.state == State::POLLS && (all || has_news(thread)));
+            if (thread.state == State::LAUNCH && launched) m->progress++;
+            else if (!news) continue;
+            warp->looks &= ~(1u << lane);
+            wake(*warp, lane);
         }
-    });
+        warp->looking = warp->looks;
+        if (warp->looks) m->looking.push_back(warp);
+    }
+}
+
+void run_warp(Warp& warp) {
+    warp.queued = false;
+    while (warp.ready) {
+        run_thread(warp, choose(warp), &m->scheduler);
+        if (halts(warp)) break;
+    }
+    if (warp.ready) enqueue(warp);
+}
+
+// Each program goes on until it waits for others; its copies are complete when it can do nothing else.
+void run_in_order(const std::vector<Warp*>& now) {
+    for (Warp* first : now) {
+        Program& program = *first->program;
+        run_warp(*first);
+        while (true) {
+            while (!m->ready.empty() && m->ready.back()->program == &program) {
+                Warp& warp = *m->ready.back();
+                m->ready.pop_back();
+                run_warp(warp);
+            }
+            if (program.copies.empty()) break;
+            finish_copy(program, 0);
+        }
+    }
+}
+
+void run_at_random(std::vector<Warp*>& now) {
+    for (size_t n = now.size(); n > 1; n--) std::swap(now[n - 1], now[(next_random() >> 20) % n]);
+    for (Warp* warp : now)
+        if (m->idle > IDLE || (m->round >= warp->sleeps_until && once_in(2))) run_warp(*warp);
+        else warp->queued = false, enqueue(*warp);
+    deliver();
 }
 
 void run_ready() {
     std::vector<Warp*> now;
     now.swap(m->ready);
-    if (m->options.seed)
-        for (size_t n = now.size(); n > 1; n--) std::swap(now[n - 1], now[(next_random() >> 20) % n]);
-    for (Warp* warp : now) {
-        warp->queued = false;
-        // Of the programs, some are slow in each run, and all of them at times.
-        if (m->options.seed && !once_in(m->slow[warp->program->slot] ? 8 : 2)) { enqueue(*warp); m->progress++; continue; }
-        while (warp->ready) run_thread(*warp, choose(*warp), &m->scheduler);
-    }
+    if (m->options.seed) run_at_random(now);
+    else run_in_order(now);
 }
 
 // Who waits for what, a line for each kind of wait.
@@ -391,23 +455,23 @@ void describe() {
 }
 
 void run_all() {
-    u32 idle = 0;
     while (true) {
         start_programs();
         const u64 before = m->progress;
+        m->round++;
         run_ready();
-        deliver();
         // Stores of a launch are visible when it has ended.
         for (size_t n = m->stores.size(); n-- > 0;)
             if (m->stores[n].launch->done()) finish_store(n);
         bool done = true;
         for (const Launched& launch : m->launches) done = done && launch.done();
         if (done) return;
-        idle = m->progress == before && m->copies.empty() && m->stores.empty() ? idle + 1 : 0;
-        if (idle > IDLE) break;
-        wake_who_looks(idle > 0);
+        m->idle = m->progress == before && !m->copies && m->stores.empty() ? m->idle + 1 : 0;
+        if (m->idle > TOO_IDLE) break;
+        wake_who_looks(m->idle > 0);
     }
     stuck = true;
+    m->looking.clear();
     each_thread([&](Launched&, Program&, Warp& warp, u32 lane) {
         const State state = warp.threads[lane].state;
         if (state == State::POLLS || state == State::COPY_BARRIER) wake(warp, lane);
@@ -417,12 +481,14 @@ void run_all() {
     describe();
 }
 
-void on_fault(int, siginfo_t* info, void*) {
-    char text[200];
-    snprintf(text, sizeof text, "program %u thread %u: access to memory at %p, %lld from the start of shared memory",
-             blockIdx.x, threadIdx.x, info->si_addr, (long long)((unsigned char*)info->si_addr - shared));
-    m->error = text;
-    longjmp(m->out, 1);
+// Memory that is not there, or an instruction that the compiler put where a check fails (-fsanitize).
+void on_signal(int number, siginfo_t* info, void*) {
+    Dl_info place = {};
+    if (number == SIGILL && dladdr(info->si_addr, &place))
+        fail("an address is not aligned, an index is outside of its array, or a shift is too far: in %s at %#llx", place.dli_fname,
+             (u64)info->si_addr - (u64)place.dli_fbase);
+    fail("accesses memory at %p, which is %lld bytes from the start of shared memory", info->si_addr,
+         (long long)((unsigned char*)info->si_addr - shared));
 }
 
 }  // namespace
@@ -511,13 +577,12 @@ void emulator::copy(u32 to, const void* from, u32 bytes, u32 barrier) {
     check_shared("a copy", to, bytes);
     if (to % 16 || (u64)from % 16 || bytes % 16 || !bytes) fail("a copy of %u bytes from %p to %u is not aligned", bytes, from, to);
     barrier_at(program, barrier);
-    for (const Copy& other : m->copies)
-        if (other.program == &program && other.to < to + bytes && to < other.to + other.bytes)
+    for (const Copy& other : program.copies)
+        if (other.to < to + bytes && to < other.to + other.bytes)
             fail("a copy to %u of shared memory goes where another is under way", to);
     memset(program.memory + to - SHARED_BASE, 0xff, bytes);
-    m->copies.push_back({&program, to, from, bytes, barrier});
-    program.copies++;
-    m->progress++;
+    program.copies.push_back({to, bytes, barrier, from});
+    m->copies++, m->progress++;
 }
 
 void emulator::store(void* at, const u32* words, u32 count) {
@@ -536,23 +601,23 @@ void emulator::store(void* at, const u32* words, u32 count) {
 void emulator::load(const void* at, u32* words, u32 count) {
     Thread& thread = *m->thread;
     if ((u64)at % (count * 4)) fail("a message of %u words at %p is not aligned", count, at);
-    Look* look = nullptr;
-    for (u32 n = 0; n < std::min(thread.looked, RECENT); n++)
-        if (thread.looks[n].at == at) look = &thread.looks[n];
-    // One look again is an ordinary one; who looks a third time, and saw nothing new, waits for a change.
-    if (look && !memcmp(look->word, at, count * 4) && !stuck) {
-        look->times++;
-        thread.seen = m->changes;
-        if (look->times == 2) block(State::NAPS);
-        else block(State::POLLS);
+    if (!thread.looks) thread.looks = new Looks{};
+    Looks& looks = *thread.looks;
+    const u32 bytes = count * 4;
+    Message* end = looks.messages + looks.kept();
+    Message* message = std::find_if(looks.messages, end, [&](const Message& each) { return each.at == at; });
+    if (message == end) {
+        message = &looks.messages[looks.count++ % RECENT];
+        *message = {at, bytes, 0, {}, {}};
+        if (++looks.in_a_row > RECENT && !stuck) block(State::NAPS);
+    } else if (!memcmp(message->seen, at, bytes) && !stuck) {
+        // A second look may be another one. Who looks a third time and sees nothing new waits for a change.
+        for (Message* each = looks.messages; each < end; each++) memcpy(each->there, each->at, each->bytes);
+        block(message->times > 1 ? State::POLLS : State::NAPS);
     }
-    if (!look) {
-        look = &thread.looks[thread.looked++ % RECENT];
-        look->at = at, look->times = 1;
-    }
-    if (memcmp(look->word, at, count * 4)) look->times = 1;
-    memcpy(look->word, at, count * 4);
-    memcpy(words, at, count * 4);
+    message->times = memcmp(message->seen, at, bytes) ? 1 : message->times + 1;
+    memcpy(message->seen, at, bytes);
+    memcpy(words, at, bytes);
 }
 
 void emulator::pause() { if (!stuck) block(State::NAPS); }
@@ -584,14 +649,14 @@ extern "C" int emulator_run(const Launch* launches, u32 count, const Options* op
     }
     u32& room = machine.options.room;
     room = std::min(room, programs);
-    struct sigaction action = {}, before[2];
+    const int signals[] = {SIGSEGV, SIGBUS, SIGILL};
+    struct sigaction action = {}, before[3];
     stack_t own = {}, others;
     static unsigned char fault_stack[65536];
     own.ss_sp = fault_stack, own.ss_size = sizeof fault_stack;
     sigaltstack(&own, &others);
-    action.sa_sigaction = on_fault, action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    sigaction(SIGSEGV, &action, &before[0]);
-    sigaction(SIGBUS, &action, &before[1]);
+    action.sa_sigaction = on_signal, action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    for (int n = 0; n < 3; n++) sigaction(signals[n], &action, &before[n]);
     if (!setjmp(machine.out)) {
         Pool::fit(pool.stacks, pool.stack_bytes, size_t(room) * warps * LANES * STACK);
         const size_t per = (bytes + 2 * PAGE - 1) / PAGE * PAGE + PAGE;
@@ -602,16 +667,15 @@ extern "C" int emulator_run(const Launch* launches, u32 count, const Options* op
             for (u32 n = 0; n < room; n++) mprotect(pool.memories + (n + 1) * per - PAGE, PAGE, PROT_NONE);
         }
         for (u32 n = room; n-- > 0;) machine.free_slots.push_back(n);
-        machine.slow.resize(room);
-        for (u32 n = 0; n < room; n++) machine.slow[n] = once_in(4);
         run_all();
     }
-    sigaction(SIGSEGV, &before[0], nullptr);
-    sigaction(SIGBUS, &before[1], nullptr);
+    for (int n = 0; n < 3; n++) sigaction(signals[n], &before[n], nullptr);
     sigaltstack(&others, nullptr);
     for (Launched& launch : machine.launches)
         for (Program* program : launch.programs) {
-            delete[] program->warps[0].threads;
+            Thread* threads = program->warps[0].threads;
+            for (u32 n = 0; n < program->warps.size() * LANES; n++) delete threads[n].looks;
+            delete[] threads;
             delete program;
         }
     m = nullptr;

@@ -12,6 +12,9 @@ struct Index { u32 x, y, z; };
 extern Index threadIdx, blockIdx, blockDim, gridDim;
 extern unsigned char* shared;
 
+// The number of the fault that a test wants; 0: none.
+extern "C" u32 emulator_planted;
+
 namespace emulator {
 
 // Nobody can go on: every wait fails from now on, so that its kernel says which one it is.
