@@ -130,25 +130,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(folder: Path) -> Models:
-    """With few tokens; what a test changes here, it sets back."""
-    return Models(EmulatedDriver(folder), SHARED, 40)
+def made(folder: Path) -> Models:
+    return Models(EmulatedDriver(folder), SHARED, 600)
+
+
+@pytest.fixture
+def models(made: Models) -> Models:
+    """With up to 600 tokens, launched in a graph, in order."""
+    made.graph, made.times, made.change, made.driver.schedule = True, 1, None, Schedule()
+    return made
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["one by one", "in a graph"])
-def test_a_request_begins(folder: Path, graph: bool) -> None:
-    driver = EmulatedDriver(folder)
-    models = Models(driver, SHARED)
+def test_a_request_begins(models: Models, graph: bool) -> None:
+    models.forget(0)
     models.graph = graph
+    before = models.driver.launches
     for seed in range(2):
         models.step(seed)
-    assert driver.launches == 4 and driver.overlapping == graph
+    assert models.driver.launches == before + 4 and models.driver.overlapping == graph
 
 
-#: Of the 16 programs of a key head, each has 8 keys of 600, three stages of 32 or 64 of more than 1,024, and numbers of
-#: more than 32 pages of 9,000.
-@pytest.mark.parametrize("tokens, block", [(15, 16), (600, 64), (9000, 16)])
-def test_state_of_any_length_is_read(folder: Path, tokens: int, block: int) -> None:
+@pytest.mark.parametrize("tokens", [15, 40, 600])
+def test_state_is_read(models: Models, tokens: int) -> None:
+    """Each of a key head's 16 programs has up to one key, three, and more than one stage."""
+    models.forget(tokens)
+    models.step()
+
+
+@pytest.mark.parametrize("tokens, block", [(9000, 16), pytest.param(9000, 128, marks=pytest.mark.slow)])
+def test_long_state_is_read(folder: Path, tokens: int, block: int) -> None:
+    """Each program reads numbers of pages from the table more than once, or several stages from one page."""
     Models(EmulatedDriver(folder), SHARED, tokens, block).step()
 
 
@@ -160,40 +172,32 @@ def test_state_of_any_length_is_read(folder: Path, tokens: int, block: int) -> N
     pytest.param(family(1024, 4096, 1, 64), id="eight tiles of gate and up", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_layers_of_other_sizes(folder: Path, kind: Family) -> None:
-    models = Models(EmulatedDriver(folder), kind, 70)
+    models = Models(EmulatedDriver(folder), kind, 70, 32)
     models.change = lambda step: replace(step, slot_mapping=step.slot_mapping.long())
     models.step()
 
 
-def test_a_step_of_no_request_is_computed_as_its_own_token_alone(folder: Path) -> None:
-    """A padded step has length 0. Its results are of no use, but they end."""
-    models = Models(EmulatedDriver(folder), SHARED)
+def test_a_step_of_no_request_reads_its_own_token_alone(models: Models) -> None:
+    """A padded step has length 0. Its results are of no use, but it ends."""
+    models.forget(0)
     models.change = lambda step: replace(step, kv_lens=torch.zeros_like(step.kv_lens))
     models.step()
 
 
-def in_order(models: Models, times: int = 1) -> list[torch.Tensor]:
-    models.forget(40)
-    models.times, models.driver.schedule = times, Schedule()
-    return models.step()
-
-
 @pytest.mark.parametrize("schedule", [
-    Schedule(1), Schedule(2, room=136), Schedule(3, overlap=False),
-    *(pytest.param(Schedule(seed, room), marks=pytest.mark.slow) for seed in range(4, 8) for room in (129, 264)),
+    Schedule(1, room=136), pytest.param(Schedule(2, overlap=False), marks=pytest.mark.slow),
+    *(pytest.param(Schedule(seed, room), marks=pytest.mark.slow) for seed in range(3, 8) for room in (129, 264)),
 ], ids=str)  # fmt: skip
 def test_results_do_not_depend_on_the_order_in_which_threads_copies_and_messages_come(
     models: Models, schedule: Schedule
 ) -> None:
-    expected = in_order(models)
-    models.forget(40)
-    models.driver.schedule = schedule
-    for found, right in zip(models.step(), expected, strict=True):
-        assert torch.equal(found, right)
-
-
-def test_a_first_layer_waits_for_the_step_before_it(models: Models) -> None:
-    in_order(models, times=2)
+    """Two steps' layers follow each other in one graph."""
+    models.times, results = 2, list[list[torch.Tensor]]()
+    for each in (Schedule(), schedule):
+        models.forget(40)
+        models.driver.schedule = each
+        results.append(models.step())
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @dataclass(frozen=True)
@@ -297,9 +301,8 @@ def found_with(models: Models, number: int, fault: Fault) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("tokens", [40, 1100])
-def test_without_a_fault_nothing_is_found(faulty: Models, tokens: int) -> None:
-    assert found_with(faulty, 0, Fault("", "", "", tokens=tokens)) is None
+def test_without_a_fault_nothing_is_found(faulty: Models) -> None:
+    assert found_with(faulty, 0, Fault("", "", "", tokens=1100)) is None
 
 
 @pytest.mark.parametrize("name", [*FAULTS, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE_FAULTS)])

@@ -147,24 +147,23 @@ template <typename Format>
 inline void multiply(u32 mask, void* const (&lanes)[32]) {
     constexpr u32 EACH = Format::IN_A_WORD, K = 8 * EACH;
     if (mask != ~0u) emulator::fail("a product needs the whole warp");
-    float left[16][K], right[8][K];
+    typedef float Row __attribute__((vector_size(32)));
+    float left[16][K];
+    Row right[K], totals[16] = {};
     for (u32 lane = 0; lane < 32; lane++) {
         const auto& own = *(const Fragments*)lanes[lane];
         for (u32 n = 0; n < EACH; n++) {
             const u32 at = lane % 4 * EACH + n, bits = 32 / EACH, shift = n * bits, ones = (1u << bits) - 1;
             for (u32 r = 0; r < 4; r++)
                 left[lane / 4 + r % 2 * 8][at + r / 2 * 4 * EACH] = Format::widen(own.left[r] >> shift & ones);
-            for (u32 r = 0; r < 2; r++) right[lane / 4][at + r * 4 * EACH] = Format::widen(own.right[r] >> shift & ones);
+            for (u32 r = 0; r < 2; r++) right[at + r * 4 * EACH][lane / 4] = Format::widen(own.right[r] >> shift & ones);
         }
     }
+    for (u32 row = 0; row < 16; row++)
+        for (u32 k = 0; k < K; k++) totals[row] += left[row][k] * right[k];
     for (u32 lane = 0; lane < 32; lane++)
-        for (u32 n = 0; n < 4; n++) {
-            float& sum = ((const Fragments*)lanes[lane])->sums[n];
-            const float *row = left[lane / 4 + n / 2 * 8], *column = right[lane % 4 * 2 + n % 2];
-            float total = 0.f;
-            for (u32 k = 0; k < K; k++) total += row[k] * column[k];
-            sum += total;
-        }
+        for (u32 n = 0; n < 4; n++)
+            ((const Fragments*)lanes[lane])->sums[n] += totals[lane / 4 + n / 2 * 8][lane % 4 * 2 + n % 2];
 }
 struct Bf16 { static constexpr u32 IN_A_WORD = 2; static float widen(u32 v) { return from_bf16(v); } };
 struct F16 { static constexpr u32 IN_A_WORD = 2; static float widen(u32 v) { return from_f16(v); } };

@@ -30,7 +30,7 @@ using namespace emulator;
 constexpr u32 LANES = 32, NAMED = 16, RECENT = 16;
 constexpr size_t PAGE = 4096;
 // Not a multiple of a page, so that the frames of a warp's threads are not in the same lines of the cache.
-constexpr size_t STACK = 4 * PAGE + 320, STACK_LEFT = 1024;
+constexpr size_t STACK = 2 * PAGE + 320, STACK_LEFT = 1024;
 // Rounds without any progress: after so many all threads run in each round, after some more nobody will go on.
 constexpr u32 IDLE = 4, TOO_IDLE = 8;
 
@@ -192,6 +192,10 @@ void run_thread(Warp& warp, u32 lane, void** save) {
     threadIdx = {warp.first + lane, 0, 0};
     blockIdx = {warp.program->index, 0, 0};
     shared = warp.program->memory;
+    if (warp.ready) {  // who is probably next
+        const char* frame = (const char*)warp.threads[__builtin_ctz(warp.ready)].sp;
+        for (u32 line = 0; line < 4; line++) __builtin_prefetch(frame + line * 64);
+    }
     emulator_switch(save, thread.sp);
 }
 
