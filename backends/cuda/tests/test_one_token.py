@@ -150,7 +150,7 @@ def test_refuses_steps_and_devices_with_the_reason() -> None:
 
 def test_every_macro_of_the_source_is_given() -> None:
     """A name in capitals that nothing defines would be 0 in a condition of the preprocessor."""
-    given = {*defines(cast(Any, layer()), 3), *re.findall(r"#define (\w+)", SOURCE), "STAMPS"}
+    given = {*defines(call(layer()), Sizes(512, 512, 8, 64), 3, 1), *re.findall(r"#define (\w+)", SOURCE), "STAMPS"}
     given |= set(re.findall(r"(?:int|,) ([A-Z]\w+)(?= =|,|>)", SOURCE))  # constants and parameters of templates
     code = re.sub(r"//.*|\"[^\"\n]*\"", "", SOURCE)
     assert set(re.findall(r"\b[A-Z][A-Z_]{2,}\b|\bD\b", code)) - given == set()
@@ -259,7 +259,7 @@ def test_long_state_is_computed_in_several_launches(monkeypatch: pytest.MonkeyPa
 
         return lambda call: run
 
-    for part, name in zip(model.kernel._parts, ("attention", "mlp"), strict=True):
+    for part, name in ((model.kernel._attention, "attention"), (model.kernel._mlp, "mlp")):
         monkeypatch.setattr(part, "build", built(name))
     static = model.tiny.layers[0].sites[0].static
     run = model.kernel.build(call(dict(static)))

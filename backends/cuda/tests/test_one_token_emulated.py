@@ -14,19 +14,22 @@ import pytest
 import torch
 from emulated import EmulatedDriver, Schedule
 
-from evener.contracts.declared import StateSlot
+from evener.contracts.declared import LinearWeight, StateSlot
+from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener.contracts.quant import PackedWeight
 from evener.contracts.state import StateSpec, StateStep, StoredStateProvider
 from evener.layers.decoder import AttentionConfig, MLPConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN
 from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
-from evener_backend_cuda.one_token import OneTokenLayer
+from evener_backend_cuda.one_token import LargeOneTokenLayer, OneTokenAttention, OneTokenLayer, _OneLaunch
 from evener_conformance.kit import composites
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import Family, families
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.state import PagedState
+from evener_kernels_triton.stored import STORED, StoredMatrix
 from evener_kernels_triton.tuning import Tuning
 
 HOPPER = replace(capabilities((9, 0), 132, 232_448), host_memory=True)
@@ -36,10 +39,14 @@ SHARED = next(f for f in families() if f.name == "shared")
 TOLERANCE = 2**-7
 
 
-def family(hidden: int, inner: int, group: int, head_dim: int, offset: float = 0.0, **more: Any) -> Family:
+def family(
+    hidden: int, inner: int, group: int, head_dim: int, offset: float = 0.0, storage: str = "", kv_heads: int = 8,
+    **more: Any,
+) -> Family:  # fmt: skip
     rotary = RotaryConfig(head_dim)
-    attention = AttentionConfig(heads=8 * group, kv_heads=8, head_dim=head_dim, rotary=rotary, **more)
-    return replace(SHARED, attention=attention, mlp=MLPConfig(inner=inner), hidden=hidden, offset=offset)
+    attention = AttentionConfig(heads=8 * group, kv_heads=kv_heads, head_dim=head_dim, rotary=rotary, **more)
+    mlp = MLPConfig(inner=inner)
+    return replace(SHARED, attention=attention, mlp=mlp, hidden=hidden, offset=offset, storage=storage)
 
 
 class Pages(PagedState):
@@ -63,17 +70,23 @@ class Models:
         change: (optional) what happens to a step before the kernel gets it.
     """
 
-    def __init__(self, driver: EmulatedDriver, kind: Family, tokens: int = 0, block: int = 16) -> None:
+    def __init__(
+        self, driver: EmulatedDriver, kind: Family, tokens: int = 0, block: int = 16,
+        subject: type[_OneLaunch] = OneTokenLayer,
+    ) -> None:  # fmt: skip
         device = HostDevice(0)
         device.capabilities = HOPPER
         self.driver, self.tokens, self.hidden = driver, tokens, kind.hidden
         self.graph, self.times = True, 1
         self.change: Callable[[StateStep], StateStep] | None = None
-        self.kernel = OneTokenLayer(device, driver=driver)
+        self.kernel = subject(device, driver=driver)
+        kernels = [self.kernel, *([StoredLinear()] if kind.storage else [])]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(composites, "MAX_POSITIONS", max(192, tokens + 8))
-            self.tiny = TinyModel(device, "bfloat16", kind, [self.kernel], Pages(block), list(BUILTIN))
+            self.tiny = TinyModel(device, "bfloat16", kind, kernels, Pages(block), list(BUILTIN))
             self.reference = TinyModel(HostDevice(0), "float32", kind, [], ReferenceState(), list(BUILTIN), self.tiny)
+        held = {weight.layout == STORED.layout for weight in self.tiny.build.weights if isinstance(weight, LinearWeight)}
+        assert held == {bool(kind.storage)}, "the kernel gets weights as they are stored"
         self._layers, self._right = self.tiny.layers, self.reference.layers
         self.tiny.layers = [self._launched]  # type: ignore[list-item]
         noise, how = torch.Generator().manual_seed(1), cast(AttentionConfig, kind.attention)
@@ -110,6 +123,25 @@ class Models:
         self.tokens = tokens
         for messages in self.kernel._messages._held.values():
             messages.zero_()
+
+
+class StoredLinear(Kernel):
+    """Products of stored weights for what the kernel leaves over; so weights stay as they are stored."""
+
+    op, name, packings = "linear", "stored", (STORED,)
+
+    def supports(self, call: OpCall) -> str | None:
+        return None
+
+    def build(self, call: OpCall) -> OpFunction:
+        def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+            made: StoredMatrix = weight.data
+            high, wide = made.form.high, made.form.wide or made.shape[1]
+            scales = made.scales.repeat_interleave(high, 0).repeat_interleave(wide, 1)[: made.shape[0]]
+            y = x.float() @ (made.elements.view(torch.float8_e4m3fn).float() * scales).T
+            return (y if bias is None else y + bias.float()).to(getattr(torch, call.static["out"]))
+
+        return run
 
 
 def write_state(slot: StateSlot, model: TinyModel, values: Sequence[torch.Tensor]) -> None:
@@ -177,6 +209,42 @@ def test_layers_of_other_sizes(folder: Path, kind: Family) -> None:
     models.step()
 
 
+BLOCKS, ROWS = "e4m3 by block", "e4m3 by row"
+LARGE = [
+    pytest.param(family(512, 512, 4, 64), id="bfloat16"),
+    pytest.param(family(512, 1024, 4, 128, storage=BLOCKS, qk_norm=True), id="blocks"),
+    pytest.param(family(512, 512, 2, 64, 1.0, storage=ROWS, qkv_bias=True, o_bias=True), id="rows, biases"),
+    pytest.param(family(1536, 2560, 1, 128, storage=BLOCKS), id="rows of a program in two blocks"),
+    pytest.param(family(4096, 2048, 4, 128, storage=BLOCKS), id="pieces of 2,048", marks=pytest.mark.slow),
+    pytest.param(family(4096, 12288, 4, 128, storage=BLOCKS), id="as Qwen3-8B", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_layers_and_stored_weights(folder: Path, kind: Family) -> None:
+    models = Models(EmulatedDriver(folder), kind, 70, 32, LargeOneTokenLayer)
+    models.driver.schedule = Schedule(room=132)  # one program in each multiprocessor
+    models.step()
+    assert models.driver.overlapping and models.driver.launches == 2
+
+
+@pytest.mark.parametrize("kind", [
+    pytest.param(family(512, 512, 4, 64, kv_heads=4, storage=BLOCKS), id="four key heads, blocks"),
+    pytest.param(family(512, 512, 2, 128, kv_heads=4, qk_norm=True), id="four key heads, bfloat16"),
+    pytest.param(family(512, 512, 1, 64, kv_heads=8, storage=ROWS), id="eight key heads, rows"),
+    pytest.param(
+        family(2048, 512, 4, 128, kv_heads=4, storage=BLOCKS, qk_norm=True), id="as Qwen3-30B-A3B", marks=pytest.mark.slow
+    ),
+])  # fmt: skip
+@pytest.mark.parametrize("tokens", [0, 70])
+def test_attention_alone(folder: Path, kind: Family, tokens: int) -> None:
+    models = Models(EmulatedDriver(folder), kind, tokens, 32, OneTokenAttention)
+    models.graph = False  # what follows is computed at once
+    models.step()
+    models.step(1)
+    assert models.driver.launches == 4
+
+
 def test_a_step_of_no_request_reads_its_own_token_alone(models: Models) -> None:
     """A padded step has length 0. Its results are of no use, but it ends."""
     models.forget(0)
@@ -238,9 +306,9 @@ FAULTS = {
         "(copy * PROGRAMS + program) * COUNT", "(copy * PROGRAMS + (program ^ {})) * COUNT", DIFFERENT
     ),
     "a copy of the messages is missing": Fault("e < COPIES * COUNT)", "e < (COPIES - {}) * COUNT)", "in wait 9,"),
-    "more bytes of a tile are expected than come": Fault("count * C * 2);", "count * C * 2 + 16 * {});", "in wait 2,"),
+    "more bytes of a tile are expected than come": Fault("count * C * WEIGHT_BYTES);", "count * C * WEIGHT_BYTES + 16 * {});", "in wait 2,"),
     "a product reads attention before all have written it": Fault(
-        "    together();\n    STAMP(9);", "    if (!{}) together();", DIFFERENT
+        "        together();\n        return 1.f;", "        if (!{}) together();\n        return 1.f;", DIFFERENT
     ),
     "the first layer does not wait for the launch before": Fault(
         "        grid_wait();\n        count = ", "        if (!{}) grid_wait();\n        count = ", EITHER,
@@ -260,8 +328,8 @@ FAULTS = {
         "lane * PITCH(C), from", "lane * PITCH(C) + {} * 8, from", "a copy .* is not aligned"
     ),
     "a lane reads where it is not aligned": Fault(
-        "* (C / 4) + lane % 4 * 16;\n#pragma unroll\n            for (int j = 0; j < LOADS; j++) w",
-        "* (C / 4) + lane % 4 * 16 + {} * 4;\n            for (int j = 0; j < LOADS; j++) w",
+        "* (C / 8 * WEIGHT_BYTES) + lane % 4 * 16;\n#pragma unroll\n            for (int j = 0; j < LOADS; j++) w",
+        "* (C / 8 * WEIGHT_BYTES) + lane % 4 * 16 + {} * 4;\n            for (int j = 0; j < LOADS; j++) w",
         "an address is not aligned",
     ),
     "a word is written outside of shared memory": Fault(

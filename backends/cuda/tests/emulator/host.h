@@ -137,6 +137,14 @@ inline u32 __ballot_sync(u32 mask, bool yes) {
     emulator::meet(count_votes, mask, &own);
     return own.all;
 }
+// redux.sync.max.u32
+inline u32 warp_most(u32 a) {
+    for (u32 bit = 16; bit; bit >>= 1) {
+        const u32 other = __shfl_xor_sync(~0u, a, bit);
+        a = a > other ? a : other;
+    }
+    return a;
+}
 inline bool __any_sync(u32 mask, bool yes) { return __ballot_sync(mask, yes) != 0; }
 inline bool __all_sync(u32 mask, bool yes) { return __ballot_sync(mask, yes) == mask; }
 
