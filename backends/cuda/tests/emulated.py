@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -77,9 +78,8 @@ class EmulatedDriver(Driver):
         super().__init__("host")
         self._folder, self._faults = folder, faults or {}
         self.schedule = Schedule()
-        self.launches = 0
-        #: Whether the launches of the last graph could overlap.
-        self.overlapping = False
+        #: Of every launch.
+        self.arguments: list[ctypes.Structure] = []
         #: Launches of the graph that is being captured; None: there is none. And how many graphs there were.
         self.captured: list[tuple[EmulatedKernel, ctypes.Structure]] | None = None
         self.graphs = 0
@@ -112,13 +112,12 @@ class EmulatedDriver(Driver):
     @contextmanager
     def graph(self) -> Iterator[None]:
         """Launches in here are kept, and run at the end."""
-        self.captured, kept = (held := list[Any]()), held
+        self.captured = kept = list[tuple[EmulatedKernel, ctypes.Structure]]()
         self.graphs += 1
         try:
             yield
         finally:
             self.captured = None
-        self.overlapping = self.schedule.overlap and len(kept) > 1
         self.run(kept)
 
     def run(self, launches: Sequence[tuple[EmulatedKernel, ctypes.Structure]]) -> None:
@@ -140,7 +139,7 @@ class EmulatedDriver(Driver):
         if not library.exists():
             made = library.with_suffix(".cpp")
             made.write_text(source)
-            subprocess.run(["g++", *_FLAGS, *flags, "-o", library, made, *libraries], check=True)
+            subprocess.run([os.environ.get("CXX", "g++"), *_FLAGS, *flags, "-o", library, made, *libraries], check=True)
         return library
 
 
@@ -157,8 +156,8 @@ class EmulatedKernel:
 
     def __call__(self, stream: int, argument: ctypes.Structure) -> None:
         assert stream == 7
-        self._driver.launches += 1
         launch = self, type(argument).from_buffer_copy(argument)
+        self._driver.arguments.append(launch[1])
         if self._driver.captured is None:
             self._driver.run([launch])
         else:

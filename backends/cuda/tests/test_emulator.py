@@ -1,10 +1,11 @@
-"""The emulator of a card does what the card does: numbers, products, lanes together, copies, messages, launches; and says
-what a kernel does wrong."""
+"""The emulator of a card does what the card does: numbers, products, lanes together, copies, messages, launches.
+
+It says what a kernel does wrong."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -80,7 +81,6 @@ extern "C" __global__ void mistakes(const __grid_constant__ Argument p) {
     if (p.which == 9 && threadIdx.x < 32) together();
 }
 """
-Run = Callable[..., torch.Tensor]
 
 
 class Argument(ctypes.Structure):
@@ -119,9 +119,8 @@ def kernels(made: Kernels) -> Iterator[Kernels]:
 
 
 def test_numbers_are_rounded_as_torch_does(kernels: Kernels) -> None:
-    values = torch.randn(64, generator=torch.Generator().manual_seed(1)) * torch.tensor(
-        [1.0, 100.0, 1e-3, 1e-6]
-    ).repeat(16)
+    values = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    values *= torch.tensor([1.0, 100.0, 1e-3, 1e-6]).repeat(16)
     values[:4] = torch.tensor([0.0, -448.0, 65504.0, 2.0**-9])
     got = kernels("numbers", values.view(torch.int32)).view(-1, 4)[:32]
     assert torch.equal(got[:, 0].contiguous().view(torch.bfloat16), values.bfloat16())
