@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,16 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
 
 HERE = Path(__file__).parent / "emulator"
-#: The compiler's part of a card: what the host's functions stand for.
-_HOPPER = (files("evener_backend_cuda") / "hopper.cuh").read_text()
-_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-Wl,-z,now")
+#: Functions of a card, which those of host.h stand for.
+HOPPER = (files("evener_backend_cuda") / "hopper.cuh").read_text()
+_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w", "-Wl,-z,now", "-Wl,-Bsymbolic")
 #: Of a kernel: it ends with a message where a card would, or might, do something else.
 _KERNEL_FLAGS = (
     "-O1", "-march=native", "-fno-strict-aliasing", "-fsanitize=alignment,bounds,shift,integer-divide-by-zero",
@@ -29,6 +30,10 @@ _KERNEL_FLAGS = (
 )  # fmt: skip
 #: When nobody can go on, each wait gives up at its next look, and says so. ``looks``: as in one_token.cu.
 _PATIENCE = "(emulator::stuck?looks:0u)"
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class _Launch(ctypes.Structure):
@@ -73,22 +78,21 @@ class EmulatedDriver(Driver):
         super().__init__("host")
         self._folder, self._faults = folder, faults or {}
         self.schedule = Schedule()
-        self.launches = 0
-        #: Whether the launches of the last graph could overlap.
-        self.overlapping = False
+        #: Of every launch.
+        self.arguments: list[ctypes.Structure] = []
         #: Launches of the graph that is being captured; None: there is none. And how many graphs there were.
         self.captured: list[tuple[EmulatedKernel, ctypes.Structure]] | None = None
         self.graphs = 0
-        library = self._built("runtime", (HERE / "runtime.cpp").read_text(), ("-O2", f"-I{HERE}"))
-        self._runtime = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        self._library = self._built("runtime", (HERE / "runtime.cpp").read_text(), ("-O2", f"-I{HERE}"))
+        self._runtime = ctypes.CDLL(str(self._library))
         self.planted = 0
 
     def refusal(self) -> str | None:
         return None
 
     def compile(self, source: str, defines: Mapping[str, object]) -> bytes:
-        assert source.count(_HOPPER) == 1
-        source = source.replace(_HOPPER, '#include "host.h"\n')
+        assert source.count(HOPPER) == 1
+        source = source.replace(HOPPER, '#include "host.h"\n')
         for text, other in self._faults.items():
             assert source.count(text) == 1, f"{source.count(text)} times in the source: {text}"
             source = source.replace(text, other)
@@ -96,8 +100,8 @@ class EmulatedDriver(Driver):
             source += f'extern "C" void start_{name}(const void* argument) {{ call_kernel({name}, argument); }}\n'
         given = {**defines, **({"PATIENCE": _PATIENCE} if "PATIENCE" in defines else {})}
         flags = (*_KERNEL_FLAGS, *(f"-D{k}={v}" for k, v in given.items()))
-        headers = "".join((HERE / name).read_text() for name in ("host.h", "runtime.h"))
-        return str(self._built("kernel", source, flags, headers)).encode()
+        beside = "".join((HERE / name).read_text() for name in ("host.h", "runtime.h"))
+        return str(self._built("kernel", source + f"\n// {sha256(beside)}\n", flags, self._library)).encode()
 
     def kernel(
         self, code: bytes, name: str, grid: int, threads: int, shared: int, early: bool = True
@@ -108,13 +112,12 @@ class EmulatedDriver(Driver):
     @contextmanager
     def graph(self) -> Iterator[None]:
         """Launches in here are kept, and run at the end."""
-        self.captured, kept = (held := list[Any]()), held
+        self.captured = kept = list[tuple[EmulatedKernel, ctypes.Structure]]()
         self.graphs += 1
         try:
             yield
         finally:
             self.captured = None
-        self.overlapping = self.schedule.overlap and len(kept) > 1
         self.run(kept)
 
     def run(self, launches: Sequence[tuple[EmulatedKernel, ctypes.Structure]]) -> None:
@@ -131,13 +134,12 @@ class EmulatedDriver(Driver):
         if self._runtime.emulator_run(held, len(held), ctypes.byref(options), error, len(error)):
             raise RuntimeError(error.value.decode())
 
-    def _built(self, name: str, source: str, flags: Sequence[str], beside: str = "") -> Path:
-        key = hashlib.sha256(repr((source, flags, beside)).encode()).hexdigest()[:16]
-        library = self._folder / f"{name}-{key}.so"
+    def _built(self, name: str, source: str, flags: Sequence[str], *libraries: Path) -> Path:
+        library = self._folder / f"{name}-{sha256(repr((source, flags, libraries)))}.so"
         if not library.exists():
             made = library.with_suffix(".cpp")
             made.write_text(source)
-            subprocess.run(["g++", *_FLAGS, *flags, "-o", library, made], check=True)
+            subprocess.run([os.environ.get("CXX", "g++"), *_FLAGS, *flags, "-o", library, made, *libraries], check=True)
         return library
 
 
@@ -154,8 +156,8 @@ class EmulatedKernel:
 
     def __call__(self, stream: int, argument: ctypes.Structure) -> None:
         assert stream == 7
-        self._driver.launches += 1
         launch = self, type(argument).from_buffer_copy(argument)
+        self._driver.arguments.append(launch[1])
         if self._driver.captured is None:
             self._driver.run([launch])
         else:

@@ -177,10 +177,9 @@ def models(made: Models) -> Models:
 def test_a_request_begins(models: Models, graph: bool) -> None:
     models.forget(0)
     models.graph = graph
-    before = models.driver.launches
     for seed in range(2):
         models.step(seed)
-    assert models.driver.launches == before + 4 and models.driver.overlapping == graph
+    assert [bool(each.before) for each in models.driver.arguments[-4:]] == [False, graph] * 2
 
 
 @pytest.mark.parametrize("tokens", [15, 40, 600])

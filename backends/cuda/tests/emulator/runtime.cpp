@@ -28,7 +28,7 @@ namespace {
 using namespace emulator;
 
 constexpr u32 LANES = 32, NAMED = 16, RECENT = 16;
-constexpr size_t PAGE = 4096;
+constexpr size_t PAGE = 4096, GUARD = 16 * PAGE;
 // Not a multiple of a page, so that the frames of a warp's threads are not in the same lines of the cache.
 constexpr size_t STACK = 2 * PAGE + 320, STACK_LEFT = 1024;
 // Rounds without any progress: after so many all threads run in each round, after some more nobody will go on.
@@ -76,7 +76,7 @@ struct Launched;
 
 struct Program {
     Launched* launch;
-    u32 index, living, slot;
+    u32 index, living, slot, queued;  // queued: warps that can run
     bool allowed;
     unsigned char* memory;
     std::vector<Warp> warps;
@@ -131,7 +131,7 @@ Machine* m;
 // Stacks and shared memories of the programs that are there at a time; kept from run to run.
 struct Pool {
     unsigned char *stacks = nullptr, *memories = nullptr;
-    size_t stack_bytes = 0, memory_bytes = 0;
+    size_t stack_bytes = 0, memory_bytes = 0, per_program = 0;
 
     static void fit(unsigned char*& at, size_t& has, size_t bytes) {
         if (bytes <= has) return;
@@ -177,7 +177,7 @@ emulator_switch:
 )");
 
 void enqueue(Warp& warp) {
-    if (!warp.queued) warp.queued = true, m->ready.push_back(&warp);
+    if (!warp.queued) warp.queued = true, warp.program->queued++, m->ready.push_back(&warp);
 }
 void wake(Warp& warp, u32 lane) {
     warp.threads[lane].state = State::READY;
@@ -259,9 +259,9 @@ void start_program(Launched& launch, u32 slot) {
     const Launch& what = launch.what;
     program->launch = &launch, program->index = launch.started++, program->living = what.threads, program->slot = slot;
     launch.programs.push_back(program);
-    const size_t per = pool.memory_bytes / m->options.room;
+    const size_t per = pool.per_program;
     // It ends where memory that nobody may touch begins.
-    program->memory = pool.memories + slot * per + per - PAGE - (what.shared + 127) / 128 * 128;
+    program->memory = pool.memories + slot * per + per - GUARD - (what.shared + 127) / 128 * 128;
     memset(program->memory, 0xff, (what.shared + 127) / 128 * 128);
     const u32 warps = (what.threads + LANES - 1) / LANES;
     program->warps.resize(warps);
@@ -394,7 +394,7 @@ void wake_who_looks(bool all) {
 }
 
 void run_warp(Warp& warp) {
-    warp.queued = false;
+    warp.queued = false, warp.program->queued--;
     while (warp.ready) {
         run_thread(warp, choose(warp), &m->scheduler);
         if (halts(warp)) break;
@@ -413,7 +413,7 @@ void run_in_order(const std::vector<Warp*>& now) {
                 m->ready.pop_back();
                 run_warp(warp);
             }
-            if (program.copies.empty()) break;
+            if (program.queued || program.copies.empty()) break;
             finish_copy(program, 0);
         }
     }
@@ -423,7 +423,7 @@ void run_at_random(std::vector<Warp*>& now) {
     for (size_t n = now.size(); n > 1; n--) std::swap(now[n - 1], now[(next_random() >> 20) % n]);
     for (Warp* warp : now)
         if (m->idle > IDLE || (m->round >= warp->sleeps_until && once_in(2))) run_warp(*warp);
-        else warp->queued = false, enqueue(*warp);
+        else m->ready.push_back(warp);
     deliver();
 }
 
@@ -487,6 +487,10 @@ void run_all() {
 
 // Memory that is not there, or an instruction that the compiler put where a check fails (-fsanitize).
 void on_signal(int number, siginfo_t* info, void*) {
+    if (!m || !m->thread) {  // it is not a kernel's
+        signal(number, SIG_DFL);
+        return;
+    }
     Dl_info place = {};
     if (number == SIGILL && dladdr(info->si_addr, &place))
         fail("an address is not aligned, an index is outside of its array, or a shift is too far: in %s at %#llx", place.dli_fname,
@@ -663,12 +667,13 @@ extern "C" int emulator_run(const Launch* launches, u32 count, const Options* op
     for (int n = 0; n < 3; n++) sigaction(signals[n], &action, &before[n]);
     if (!setjmp(machine.out)) {
         Pool::fit(pool.stacks, pool.stack_bytes, size_t(room) * warps * LANES * STACK);
-        const size_t per = (bytes + 2 * PAGE - 1) / PAGE * PAGE + PAGE;
-        if (per * room != pool.memory_bytes) {
+        const size_t per = (bytes + 127) / 128 * 128 / PAGE * PAGE + PAGE + GUARD;
+        if (per != pool.per_program || per * room != pool.memory_bytes) {
             if (pool.memories) munmap(pool.memories, pool.memory_bytes);
             pool.memories = nullptr, pool.memory_bytes = 0;
             Pool::fit(pool.memories, pool.memory_bytes, per * room);
-            for (u32 n = 0; n < room; n++) mprotect(pool.memories + (n + 1) * per - PAGE, PAGE, PROT_NONE);
+            pool.per_program = per;
+            for (u32 n = 0; n < room; n++) mprotect(pool.memories + (n + 1) * per - GUARD, GUARD, PROT_NONE);
         }
         for (u32 n = room; n-- > 0;) machine.free_slots.push_back(n);
         run_all();
