@@ -22,8 +22,8 @@ descriptor = Descriptor(
             type=str,
             default="small",
             choices=("small", "all"),
-            help="Layers that one token passes in one launch: small ones in bfloat16, or also large ones, those in float8, "
-            "and attention before experts, which no card has timed yet.",
+            help="Layers that one token passes in one launch: small ones in bfloat16, or also large ones, those in "
+            "float8, and attention before experts, which no card has timed yet.",
         ),
     },
     aliases={

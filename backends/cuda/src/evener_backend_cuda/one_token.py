@@ -28,7 +28,7 @@ import torch
 from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device, DeviceCapabilities
 from evener.contracts.ops import Kernel, OpCall, OpFunction
-from evener.contracts.quant import PackedWeight
+from evener.contracts.quant import PackedWeight, Packing
 from evener.contracts.statics import AttentionStatic, DecoderLayerStatic, MLPStatic
 from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
@@ -51,8 +51,8 @@ MAX_SITES = 255
 #: Bytes of a row of a tile of eight, and of a tile: its rows are 64 bytes apart.
 _ROW = 2048
 _TILE = 8 * (_ROW + 64)
-#: Tiles in the ring: fewer than the first leave the copies no time, more than the second find no room where two programs
-#: share a multiprocessor.
+#: Tiles in the ring: fewer than the first leave the copies no time, more than the second find no room where two
+#: programs share a multiprocessor.
 _LEAST_STAGES, _MOST_STAGES = 3, 5
 #: Tiles that such a program asks for at once: more make messages wait.
 _FLIGHT = 1
@@ -109,7 +109,7 @@ class Sizes:
     def refusal(self) -> str | None:
         """Why rows cannot be shared out; None if they can."""
         if self.head_dim not in HEAD_DIMS or self.group not in GROUPS or self.heads % TEAMS:
-            return f"{self.heads} heads of {self.head_dim}: takes {GROUPS} heads of {HEAD_DIMS} for each of {TEAMS} teams"
+            return f"{self.heads} heads of {self.head_dim}: takes {TEAMS} times {GROUPS} heads of {HEAD_DIMS}"
         unit = 256 if self.weight_bytes == 2 else 512
         if self.hidden % 512 or self.inner % unit:
             return f"hidden {self.hidden} and inner {self.inner} are not multiples of 512 and {unit}"
@@ -238,7 +238,7 @@ class _OneLaunch(Kernel):
             return f"its machine code is for sm_90, not {device.variant}"
         if attention["dtype"] != "bfloat16":
             return f"computes in bfloat16, not in {attention['dtype']}"
-        reason = _attention_refusal(attention) or (_mlp_refusal(mlp) if mlp is not None else None) or _form_refusal(call)
+        reason = _attention_refusal(attention) or _mlp_refusal(mlp) or _form_refusal(call)
         if reason:
             return reason
         sizes = _sizes(call, self.resident)
@@ -282,7 +282,7 @@ class OneTokenLayer(_OneLaunch):
 
     op, name = "decoder_layer", "cuda.one_token_layer"
     priority = 200
-    packings = (PLAIN,)
+    packings: tuple[Packing, ...] = (PLAIN,)
     resident = 2
     flight: int | None = _FLIGHT
 
@@ -491,7 +491,9 @@ def _attention_refusal(s: AttentionStatic) -> str | None:
     return "has no norm after attention" if s["post_norm"] else None
 
 
-def _mlp_refusal(s: MLPStatic) -> str | None:
+def _mlp_refusal(s: MLPStatic | None) -> str | None:
+    if s is None:
+        return None
     if s["activation"] != "silu":
         return f"does not know activation {s['activation']!r}"
     if s["bias"] or s["post_norm"]:
