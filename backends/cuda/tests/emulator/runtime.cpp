@@ -152,6 +152,9 @@ u64 next_random() {
 bool once_in(u32 of) { return (next_random() >> 20) % of == 0; }
 
 // Goes on with another stack: pushes what a function has to keep, and takes that of the other one.
+#ifndef __x86_64__
+#error "the emulator switches stacks with instructions of x86-64"
+#endif
 extern "C" void emulator_switch(void** save, void* to);
 asm(R"(
 .text
