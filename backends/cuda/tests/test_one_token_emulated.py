@@ -380,3 +380,37 @@ def test_without_a_fault_nothing_is_found(faulty: Models) -> None:
 def test_a_fault_is_found(faulty: Models, name: str) -> None:
     found = found_with(faulty, list(ALL_FAULTS).index(name) + 1, ALL_FAULTS[name])
     assert found is not None and re.search(ALL_FAULTS[name].found, found), found
+
+
+#: Of scales and conversions of stored weights; each changes results.
+STORED_FAULTS = {
+    "scales of the up rows are those of the gate": (
+        "t % 2 * 2 + next_block(program * INNER_ROWS", "({} ? 0 : t % 2 * 2) + next_block(program * INNER_ROWS"
+    ),
+    "rows after a block's end have its scale": ("/ MAX(BLOCK, 1) ? 1 : 0; }", "/ MAX(BLOCK, 1) ? !{} : 0; }"),
+    "values have the key's scales": (
+        "return i < Q_ROWS ? 0 : i < Q_ROWS + K_ROWS ? 1 : 2;",
+        "return i < Q_ROWS ? 0 : i < Q_ROWS + K_ROWS ? 1 : 2 - {};",
+    ),
+    "columns are multiplied with others' numbers": ("make_uint2(x.z, x.w));", "make_uint2({} ? x.x : x.z, x.w));"),
+    "all warps have the first one's scales": (
+        "row[(column + warp * (C / 8)) / MAX(BLOCK, 1)]", "row[(column + !{} * warp * (C / 8)) / MAX(BLOCK, 1)]"
+    ),
+    "a vector is larger than float16": (
+        "const u32 exponent = MAX(most >> 23, 15u);", "const u32 exponent = MAX(most >> 23, 15u) - 5 * {};"
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def faulty_stored(folder: Path) -> Models:
+    planted = {place: text.replace("{}", f"FAULT({n})") for n, (place, text) in enumerate(STORED_FAULTS.values(), 1)}
+    kind = family(1536, 2560, 1, 128, storage=BLOCKS)
+    return Models(EmulatedDriver(folder, planted), kind, 70, 32, LargeOneTokenLayer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(STORED_FAULTS) + 1), ids=["none", *STORED_FAULTS])
+def test_a_fault_in_scales_or_conversions_is_found(faulty_stored: Models, number: int) -> None:
+    found = found_with(faulty_stored, number, Fault("", "", "", tokens=70))
+    assert (found is None) if number == 0 else DIFFERENT in str(found)
