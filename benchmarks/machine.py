@@ -91,7 +91,7 @@ def cpu_seconds(pids: list[int], ended: bool = False) -> float:
 
 
 def own_seconds() -> float:
-    """CPU time so far of this process and its descendants; of those that have ended, if their parent waited for them."""
+    """CPU time so far of this process and its descendants, ended ones too if their parent waited for them."""
     return cpu_seconds(process_tree(), ended=True)
 
 

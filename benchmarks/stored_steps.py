@@ -1,15 +1,18 @@
 """Time the start and decode steps of a model of 8-bit weights on a GPU. Random weights are written into a folder, read
 like any checkpoint, and removed.
 
-    python benchmarks/stored_steps.py qwen3-8b fp8-block [FOLDER]
+    python benchmarks/stored_steps.py qwen3-8b fp8-block [FOLDER] [--cases 1x128] [--beside cuda.one_launch=all]
+
+``--beside``: everything once more with this setting, from the same files.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpu_check import measure, say, start
@@ -19,21 +22,31 @@ from quantized_checkpoint import write
 CASES = ((1, 128), (16, 128), (64, 512), (256, 512))
 
 
-def main(model: str, form: str, folder: Path) -> None:
+def main(model: str, form: str, folder: Path, cases: Sequence[tuple[int, int]], beside: str) -> None:
     """Print a row for each case."""
     began = time.perf_counter()
     write(model, form, folder)
-    written = time.perf_counter()
-    llm = start(folder, True, ["load=auto", "infer.max_seq_len=2048"])
-    say(f"{model} {form}: written in {written - began:.1f} s, ready after {time.perf_counter() - written:.1f} s")
-    for batch, prompt in CASES:
-        measure(llm, f"{model} {form}", "graphs", batch, prompt, folder)
-    llm.close()
+    say(f"{model} {form}: written in {time.perf_counter() - began:.1f} s")
+    for settings in ([], [beside]) if beside else ([],):
+        began = time.perf_counter()
+        llm = start(folder, True, ["load=auto", "infer.max_seq_len=2048", *settings])
+        say(f"{model} {form} {' '.join(settings)}: ready after {time.perf_counter() - began:.1f} s")
+        for batch, prompt in cases:
+            measure(llm, " ".join([model, form, *settings]), "graphs", batch, prompt, folder)
+        llm.close()
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[3] if len(sys.argv) > 3 else tempfile.mkdtemp(prefix="stored-"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("form")
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--cases", default="", help="such as 1x128,16x128 (default: all)")
+    parser.add_argument("--beside", default="", metavar="KEY=VALUE")
+    asked = parser.parse_args()
+    target = asked.folder or Path(tempfile.mkdtemp(prefix="stored-"))
+    chosen = [tuple(map(int, case.split("x"))) for case in asked.cases.split(",") if case]
     try:
-        main(sys.argv[1], sys.argv[2], target / "model")
+        main(asked.model, asked.form, target / "model", chosen or CASES, asked.beside)  # type: ignore[arg-type]
     finally:
         shutil.rmtree(target / "model", ignore_errors=True)

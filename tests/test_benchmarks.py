@@ -22,6 +22,7 @@ import draft_costs
 import gpu_check
 import host_experts
 import hybrid
+import machine
 import mixed_load
 import offline
 import pytest
@@ -850,3 +851,10 @@ def test_a_cold_start_reads_files_past_the_systems_cache(tmp_path: Path) -> None
     assert cold_start.direct_read([file], 2, 1 << 20) > 0
     assert cold_start.fastest_reading([file]) in cold_start.TRIED
     assert cold_start.resident_share(file) <= cold_start.MAX_RESIDENT, "the direct read went through the cache"
+
+
+def test_processes_that_a_benchmark_started_and_that_have_ended_are_its_own() -> None:
+    spin = "import time\nwhile time.process_time() < 0.5: pass"
+    before = machine.own_seconds()
+    subprocess.run([sys.executable, "-c", spin], check=True)
+    assert machine.own_seconds() - before >= 0.49

@@ -14,25 +14,40 @@ import pytest
 import torch
 
 from evener.contracts.ops import Bucket, OpCall
+from evener.contracts.quant import QuantFormat
 from evener.contracts.state import StateStep
 from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
 from evener.layers.rotary import RotaryConfig
+from evener.ops.reference.linear import PLAIN
 from evener.ops.schemas import BUILTIN
-from evener_backend_cuda import compiled
+from evener_backend_cuda import compiled, descriptor
 from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
 from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
-from evener_backend_cuda.one_token import MAX_SITES, Messages, OneTokenLayer, Sizes, _Argument, defines, source
+from evener_backend_cuda.one_token import (
+    MAX_SITES,
+    LargeOneTokenLayer,
+    Messages,
+    OneTokenAttention,
+    OneTokenLayer,
+    Sizes,
+    _Argument,
+    defines,
+    source,
+)
+from evener_backend_cuda.plugin import evener_kernels
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import families
 from evener_conformance.kit.subject import open_subject
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.state import LAYOUT, PagedState
+from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import Tuning, number_of
 
 HOPPER = capabilities((9, 0), 132, 232_448)
 SOURCE = source()
 TUNING = Tuning.of(HOPPER)
+CHOICES = descriptor.options["one_launch"].choices
 SMALL = AttentionConfig(heads=8, kv_heads=8, head_dim=64, rotary=RotaryConfig(64), qk_norm=True)
 
 
@@ -135,6 +150,49 @@ def test_refuses_other_layers_with_the_reason(static: dict[str, Any], reason: st
     assert reason in str(kernel()[0].supports(call(static)))
 
 
+def test_kernels_that_no_card_has_run_are_there_only_if_asked_for() -> None:
+    names = {option: {type(each) for each in evener_kernels(hopper(), {"one_launch": option})} for option in CHOICES}
+    assert CHOICES == ("small", "all") and descriptor.options["one_launch"].default == "small"
+    assert names["all"] - names["small"] == {LargeOneTokenLayer, OneTokenAttention}
+
+
+def test_large_layers_have_a_multiprocessor_and_ask_for_their_whole_ring() -> None:
+    driver = NoDriver()
+    large = LargeOneTokenLayer(hopper(), driver=driver)
+    static = qwen(4096, 12288, 32)
+    static["attention"]["state"].provider = PagedState(TUNING)
+    assert large.supports(call(static)) is None
+    large.build(call(static))
+    assert driver.compiled[0]["RESIDENT"] == 1
+    assert driver.compiled[0]["FLIGHT"] == driver.compiled[0]["STAGES"] == 10
+
+
+@pytest.mark.parametrize("form, taken", [
+    (QuantFormat("float8_e4m3fn", scale="float32"), (1, 0)),
+    (QuantFormat("float8_e4m3fn", -1, scale="float32"), (1, 0)),
+    (QuantFormat("float8_e4m3fn", 128, 128, scale="float32"), (1, 128)),
+    (QuantFormat("float8_e4m3fn", 64, 64, scale="float32"), None),
+    (QuantFormat("int8", scale="float32"), None),
+])  # fmt: skip
+def test_large_layers_read_e4m3_with_scales_of_rows_or_blocks(form: QuantFormat, taken: tuple[int, int] | None) -> None:
+    driver = NoDriver()
+    large, static = LargeOneTokenLayer(hopper(), driver=driver), qwen(1024, 1024, 16)
+    weights = [static["attention"]["qkv"], static["attention"]["o"], static["mlp"]["gate_up"], static["mlp"]["down"]]
+    for weight in weights:
+        weight.parts = tuple(replace(part, format=form) for part in weight.parts)
+        weight.layout = STORED.layout
+    static["attention"]["state"].provider = PagedState(TUNING)
+    reason = large.supports(call(static))
+    if taken is None:
+        assert "reads e4m3 with a scale for a row or for 128 x 128" in str(reason)
+        return
+    assert reason is None
+    large.build(call(static))
+    assert (driver.compiled[0]["WEIGHT_BYTES"], driver.compiled[0]["BLOCK"]) == taken
+    weights[0].layout = PLAIN.layout
+    assert large.supports(call(static)) == "its weights are stored differently"
+
+
 def test_refuses_steps_and_devices_with_the_reason() -> None:
     taken, _ = kernel()
     assert "computes one token, not 2" in str(taken.supports(call(layer(), Bucket(2, 2))))
@@ -150,7 +208,7 @@ def test_refuses_steps_and_devices_with_the_reason() -> None:
 
 def test_every_macro_of_the_source_is_given() -> None:
     """A name in capitals that nothing defines would be 0 in a condition of the preprocessor."""
-    given = {*defines(cast(Any, layer()), 3), *re.findall(r"#define (\w+)", SOURCE), "STAMPS"}
+    given = {*defines(call(layer()), Sizes(512, 512, 8, 64), 3, 1), *re.findall(r"#define (\w+)", SOURCE), "STAMPS"}
     given |= set(re.findall(r"(?:int|,) ([A-Z]\w+)(?= =|,|>)", SOURCE))  # constants and parameters of templates
     code = re.sub(r"//.*|\"[^\"\n]*\"", "", SOURCE)
     assert set(re.findall(r"\b[A-Z][A-Z_]{2,}\b|\bD\b", code)) - given == set()
@@ -259,7 +317,7 @@ def test_long_state_is_computed_in_several_launches(monkeypatch: pytest.MonkeyPa
 
         return lambda call: run
 
-    for part, name in zip(model.kernel._parts, ("attention", "mlp"), strict=True):
+    for part, name in ((model.kernel._attention, "attention"), (model.kernel._mlp, "mlp")):
         monkeypatch.setattr(part, "build", built(name))
     static = model.tiny.layers[0].sites[0].static
     run = model.kernel.build(call(dict(static)))

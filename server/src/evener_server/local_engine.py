@@ -26,7 +26,6 @@ def prepare() -> None:
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     # A vocabulary, a header and a packed weight leave much free memory.
     _keep_free_memory(64 << 10, 128 << 10)
-    load_ahead()
 
 
 async def start(config: Config) -> AsyncLLM:
@@ -41,9 +40,13 @@ async def start(config: Config) -> AsyncLLM:
         from evener.frontend.settings import FrontendSettings
         from evener.frontend.tokenizer import Tokenizer
         from evener.loading.checkpoint import open_files
+        from evener_formats.tokenizers.vocabulary import use_library
 
         # Kept until the engine has started: it reads the same header of a single file.
         files = open_files(config.tokenizer or config.model)
+        # Torch's libraries are loaded while the tokenizer is made.
+        use_library()
+        load_ahead()
         # Before the weights: a large vocabulary takes twice its memory for a moment, which is free for them then.
         # Other files than this one may need the model's class, which is not known yet.
         tokenizer = Tokenizer.of(files) if files.names("tokenizer.json") else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evener.contracts.descriptor import Descriptor
+from evener.contracts.descriptor import Descriptor, Option
 
 descriptor = Descriptor(
     name="cuda",
@@ -15,8 +15,17 @@ descriptor = Descriptor(
     tuning="evener_backend_cuda.measured",
     evidence="L5: compute capability 9.0 (H200), 2026-11; others were not run",
     # Optional libraries, and its own decoder layer of one token; each library says what to type if it is missing.
-    ops=("linear", "grouped_linear", "decoder_layer"),
+    ops=("linear", "grouped_linear", "decoder_layer", "attention_block"),
     states=("flash_attn", "flashinfer", "flash_mla"),
+    options={
+        "one_launch": Option(
+            type=str,
+            default="small",
+            choices=("small", "all"),
+            help="Layers that one token passes in one launch: small ones in bfloat16, or also large ones, those in "
+            "float8, and attention before experts, which no card has timed yet.",
+        ),
+    },
     aliases={
         "infer.attn_type=flash_attn": "ops.attention=flash_attn",
         "infer.attn_type=flash_infer": "ops.attention=flashinfer",

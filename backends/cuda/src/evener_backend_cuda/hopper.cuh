@@ -11,6 +11,17 @@ __device__ __forceinline__ u64 now() { u64 t; asm volatile("mov.u64 %0, %globalt
 __device__ __forceinline__ u32 pack(float a, float b) {
     u32 d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a)); return d;
 }
+__device__ __forceinline__ u32 pack_f16(float a, float b) {
+    u32 d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(b), "f"(a)); return d;
+}
+// The lower two bytes, e4m3, as two float16.
+__device__ __forceinline__ u32 widen_e4m3(u32 two) {
+    u32 d; asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(d) : "r"(two)); return d;
+}
+// The largest of a warp.
+__device__ __forceinline__ u32 warp_most(u32 a) {
+    u32 d; asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(d) : "r"(a)); return d;
+}
 __device__ __forceinline__ float power(float a) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(a)); return d; }
 // Is the phase of this parity over? May wait a little before it says no.
 __device__ __forceinline__ bool try_wait(u32 barrier, u32 parity) {
@@ -70,6 +81,12 @@ __device__ __forceinline__ void together() { asm volatile("bar.sync 1, 256;" :::
 // sums [16, 8] += left [16, 16] x right [16, 8] in bfloat16.
 __device__ __forceinline__ void product(float (&sums)[4], const uint4& left, const uint2& right) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(left.x), "r"(left.y), "r"(left.z), "r"(left.w), "r"(right.x), "r"(right.y));
+}
+// The same in float16.
+__device__ __forceinline__ void product_f16(float (&sums)[4], const uint4& left, const uint2& right) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(left.x), "r"(left.y), "r"(left.z), "r"(left.w), "r"(right.x), "r"(right.y));
 }

@@ -1,13 +1,16 @@
 // One decoder layer for one token: see docs/lab/one-token-kernel.md and one_token.py, which defines the sizes.
 //
-// 128 programs; each 16 of them have one key head. Warps 0-7 compute, warp 8 streams weights, warp 9 waits
-// for the launch before and streams keys and values.
+// 128 programs; a team of 16 has an eighth of the query heads, and their key head. Warps 0-7 compute, warp 8 streams
+// weights, warp 9 waits for the launch before and streams keys and values. Without MLP it ends after attention.
 
 #define PROGRAMS 128
 #define SHARE 16
 #define WARPS 8
 #define THREADS 256
-#define GROUP (HEADS / KV_HEADS)
+#define TEAMS (PROGRAMS / SHARE)
+// Query heads of a team, and teams that have one key head: each projects it, and the first writes it to memory.
+#define GROUP (HEADS / TEAMS)
+#define TWINS (TEAMS / KV_HEADS)
 // Rows of one program of each product, and rows of one warp.
 #define Q_ROWS (GROUP * D / SHARE)
 #define K_ROWS (D / SHARE)
@@ -35,11 +38,22 @@
 #define STAGE_KEYS (WARPS * WARP_KEYS)
 #define KV_STAGES 2
 #define KV_STAGE_BYTES (STAGE_KEYS * D * 4)
-#define WIDE(k) ((k) % 1024 == 0 && MOST >= 1024 ? 1024 : (k) % 768 == 0 && MOST >= 768 ? 768 : (k) % 512 == 0 && MOST >= 512 ? 512 : 256)
+// Weights have two bytes, bfloat16, or one, e4m3 with a scale for a row (BLOCK 0) or for BLOCK x BLOCK of them.
+#define STORED (WEIGHT_BYTES == 1)
+#if STORED
+typedef unsigned char Weight;
+#else
+typedef u16 Weight;
+#endif
+// Columns of a tile. Those of a warp, an eighth, are whole blocks or within one.
+#define FITS(k, c) ((k) % (c) == 0 && MOST >= (c))
+#define WIDE_PLAIN(k) (FITS(k, 1024) ? 1024 : FITS(k, 768) ? 768 : FITS(k, 512) ? 512 : 256)
+#define WIDE_STORED(k) (FITS(k, 2048) ? 2048 : FITS(k, 1024) ? 1024 : 512)
+#define WIDE(k) (STORED ? WIDE_STORED(k) : WIDE_PLAIN(k))
 // The rows of a tile are 64 bytes further apart than they are long, so that eight lanes read from all banks.
-#define PITCH(c) ((c) * 2 + 64)
+#define PITCH(c) ((c) * WEIGHT_BYTES + 64)
 #define STAGE_BYTES (8 * PITCH(MOST))
-#define MOST_ROWS MAX(QKV_TILES * 8, INNER_TILES * 8)
+#define MOST_ROWS MAX(MAX(QKV_TILES * 8, OUT_TILES * 8), INNER_TILES * 8)
 // Words that a program sends to all: attention, rows of the stream, of the MLP, of the next layer's stream (float32);
 // and their messages of 16 bytes, three words each.
 #define ATTENDED_WORDS (MERGED / 2)
@@ -69,16 +83,27 @@
 #define AT_ROWS (AT_OWN + UP(OUT_ROWS * 4, 16) * 16)
 #define AT_WORDS (AT_ROWS + WARPS * MOST_ROWS * 4)
 #define AT_NORMS (AT_WORDS + UP(MESSAGES(MOST_WORDS) * 12, 16) * 16)
-#define AT_META (AT_NORMS + 2 * WARPS * 4)
+// Largest values of the warps' parts of a vector, and scales of this program's blocks.
+#define AT_MOST (AT_NORMS + 2 * WARPS * 4)
+#define AT_SCALES (AT_MOST + STORED * WARPS * 4)
+#define AT_META (AT_SCALES + DOWN_SCALES * 4 + SCALE_ROWS(INNER, 2) * 4)
 #define AT_BARRIERS (AT_META + 16)
 #define BARRIERS (2 * STAGES + 2 * KV_STAGES + 1)
 #define SHARED (AT_BARRIERS + BARRIERS * 8)
+
+// Scales, in rows of a product's columns / BLOCK: of queries, keys and values one row each; a program's rows of the other
+// matrices are in at most two rows of blocks. Where those of each product begin.
+#define SCALE_ROWS(k, rows) (BLOCK ? (k) / (BLOCK ? BLOCK : 1) * (rows) : 0)
+#define QKV_SCALES 0
+#define OUT_SCALES SCALE_ROWS(HIDDEN, 3)
+#define INNER_SCALES (OUT_SCALES + SCALE_ROWS(ATTENDED, 2))
+#define DOWN_SCALES (INNER_SCALES + MLP * SCALE_ROWS(HIDDEN, 4))
 
 // Device memory of all layers, in messages of 8 bytes.
 #define CONTROL 256
 #define AT_PART_MESSAGES CONTROL
 #define AT_QKV (AT_PART_MESSAGES + PROGRAMS * SHARE * PART_MESSAGES * 2)
-#define AT_ATTENDED (AT_QKV + KV_HEADS * HEAD_WORDS)
+#define AT_ATTENDED (AT_QKV + TEAMS * HEAD_WORDS)
 #define INBOX(words) (COPIES * PROGRAMS * MESSAGES(words) * 2)
 #define AT_STREAM (AT_ATTENDED + INBOX(ATTENDED_WORDS))
 #define AT_INNER (AT_STREAM + INBOX(OUT_WORDS))
@@ -90,7 +115,12 @@ struct Layer {
     const float* residual;  // or null
     u16* out;
     float* stream;
-    const u16 *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *mlp_norm, *gate_up, *down;  // biases: or null
+    const u16* norm;
+    const Weight* qkv;
+    const u16 *qkv_bias, *q_norm, *k_norm;  // a bias: or null
+    const Weight* o;
+    const u16 *o_bias, *mlp_norm;
+    const Weight *gate_up, *down;
     const float* cos_sin;
     const int* positions;
     const void* slots;
@@ -102,12 +132,12 @@ struct Layer {
     u64* stamps;  // or null
     u32 before, after;  // flags of the stream of the layer before (0: it comes as x and residual) and of this one
     u32 site, wide_slots, page_bits;
+    const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // of stored weights
 };
 
 // Copies of what all programs read.
 #define COPIES 4
-// Tiles that are under way at once, of one program. Who asks memory for more makes messages wait behind the rest.
-#define FLIGHT 1
+// FLIGHT tiles are under way at once, of one program. Who asks memory for more makes messages wait behind the rest.
 // Nanoseconds between looks at the layer before.
 #define NAP 40
 // -DSTAMPS writes the clock at the borders of phases to `stamps`, 16 for each program.
@@ -118,6 +148,7 @@ struct Layer {
 #endif
 
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 __device__ __forceinline__ float rounded(float a) { return low(pack(a, 0.f)); }
 __device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
@@ -207,17 +238,17 @@ __device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u3
         for (int piece = 0; piece < K / C; piece++)
 #pragma unroll 1
             for (int t = first; t < first + STEP && t < TILES; t++) {
-                const u16* from = lane < 8 ? row(t, lane) : nullptr;
+                const Weight* from = lane < 8 ? row(t, lane) : nullptr;
                 const u32 count = __popc(__ballot_sync(~0u, from != nullptr));
-                if (++issued > FLIGHT) {
+                if (FLIGHT < STAGES && ++issued > FLIGHT) {
                     wait(full + landed.stage * 8, landed.parity, report, 13);
                     landed.next();
                 }
                 wait(empty + ring.stage * 8, ring.parity ^ 1, report, 1);
-                if (lane == 0) expect(full + ring.stage * 8, count * C * 2);
+                if (lane == 0) expect(full + ring.stage * 8, count * C * WEIGHT_BYTES);
                 __syncwarp();
                 if (from)
-                    bulk(to + ring.stage * STAGE_BYTES + lane * PITCH(C), from + piece * C, C * 2, full + ring.stage * 8, policy);
+                    bulk(to + ring.stage * STAGE_BYTES + lane * PITCH(C), from + piece * C, C * WEIGHT_BYTES, full + ring.stage * 8, policy);
                 ring.next();
             }
 }
@@ -227,9 +258,11 @@ __device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u3
 // the tensor cores take their left operand. So a row is two of that operand's, 1 and 9: of its pairs 0 and 2, and 1 and 3.
 // Of the right operand, even columns are the vector's pairs 0 and 2, odd ones 1 and 3.
 // Two tiles are in registers at a time: two of the same columns, or two pieces of the only one.
+// Of stored weights the 16 bytes become two such operands of float16, and the vector is float16. Of the first operand,
+// even columns are the vector's pairs 0 and 1, odd ones 4 and 5; of the second, pairs 2 and 3, and 6 and 7.
 template <int K, int TILES>
 struct Product {
-    static constexpr int C = WIDE(K), LOADS = C / 256, STEP = K == C ? MIN(TILES, 2) : AT_ONCE(TILES), PIECES = STEP == 1 ? 2 : 1;
+    static constexpr int C = WIDE(K), LOADS = C * WEIGHT_BYTES / 512, STEP = K == C ? MIN(TILES, 2) : AT_ONCE(TILES), PIECES = STEP == 1 ? 2 : 1;
     static constexpr int SETS = STEP > 2 ? 1 : 2;  // a second set of sums waits less for the first
     uint4 w[2][LOADS];
 
@@ -246,7 +279,7 @@ struct Product {
         for (int n = 0; n < 2; n++) {
             if (!there(first, t, piece, n)) continue;
             wait(full + ring.stage * 8, ring.parity, report, 2);
-            const unsigned char* tile = shared + AT_RING + ring.stage * STAGE_BYTES + lane / 4 * PITCH(C) + warp * (C / 4) + lane % 4 * 16;
+            const unsigned char* tile = shared + AT_RING + ring.stage * STAGE_BYTES + lane / 4 * PITCH(C) + warp * (C / 8 * WEIGHT_BYTES) + lane % 4 * 16;
 #pragma unroll
             for (int j = 0; j < LOADS; j++) w[n][j] = *(const uint4*)(tile + j * 64);
             done[n] = empty + ring.stage * 8;
@@ -258,8 +291,58 @@ struct Product {
             if (lane == 0 && there(first, t, piece, n)) arrive(done[n]);
     }
 
-    // After `take` of the first two.
-    __device__ __forceinline__ void multiply(Ring& ring, u32 full, u32 empty, u32 vector, u32* report) {
+    // After `take` of the first two. `slot(tile, row)`: where a row's scales are, in rows of them from `scales` on.
+    template <typename Slot>
+    __device__ __forceinline__ void multiply_stored(Ring& ring, u32 full, u32 empty, u32 vector, u32 scales, u32* report, Slot slot) {
+        constexpr int PER = BLOCK ? MIN(LOADS, 2) : LOADS;  // loads that have one scale
+        const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        const unsigned char* pairs = shared + vector + warp * (C / 4) + lane % 4 * 32 + lane / 4 % 2 * 16;
+#pragma unroll 1
+        for (int first = 0; first < TILES; first += STEP) {
+            float sums[STEP] = {};
+#pragma unroll 1
+            for (int piece = 0; piece < K / C; piece += PIECES)
+#pragma unroll
+                for (int t = 0; t < STEP; t += 2) {
+                    if (first || piece || t) take(ring, full, empty, report, first, t, piece);
+#pragma unroll
+                    for (int load = 0; load < LOADS; load += PER)
+#pragma unroll
+                        for (int n = 0; n < 2; n++) {
+                            if (!there(first, t, piece, n)) continue;
+                            const int column = (PIECES == 2 ? piece + n : piece) * C + load * 64;
+                            float part[2][4] = {};
+#pragma unroll
+                            for (int j = 0; j < PER; j++) {
+                                const uint4 x = *(const uint4*)(pairs + column * 2 + j * 128), y = w[n][load + j];
+                                product_f16(part[0], make_uint4(widen_e4m3(y.x), widen_e4m3(y.z), widen_e4m3(y.x >> 16), widen_e4m3(y.z >> 16)), make_uint2(x.x, x.y));
+                                product_f16(part[1], make_uint4(widen_e4m3(y.y), widen_e4m3(y.w), widen_e4m3(y.y >> 16), widen_e4m3(y.w >> 16)), make_uint2(x.z, x.w));
+                            }
+                            const float sum = (part[0][0] + part[0][3]) + (part[1][0] + part[1][3]);
+                            const int at = PIECES == 2 ? 0 : t + n;
+                            if (BLOCK) {
+                                const float* row = (const float*)(shared + AT_SCALES) + scales + slot(first + t + (PIECES == 2 ? 0 : n), lane / 4) * SCALE_ROWS(K, 1);
+                                sums[at] = fmaf(sum, row[(column + warp * (C / 8)) / MAX(BLOCK, 1)], sums[at]);
+                            } else {
+                                sums[at] += sum;
+                            }
+                        }
+                }
+#pragma unroll
+            for (int t = 0; t < STEP; t++)
+                if (lane % 4 == 0 && first + t < TILES)
+                    *(float*)(shared + AT_ROWS + (warp * MOST_ROWS + (first + t) * 8 + lane / 4) * 4) = sums[t];
+        }
+        together();
+    }
+
+    template <typename Slot>
+    __device__ __forceinline__ void multiply(Ring& ring, u32 full, u32 empty, u32 vector, u32 scales, u32* report, Slot slot) {
+        if constexpr (STORED) multiply_stored(ring, full, empty, vector, scales, report, slot);
+        else multiply_plain(ring, full, empty, vector, report);
+    }
+
+    __device__ __forceinline__ void multiply_plain(Ring& ring, u32 full, u32 empty, u32 vector, u32* report) {
         const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         const unsigned char* pairs = shared + vector + warp * (C / 4) + lane % 4 * 16 + lane / 4 % 2 * 4;
 #pragma unroll 1
@@ -300,20 +383,86 @@ __device__ __forceinline__ float row_sum(u32 row) {
     return sum;
 }
 
+// What a vector is multiplied by before it is rounded to float16, and sums of products with it afterwards: the largest is
+// between 2^14 and 2^15, so a bfloat16 that is at least 2^-31 of it keeps all bits.
+struct Lift { float up, down; };
+// `most`: of this thread's values, without sign.
+__device__ __forceinline__ Lift lift_of(u32 most) {
+    most = warp_most(most);
+    if ((threadIdx.x & 31) == 0) ((u32*)(shared + AT_MOST))[threadIdx.x >> 5] = most;
+    together();
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) most = MAX(most, ((const u32*)(shared + AT_MOST))[w]);
+    const u32 exponent = MAX(most >> 23, 15u);
+    return {__uint_as_float((268 - exponent) << 23), __uint_as_float((exponent - 14) << 23)};
+}
+
+// A vector [K] of bfloat16 in shared memory is there, of which this thread wrote values up to `most`. Of stored weights it
+// becomes float16. Returns what sums of products with it are multiplied by.
+template <int K>
+__device__ __forceinline__ float arrived(u32 at, u32 most) {
+    if constexpr (!STORED) {
+        together();
+        return 1.f;
+    } else {
+        const Lift lift = lift_of(most);
+        u32* words = (u32*)(shared + at);
+#pragma unroll 4
+        for (int n = 0; n < K / 2 / THREADS; n++) {
+            const u32 v = words[threadIdx.x + n * THREADS];
+            words[threadIdx.x + n * THREADS] = pack_f16(low(v) * lift.up, high(v) * lift.up);
+        }
+        together();
+        return lift.down;
+    }
+}
+// The larger of both bfloat16 numbers of a word and `most`.
+__device__ __forceinline__ u32 larger(u32 most, u32 word) {
+    if constexpr (!STORED) return 0;
+    else return MAX(most, MAX(size_of(low(word)), size_of(high(word))));
+}
+
+// Scales of a program's blocks, `rows` rows of them from row `first` on of a matrix with `all`; no row is after its last.
+template <int K>
+__device__ __forceinline__ void take_scales(int to, const float* from, int first, int rows, int all) {
+    if constexpr (BLOCK != 0) {
+        constexpr int EVERY = SCALE_ROWS(K, 1);
+        for (int i = threadIdx.x; i < rows * EVERY; i += THREADS)
+            ((float*)(shared + AT_SCALES))[to + i] = from[MIN(first + i / EVERY, UP(all, BLOCK) - 1) * EVERY + i % EVERY];
+    }
+}
+// The row of blocks of row `i` of those that begin with `first`: 0 or 1.
+__device__ __forceinline__ int next_block(u32 first, int i) { return BLOCK && (first % MAX(BLOCK, 1) + i) / MAX(BLOCK, 1) ? 1 : 0; }
+
 // The stream times the norm's weights, rounded, as the vector [HIDDEN] in shared memory. Products with it are to be
-// multiplied by `scale_of`, which needs the sums of all warps, and so nobody waits for them here.
-__device__ __forceinline__ void enter(const float (&total)[EACH], const u32 (&weights)[EACH / 2], u32 tid, int turn) {
+// multiplied by `scale_of`, which needs the sums of all warps, and so nobody waits for them here, and by the result.
+__device__ __forceinline__ float enter(const float (&total)[EACH], const u32 (&weights)[EACH / 2], u32 tid, int turn) {
     float square = 0.f;
 #pragma unroll
     for (int n = 0; n < EACH; n++) square = fmaf(total[n], total[n], square);
     u32* to = (u32*)(shared + AT_VECTOR) + tid * (EACH / 2);
+    Lift lift{1.f, 1.f};
+    if constexpr (STORED) {
+        u32 most = 0;
 #pragma unroll
-    for (int n = 0; n < EACH / 2; n++)
-        to[n] = pack(total[2 * n] * (low(weights[n]) + OFFSET), total[2 * n + 1] * (high(weights[n]) + OFFSET));
+        for (int n = 0; n < EACH / 2; n++) {
+            const float a = total[2 * n] * (low(weights[n]) + OFFSET), b = total[2 * n + 1] * (high(weights[n]) + OFFSET);
+            most = MAX(most, MAX(size_of(a), size_of(b)));
+        }
+        lift = lift_of(most);
+#pragma unroll
+        for (int n = 0; n < EACH / 2; n++)
+            to[n] = pack_f16(total[2 * n] * (low(weights[n]) + OFFSET) * lift.up, total[2 * n + 1] * (high(weights[n]) + OFFSET) * lift.up);
+    } else {
+#pragma unroll
+        for (int n = 0; n < EACH / 2; n++)
+            to[n] = pack(total[2 * n] * (low(weights[n]) + OFFSET), total[2 * n + 1] * (high(weights[n]) + OFFSET));
+    }
 #pragma unroll
     for (int bit = 16; bit; bit >>= 1) square += __shfl_xor_sync(~0u, square, bit);
     if ((tid & 31) == 0) ((float*)(shared + AT_NORMS))[turn * WARPS + (tid >> 5)] = square;
     together();
+    return lift.down;
 }
 __device__ __forceinline__ float scale_of(int turn, float eps) {
     float square = 0.f;
@@ -322,16 +471,17 @@ __device__ __forceinline__ float scale_of(int turn, float eps) {
     return rsqrtf(square / HIDDEN + eps);
 }
 
-// The row of queries, keys and values that is row `i` of program `rank` of a key head.
-__device__ __forceinline__ int qkv_row(int head, int rank, int i) {
-    if (i < Q_ROWS) return head * GROUP * D + rank * Q_ROWS + i;
+// The row of queries, keys and values that is row `i` of program `rank` of a team.
+__device__ __forceinline__ int qkv_row(int team, int rank, int i) {
+    const int head = team / TWINS;
+    if (i < Q_ROWS) return team * GROUP * D + rank * Q_ROWS + i;
     if (i < Q_ROWS + K_ROWS) return (HEADS + head) * D + rank * K_ROWS + i - Q_ROWS;
     return (HEADS + KV_HEADS + head) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS;
 }
 
-extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __grid_constant__ Layer p) {
+extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(const __grid_constant__ Layer p) {
     const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, program = blockIdx.x;
-    const u32 head = program / SHARE, rank = program % SHARE;
+    const u32 team = program / SHARE, head = team / TWINS, rank = program % SHARE;
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     const u32 full = base + AT_BARRIERS, empty = full + STAGES * 8;
     const u32 kv_full = empty + STAGES * 8, kv_empty = kv_full + KV_STAGES * 8;
@@ -352,12 +502,13 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         const u32 to = base + AT_RING;
         stream<HIDDEN, QKV_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
             const int i = t * 8 + lane_;
-            return i < QKV_ROWS ? p.qkv + (long long)qkv_row(head, rank, i) * HIDDEN : nullptr;
+            return i < QKV_ROWS ? p.qkv + (long long)qkv_row(team, rank, i) * HIDDEN : nullptr;
         });
         stream<ATTENDED, OUT_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
             const int i = t * 8 + lane_;
             return i < OUT_ROWS ? p.o + (long long)(program * OUT_ROWS + i) * ATTENDED : nullptr;
         });
+#if MLP
         stream<HIDDEN, INNER_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
             const int i = t / 2 * 8 + lane_;
             return i < INNER_ROWS ? p.gate_up + (long long)(t % 2 * INNER + program * INNER_ROWS + i) * HIDDEN : nullptr;
@@ -366,6 +517,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
             const int i = t * 8 + lane_;
             return i < OUT_ROWS ? p.down + (long long)(program * OUT_ROWS + i) * INNER : nullptr;
         });
+#endif
         return;
     }
     if (warp == WARPS + 1) {  // what the step is, keys and values
@@ -426,7 +578,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
 #pragma unroll
     for (int n = 0; n < EACH / 2; n++) {
         weights[n] = ((const u32*)p.norm)[tid * (EACH / 2) + n];
-        mlp_weights[n] = ((const u32*)p.mlp_norm)[tid * (EACH / 2) + n];
+        mlp_weights[n] = MLP ? ((const u32*)p.mlp_norm)[tid * (EACH / 2) + n] : 0;
     }
     // The pairs that a lane rotates: words of a head's first half, and of its second.
     constexpr int HALF = D / 4, MANY_WORDS = UP(HALF, 32);
@@ -439,8 +591,27 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         second_gain[n] = QK_NORM && word < HALF ? head_norm[HALF + word] : 0;
     }
     // Of the row that this thread sums.
-    const float qkv_bias = p.qkv_bias && tid < QKV_ROWS ? widen(p.qkv_bias[qkv_row(head, rank, tid)]) : 0.f;
+    const float qkv_bias = p.qkv_bias && tid < QKV_ROWS ? widen(p.qkv_bias[qkv_row(team, rank, tid)]) : 0.f;
     const float o_bias = p.o_bias && tid < OUT_ROWS ? widen(p.o_bias[program * OUT_ROWS + tid]) : 0.f;
+
+    // Scales of rows, and of blocks.
+    const bool by_rows = STORED && !BLOCK;
+    const float qkv_factor = by_rows && tid < QKV_ROWS ? p.qkv_scales[qkv_row(team, rank, tid)] : 1.f;
+    const float o_factor = by_rows && tid < OUT_ROWS ? p.o_scales[program * OUT_ROWS + tid] : 1.f;
+    const bool inner_row = by_rows && MLP && tid < INNER_ROWS;
+    const float gate_factor = inner_row ? p.gate_up_scales[program * INNER_ROWS + tid] : 1.f;
+    const float up_factor = inner_row ? p.gate_up_scales[INNER + program * INNER_ROWS + tid] : 1.f;
+    const float down_factor = by_rows && MLP && tid < OUT_ROWS ? p.down_scales[program * OUT_ROWS + tid] : 1.f;
+    constexpr int QKV_ALL = (HEADS + 2 * KV_HEADS) * D;
+    take_scales<HIDDEN>(QKV_SCALES, p.qkv_scales, qkv_row(team, rank, 0) / MAX(BLOCK, 1), 1, QKV_ALL);
+    take_scales<HIDDEN>(QKV_SCALES + SCALE_ROWS(HIDDEN, 1), p.qkv_scales, qkv_row(team, rank, Q_ROWS) / MAX(BLOCK, 1), 1, QKV_ALL);
+    take_scales<HIDDEN>(QKV_SCALES + SCALE_ROWS(HIDDEN, 2), p.qkv_scales, qkv_row(team, rank, Q_ROWS + K_ROWS) / MAX(BLOCK, 1), 1, QKV_ALL);
+    take_scales<ATTENDED>(OUT_SCALES, p.o_scales, program * OUT_ROWS / MAX(BLOCK, 1), 2, HIDDEN);
+#if MLP
+    take_scales<HIDDEN>(INNER_SCALES, p.gate_up_scales, program * INNER_ROWS / MAX(BLOCK, 1), 2, 2 * INNER);
+    take_scales<HIDDEN>(INNER_SCALES + SCALE_ROWS(HIDDEN, 2), p.gate_up_scales, (INNER + program * INNER_ROWS) / MAX(BLOCK, 1), 2, 2 * INNER);
+    take_scales<INNER>(DOWN_SCALES, p.down_scales, program * OUT_ROWS / MAX(BLOCK, 1), 2, HIDDEN);
+#endif
 
     Product<HIDDEN, QKV_TILES> qkv;
     qkv.take(ring, full, empty, p.report);
@@ -478,18 +649,21 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     }
     const u32 flag = (count << 8) + p.site + 1;
     STAMP(1);
-    enter(total, weights, tid, 0);
+    const float entered = enter(total, weights, tid, 0);
     STAMP(2);
-    const float qkv_scale = scale_of(0, EPS);
-    qkv.multiply(ring, full, empty, AT_VECTOR, p.report);
+    const float qkv_scale = scale_of(0, EPS) * entered;
+    qkv.multiply(ring, full, empty, AT_VECTOR, QKV_SCALES, p.report, [](int t, int row) {
+        const int i = t * 8 + row;
+        return i < Q_ROWS ? 0 : i < Q_ROWS + K_ROWS ? 1 : 2;
+    });
     if (tid < UP(QKV_ROWS, 32) * 32) {
         const int i = tid;
-        const float sum = i < QKV_ROWS ? row_sum(i) * qkv_scale + qkv_bias : 0.f, next = __shfl_down_sync(~0u, sum, 1);
+        const float sum = i < QKV_ROWS ? row_sum(i) * (qkv_scale * qkv_factor) + qkv_bias : 0.f, next = __shfl_down_sync(~0u, sum, 1);
         if (i < QKV_ROWS && i % 2 == 0) {
             int word = (rank * Q_ROWS + i) / 2;
             if (i >= Q_ROWS) word = (GROUP * D + rank * K_ROWS + i - Q_ROWS) / 2;
             if (i >= Q_ROWS + K_ROWS) word = ((GROUP + 1) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS) / 2;
-            post(p.messages + AT_QKV + head * HEAD_WORDS + word, pack(sum, next), flag);
+            post(p.messages + AT_QKV + team * HEAD_WORDS + word, pack(sum, next), flag);
         }
     }
     STAMP(3);
@@ -500,7 +674,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     const int begin = rank * each, end = begin + each < old ? begin + each : old;
     const long long in_page = (((long long)head << p.page_bits) + (slot & ((1 << p.page_bits) - 1))) * D;
     if (warp <= GROUP + 1) {  // queries, the key, the value
-        const u64* from = p.messages + AT_QKV + head * HEAD_WORDS + warp * (D / 2);
+        const u64* from = p.messages + AT_QKV + team * HEAD_WORDS + warp * (D / 2);
         u32 first[MANY_WORDS], second[MANY_WORDS];
         u32 looks = 0;
         for (bool all = false; !all;) {
@@ -558,7 +732,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
                 to[HALF + word] = make_float2(low(second[n]) * SCALE, high(second[n]) * SCALE);
             } else {
                 in_shared[word] = first[n], in_shared[HALF + word] = second[n];
-                if (rank == 0) in_memory[word] = first[n], in_memory[HALF + word] = second[n];
+                if (rank == 0 && team % TWINS == 0) in_memory[word] = first[n], in_memory[HALF + word] = second[n];
             }
         }
     }
@@ -660,7 +834,7 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
             three[n] = from < MERGED ? other : from == MERGED ? top : mass;
         }
         if (j < PART_MESSAGES)
-            post_wide(p.messages + AT_PART_MESSAGES + (((head * SHARE + peer) * SHARE + rank) * PART_MESSAGES + j) * 2,
+            post_wide(p.messages + AT_PART_MESSAGES + (((team * SHARE + peer) * SHARE + rank) * PART_MESSAGES + j) * 2,
                       three[0], three[1], three[2], flag);
     }
     if (tid < SHARE * PART_MESSAGES) {
@@ -712,14 +886,18 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     Product<ATTENDED, OUT_TILES> output;
     output.take(ring, full, empty, p.report);
     STAMP(8);
-    hear<ATTENDED_WORDS>(p.messages + AT_ATTENDED, program, flag, p.report, 9, [](int word, u32 value) {
-        ((u32*)(shared + AT_WIDE))[word] = value;
+    u32 most = 0;
+    hear<ATTENDED_WORDS>(p.messages + AT_ATTENDED, program, flag, p.report, 9, [&](int word, u32 value) {
+        ((u32*)(shared + AT_WIDE))[word] = value, most = larger(most, value);
     });
-    together();
+    const float attended = arrived<ATTENDED>(AT_WIDE, most);
     STAMP(9);
-    output.multiply(ring, full, empty, AT_WIDE, p.report);
+    output.multiply(ring, full, empty, AT_WIDE, OUT_SCALES, p.report, [&](int t, int row) {
+        return next_block(program * OUT_ROWS, t * 8 + row);
+    });
+#if MLP
     if (tid < OUT_ROWS) {
-        const u32 v = pack(row_sum(tid) + o_bias, 0.f);
+        const u32 v = pack(row_sum(tid) * (attended * o_factor) + o_bias, 0.f);
         ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
     }
     tell<OUT_WORDS, OUT_ROWS>(p.messages + AT_STREAM, program, flag);
@@ -745,12 +923,14 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
         }
     }
     STAMP(11);
-    enter(total, mlp_weights, tid, 1);
-    const float mlp_scale = scale_of(1, MLP_EPS);
-    gate_up.multiply(ring, full, empty, AT_VECTOR, p.report);
+    const float mlp_entered = enter(total, mlp_weights, tid, 1);
+    const float mlp_scale = scale_of(1, MLP_EPS) * mlp_entered;
+    gate_up.multiply(ring, full, empty, AT_VECTOR, INNER_SCALES, p.report, [&](int t, int row) {
+        return t % 2 * 2 + next_block(program * INNER_ROWS, t / 2 * 8 + row);
+    });
     if (tid < INNER_ROWS) {
         const u32 at = tid / 8 * 16 + tid % 8;
-        const float gate = rounded(row_sum(at) * mlp_scale), up = rounded(row_sum(at + 8) * mlp_scale);
+        const float gate = rounded(row_sum(at) * (mlp_scale * gate_factor)), up = rounded(row_sum(at + 8) * (mlp_scale * up_factor));
         const u32 v = pack(__fdividef(gate, 1.f + power(-1.44269504f * gate)) * up, 0.f);
         ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
     }
@@ -758,18 +938,30 @@ extern "C" __global__ void __launch_bounds__(320, 2) one_token_layer(const __gri
     Product<INNER, OUT_TILES> down;
     down.take(ring, full, empty, p.report);
     STAMP(12);
-    hear<INNER_WORDS>(p.messages + AT_INNER, program, flag, p.report, 11, [](int word, u32 value) {
-        ((u32*)(shared + AT_WIDE))[word] = value;
+    most = 0;
+    hear<INNER_WORDS>(p.messages + AT_INNER, program, flag, p.report, 11, [&](int word, u32 value) {
+        ((u32*)(shared + AT_WIDE))[word] = value, most = larger(most, value);
     });
-    together();
+    const float activated = arrived<INNER>(AT_WIDE, most);
     STAMP(13);
-    down.multiply(ring, full, empty, AT_WIDE, p.report);
+    down.multiply(ring, full, empty, AT_WIDE, DOWN_SCALES, p.report, [&](int t, int row) {
+        return next_block(program * OUT_ROWS, t * 8 + row);
+    });
     if (tid < OUT_ROWS) {
-        const float y = rounded(row_sum(tid));
+        const float y = rounded(row_sum(tid) * (activated * down_factor));
         ((float*)(shared + AT_WORDS))[tid] = ((const float*)(shared + AT_OWN))[tid] + y;
         p.out[program * OUT_ROWS + tid] = (u16)(__float_as_uint(y) >> 16);
     }
     tell<NEXT_WORDS, OUT_ROWS>(p.messages + AT_NEXT, program, p.after);
+#else
+    // Everybody has read x and the stream: attention came from all programs.
+    if (tid < OUT_ROWS) p.out[program * OUT_ROWS + tid] = (u16)pack(row_sum(tid) * (attended * o_factor) + o_bias, 0.f);
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+        const int i = (int)(tid * EACH + n) - (int)(program * OUT_ROWS);
+        if (i >= 0 && i < OUT_ROWS) p.stream[tid * EACH + n] = total[n];
+    }
+#endif
     if (program == 0 && tid == 0) ((volatile u32*)p.messages)[p.site] = count + 1;
     STAMP(14);
 }

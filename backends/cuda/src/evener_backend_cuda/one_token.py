@@ -7,6 +7,10 @@ memory, ahead of everything else: weights depend on nothing. Vectors go from pro
 Each 16 programs have one key head: its projections, its attention over a part of the keys each, and the merge of these
 parts. The next layer's programs start while this one's compute (programmatic dependent launch), and take the stream
 from messages too. docs/lab/one-token-kernel.md has measurements.
+
+That is for small layers. In large ones, and with attention alone, a program has a multiprocessor and asks for as many
+tiles as its ring holds, so that memory goes on while programs wait for each other. Weights may be e4m3 there. These
+kernels were not run on a card yet, so they are used only with ``cuda.one_launch=all``.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from typing import Any, cast
 
 import torch
 
-from evener.contracts.device import Device
+from evener.contracts.declared import LinearWeight
+from evener.contracts.device import Device, DeviceCapabilities
 from evener.contracts.ops import Kernel, OpCall, OpFunction
-from evener.contracts.quant import PackedWeight
+from evener.contracts.quant import PackedWeight, Packing
 from evener.contracts.statics import AttentionStatic, DecoderLayerStatic, MLPStatic
 from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
@@ -32,26 +37,34 @@ from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
 from evener_kernels_triton.arguments import checked
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonMlpBlock
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
+from evener_kernels_triton.stored import STORED, Form, StoredMatrix, form_of
 from evener_kernels_triton.tuning import Tuning, number_of
 
-#: As in one_token.cu.
+#: As in one_token.cu. A team is the programs that share query heads.
 PROGRAMS, SHARE, WARPS, THREADS = 128, 16, 8, 320
+TEAMS = PROGRAMS // SHARE
 _KV_STAGES, _CONTROL, _COPIES = 2, 256, 4
 #: Bytes of a layer's weights. With more, reading takes most of the time: with 368 MiB several launches are faster.
 _MOST_BYTES = 40 << 20
 #: Layers that one device's messages serve: the kernel keeps a counter for each.
 MAX_SITES = 255
-#: Columns of a tile of eight rows, and bytes of it: its rows are 64 bytes apart.
-_COLUMNS = 1024
-_TILE = 8 * (_COLUMNS * 2 + 64)
-#: Tiles in the ring: fewer than the first leave the copies no time, more than the second find no room.
+#: Bytes of a row of a tile of eight, and of a tile: its rows are 64 bytes apart.
+_ROW = 2048
+_TILE = 8 * (_ROW + 64)
+#: Tiles in the ring: fewer than the first leave the copies no time, more than the second find no room where two
+#: programs share a multiprocessor.
 _LEAST_STAGES, _MOST_STAGES = 3, 5
+#: Tiles that such a program asks for at once: more make messages wait.
+_FLIGHT = 1
 #: What the hardware keeps of each program's shared memory.
 _RESERVED = 1024
 #: Looks of a wait, some 20 seconds of them at messages: one that needs more has lost its partner, and the launch fails.
 _PATIENCE = 1 << 26
-KV_HEADS = PROGRAMS // SHARE
-GROUPS, HEAD_DIMS = (1, 2, 4), (64, 128)
+KV_HEADS, GROUPS, HEAD_DIMS = (4, 8), (1, 2, 4), (64, 128)
+#: Rows and columns that share a scale.
+_BLOCK = 128
+#: Rows of gate that a program may have: they are in at most two rows of blocks.
+_MOST_INNER = 16_384
 
 
 class _Argument(ctypes.Structure):
@@ -65,63 +78,83 @@ class _Argument(ctypes.Structure):
         ("messages", ctypes.c_void_p), ("report", ctypes.c_void_p), ("stamps", ctypes.c_void_p),
         ("before", ctypes.c_uint), ("after", ctypes.c_uint), ("site", ctypes.c_uint), ("wide_slots", ctypes.c_uint),
         ("page_bits", ctypes.c_uint),
+        *((name, ctypes.c_void_p) for name in ("qkv_scales", "o_scales", "gate_up_scales", "down_scales")),
     ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer that the kernel is compiled for."""
+    """Sizes that the kernel is compiled for.
+
+    Attributes:
+        inner: of the MLP; 0: there is attention alone.
+        weight_bytes: of an element; block: rows and columns that share a scale, 0: whole rows.
+        resident: programs that share a multiprocessor.
+    """
 
     hidden: int
     inner: int
     heads: int
     head_dim: int
+    kv_heads: int = TEAMS
+    weight_bytes: int = 2
+    block: int = 0
+    resident: int = 2
 
     @property
     def group(self) -> int:
-        return self.heads // KV_HEADS
+        """Query heads of a team."""
+        return self.heads // TEAMS
 
     def refusal(self) -> str | None:
         """Why rows cannot be shared out; None if they can."""
-        if self.head_dim not in HEAD_DIMS or self.group not in GROUPS or self.heads % KV_HEADS:
-            return f"{self.heads} heads of {self.head_dim}: takes {GROUPS} heads of {HEAD_DIMS} for each key head"
-        if self.hidden % 512 or self.inner % 256:
-            return f"hidden {self.hidden} and inner {self.inner} are not multiples of 512 and 256"
-        if self.nbytes > _MOST_BYTES:
-            return f"is for layers of up to {_MOST_BYTES >> 20} MiB, not {self.nbytes >> 20}: there reading dominates"
+        if self.head_dim not in HEAD_DIMS or self.group not in GROUPS or self.heads % TEAMS:
+            return f"{self.heads} heads of {self.head_dim}: takes {TEAMS} times {GROUPS} heads of {HEAD_DIMS}"
+        unit = 256 if self.weight_bytes == 2 else 512
+        if self.hidden % 512 or self.inner % unit:
+            return f"hidden {self.hidden} and inner {self.inner} are not multiples of 512 and {unit}"
+        if self.inner > _MOST_INNER:
+            return f"inner {self.inner} is more than {_MOST_INNER}"
         return None
 
     @property
     def nbytes(self) -> int:
         """Bytes of a layer's weights."""
-        heads = 2 * self.heads + 2 * KV_HEADS
-        return 2 * self.hidden * (heads * self.head_dim + 3 * self.inner)
+        heads = 2 * self.heads + 2 * self.kv_heads
+        return self.weight_bytes * self.hidden * (heads * self.head_dim + 3 * self.inner)
 
     def shared(self, stages: int) -> int:
         """Bytes of shared memory of a program."""
         dim, group, out = self.head_dim, self.group, self.hidden // PROGRAMS
         wide = max(2 * max(self.heads * dim, self.inner), 4 * self.hidden)
-        rows = 8 * max(-(-(group + 2) * dim // SHARE // 8), 2 * -(-self.inner // PROGRAMS // 8))
+        qkv = -(-(group + 2) * dim // SHARE // 8)
+        rows = 8 * max(qkv, -(-out // 8), 2 * -(-self.inner // PROGRAMS // 8))
         words = max(self._words[0], *self._words[2:])
+        mlp = bool(self.inner)
+        scales = (3 + 4 * mlp) * self.hidden + 2 * self.heads * dim + 2 * self.inner
         fixed = (
             _KV_STAGES * WARPS * (32 // (dim // 8)) * dim * 4  # keys and values
             + max(2 * self.hidden + wide, WARPS * group * dim * 4)  # vectors, or sums of attention
             + WARPS * group * 8 + SHARE * self._part_messages * 12 + group * dim * 4 + 2 * dim * 2 + dim * 4
             + -(-out * 4 // 16) * 16 + WARPS * rows * 4 + -(-12 * -(-words // 3) // 16) * 16 + 2 * WARPS * 4 + 16
             + (2 * _KV_STAGES + 1) * 8
+            + (WARPS * 4 if self.weight_bytes == 1 else 0) + (4 * scales // self.block if self.block else 0)
         )  # fmt: skip
         return fixed + stages * (_TILE + 16)
 
     def stages(self, shared: int) -> int:
-        """Tiles of the ring, so that two programs fit into ``shared`` bytes of a multiprocessor; 0: they do not."""
-        fitting = [n for n in range(_LEAST_STAGES, _MOST_STAGES + 1) if 2 * (self.shared(n) + _RESERVED) <= shared]
-        return max(fitting, default=0)
+        """Tiles of the ring, so that the programs fit into ``shared`` bytes of a multiprocessor; 0: they do not."""
+        room = shared // self.resident - _RESERVED - self.shared(0)
+        most = max(0, room // (_TILE + 16))
+        if self.resident > 1:
+            most = min(most, _MOST_STAGES)
+        return most if most >= _LEAST_STAGES else 0
 
     def messages(self) -> int:
         """Messages of 8 bytes of a layer, with the counters."""
         parts = PROGRAMS * SHARE * self._part_messages * 2
         to_all = sum(_COPIES * PROGRAMS * -(-words // 3) * 2 for words in self._words)
-        return _CONTROL + parts + KV_HEADS * (self.group + 2) * self.head_dim // 2 + to_all
+        return _CONTROL + parts + TEAMS * (self.group + 2) * self.head_dim // 2 + to_all
 
     @property
     def _words(self) -> tuple[int, int, int, int]:
@@ -174,14 +207,9 @@ class Messages:
         return self._flags
 
 
-class OneTokenLayer(Kernel):
-    """Norm, projections, attention over pages, MLP of one token: 128 programs, one launch.
-
-    A launch takes the stream of the layer before from that layer's messages, without waiting for its end, if the
-    captured graph has nothing between the two launches. So a change of the stream between two layers is seen, also one
-    in place. Outside a capture the driver does not say what was launched last, and the stream is read from memory.
-
-    With longer state a layer is computed in several launches, which share more programs out to a key head.
+class _OneLaunch(Kernel):
+    """Base of the kernels below: 128 programs, one launch. With longer state several launches take its place, which
+    share more programs out to a key head.
 
     Args:
         device: where it runs.
@@ -189,49 +217,85 @@ class OneTokenLayer(Kernel):
         driver: compiles and loads kernels; None: NVIDIA's.
     """
 
-    op, name = "decoder_layer", "cuda.one_token_layer"
-    priority = 200
     capturable = True
-    packings = (PLAIN,)
     state_layout = LAYOUT
+    #: Programs that share a multiprocessor.
+    resident = 1
+    #: Tiles that a program asks for at once; None: as many as it has room for.
+    flight: int | None = None
 
     def __init__(self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None) -> None:
         self._driver = Driver() if driver is None else driver
         self._messages = Messages(device.torch_device)
         tuning = Tuning.of(device.capabilities) if tuning is None else tuning
-        self._parts = TritonAttentionBlock(device, tuning), TritonMlpBlock(device, tuning)
+        self._attention, self._mlp = TritonAttentionBlock(device, tuning), TritonMlpBlock(device, tuning)
 
     def supports(self, call: OpCall) -> str | None:
-        static, device = cast(DecoderLayerStatic, call.static), call.device
-        attention, mlp = static["attention"], static["mlp"]
+        device, (attention, mlp) = call.device, _blocks(call)
         if call.bucket.high != 1:
             return f"computes one token, not {call.bucket}"
         if device.variant != "sm_90":
             return f"its machine code is for sm_90, not {device.variant}"
-        if static["dtype"] != "bfloat16":
-            return f"computes in bfloat16, not in {static['dtype']}"
-        reason = _attention_refusal(attention) or _mlp_refusal(mlp) or _sizes(static).refusal()
+        if attention["dtype"] != "bfloat16":
+            return f"computes in bfloat16, not in {attention['dtype']}"
+        reason = _attention_refusal(attention) or _mlp_refusal(mlp) or _form_refusal(call)
+        if reason:
+            return reason
+        sizes = _sizes(call, self.resident)
+        reason = sizes.refusal() or self._size_refusal(sizes)
         if reason:
             return reason
         if number_of("units", device.features, 0) < PROGRAMS:
             return f"needs {PROGRAMS} multiprocessors"
-        stages = _sizes(static).stages(number_of("shared", device.features, 0) + _RESERVED)
-        if not stages:
-            return "two programs of it do not fit into a multiprocessor's shared memory"
+        if not sizes.stages(_shared_of(device)):
+            return f"{self.resident} programs of it do not fit into a multiprocessor's shared memory"
         return self._driver.refusal()
 
+    def _size_refusal(self, sizes: Sizes) -> str | None:
+        """(optional) Why layers of these sizes are for others."""
+        del sizes
+        return None
+
     def workspace(self, call: OpCall) -> int:
-        own = 8 * _sizes(cast(DecoderLayerStatic, call.static)).messages()
-        return own + max(part.workspace(each) for part, each in zip(self._parts, _halves(call), strict=True))
+        parts = [self._attention.workspace(_half(call, 0))]
+        if call.op == "decoder_layer":
+            parts.append(self._mlp.workspace(_half(call, 1)))
+        return 8 * _sizes(call, self.resident).messages() + max(parts)
+
+    def _launched(self, call: OpCall) -> _Layer:
+        """The launch of a call site."""
+        sizes = _sizes(call, self.resident)
+        stages = sizes.stages(_shared_of(call.device))
+        flight = stages if self.flight is None else min(self.flight, stages)
+        code = self._driver.compile(source(), defines(call, sizes, stages, flight))
+        launch = self._driver.kernel(code, "one_token_layer", PROGRAMS, THREADS, sizes.shared(stages))
+        return _Layer(_blocks(call)[0], launch, self._messages, sizes)
+
+
+class OneTokenLayer(_OneLaunch):
+    """Norm, projections, attention over pages, MLP of one token, for small layers in bfloat16.
+
+    A launch takes the stream of the layer before from that layer's messages, without waiting for its end, if the
+    captured graph has nothing between the two launches. So a change of the stream between two layers is seen, also one
+    in place. Outside a capture the driver does not say what was launched last, and the stream is read from memory.
+    """
+
+    op, name = "decoder_layer", "cuda.one_token_layer"
+    priority = 200
+    packings: tuple[Packing, ...] = (PLAIN,)
+    resident = 2
+    flight: int | None = _FLIGHT
+
+    def _size_refusal(self, sizes: Sizes) -> str | None:
+        if sizes.kv_heads != TEAMS:
+            return f"shares its programs out to {TEAMS} key heads, not {sizes.kv_heads}"
+        if sizes.nbytes > _MOST_BYTES:
+            return f"is for layers of up to {_MOST_BYTES >> 20} MiB, not {sizes.nbytes >> 20}: there reading dominates"
+        return None
 
     def build(self, call: OpCall) -> OpFunction:
-        static, device = cast(DecoderLayerStatic, call.static), call.device
-        sizes = _sizes(static)
-        stages = sizes.stages(number_of("shared", device.features, 0) + _RESERVED)
-        code = self._driver.compile(source(), defines(static, stages))
-        launch = self._driver.kernel(code, "one_token_layer", PROGRAMS, THREADS, sizes.shared(stages))
-        attention, mlp = (part.build(each) for part, each in zip(self._parts, _halves(call), strict=True))
-        layer = _Layer(static, launch, self._messages, sizes)
+        layer = self._launched(call)
+        attention, mlp = self._attention.build(_half(call, 0)), self._mlp.build(_half(call, 1))
 
         def run(
             x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: AttentionWeights,
@@ -245,19 +309,54 @@ class OneTokenLayer(Kernel):
         return checked(call, run)
 
 
+class LargeOneTokenLayer(OneTokenLayer):
+    """The same for large layers, and for weights in e4m3 with scales of rows or of 128 x 128: a program for a
+    multiprocessor, which asks for as many weights at once as it has room for."""
+
+    name = "cuda.large_one_token_layer"
+    priority = 150
+    packings = (PLAIN, STORED)
+    resident, flight = 1, None
+
+    def _size_refusal(self, sizes: Sizes) -> str | None:
+        return None
+
+
+class OneTokenAttention(_OneLaunch):
+    """Norm, projections, attention over pages and output projection of one token, where experts follow."""
+
+    op, name = "attention_block", "cuda.one_token_attention"
+    priority = 150
+    packings = (PLAIN, STORED)
+
+    def build(self, call: OpCall) -> OpFunction:
+        block, several = self._launched(call), self._attention.build(call)
+
+        def run(
+            x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: AttentionWeights,
+            views: PagedViews, meta: PagedMeta,
+        ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+            if meta.step.max_kv >= SHORT_TOKENS:
+                return several(x, residual, positions, w, views, meta)  # type: ignore[no-any-return]
+            return block.run(x, residual, positions, w, None, views, meta)
+
+        return checked(call, run)
+
+
 class _Layer:
     """One call site: the kernel's argument, with the addresses of the last call's weights and pages."""
 
-    def __init__(self, static: DecoderLayerStatic, launch: CompiledKernel, messages: Messages, sizes: Sizes) -> None:
-        self._launch, self._messages, self._hidden = launch, messages, sizes.hidden
+    def __init__(self, attention: AttentionStatic, launch: CompiledKernel, messages: Messages, sizes: Sizes) -> None:
+        self._launch, self._messages = launch, messages
         self._room = messages.of(sizes.messages())
-        self._layer = _number(static["attention"]["state"].name)
+        self._chained = bool(sizes.inner)
+        self._layer = _number(attention["state"].name)
         self._key: tuple[Any, ...] = (None, None, None)
         self._argument = _Argument(messages=self._room.data_ptr(), site=messages.site())
 
     def run(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, attention: AttentionWeights,
-        mlp: MLPWeights, views: PagedViews, meta: PagedMeta,
+        mlp: MLPWeights | None, views: PagedViews, meta: PagedMeta,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         key, argument, step = self._key, self._argument, meta.step
         if key[0] is not attention or key[1] is not mlp or key[2] is not views:
@@ -274,7 +373,7 @@ class _Layer:
         argument.table = step.block_table.data_ptr()
         argument.before, argument.after = self._before(x, residual, place), self._messages.next_flag()
         self._launch(place.stream, argument)
-        if place.capture:
+        if place.capture and self._chained:
             after = self._launch.place(x.device)
             self._messages.last = _Last(x, stream, after, self._layer, argument.site, self._room, argument.after)
         return x, stream
@@ -282,21 +381,26 @@ class _Layer:
     def _before(self, x: torch.Tensor, residual: torch.Tensor | None, place: Place) -> int:
         """The mark of the messages that have ``x + residual``, or 0 if they must be read from memory."""
         last = self._messages.last
-        if last is None or last.x is not x or last.stream is not residual or last.after != place:
+        if not self._chained or last is None or last.x is not x or last.stream is not residual or last.after != place:
             return 0
         (before, number), (name, own) = last.layer, self._layer
         same = before == name and number + 1 == own and last.room is self._room
         return last.flag if same and last.site != self._argument.site else 0
 
-    def _bind(self, attention: AttentionWeights, mlp: MLPWeights, views: PagedViews) -> None:
+    def _bind(self, attention: AttentionWeights, mlp: MLPWeights | None, views: PagedViews) -> None:
         argument = self._argument
         tensors: Mapping[str, torch.Tensor | PackedWeight | None] = {
             "norm": attention.norm, "qkv": attention.qkv, "qkv_bias": attention.qkv_bias, "q_norm": attention.q_norm,
             "k_norm": attention.k_norm, "o": attention.o, "o_bias": attention.o_bias, "cos_sin": attention.cos_sin,
-            "mlp_norm": mlp.norm, "gate_up": mlp.gate_up, "down": mlp.down, "keys": views.keys, "values": views.values,
+            "keys": views.keys, "values": views.values,
         }  # fmt: skip
+        if mlp is not None:
+            tensors = {**tensors, "mlp_norm": mlp.norm, "gate_up": mlp.gate_up, "down": mlp.down}
         for name, value in tensors.items():
             tensor = value.data if isinstance(value, PackedWeight) else value
+            if isinstance(tensor, StoredMatrix):
+                setattr(argument, f"{name}_scales", tensor.scales.data_ptr())
+                tensor = tensor.elements
             if tensor is not None and (tensor.data_ptr() % 16 or tensor.stride(-1) != 1):
                 raise ValueError(f"{name} does not begin at a multiple of 16 bytes, or has gaps")
             setattr(argument, name, None if tensor is None else tensor.data_ptr())
@@ -312,35 +416,71 @@ def source() -> str:
     return "".join((files("evener_backend_cuda") / name).read_text() for name in ("hopper.cuh", "one_token.cu"))
 
 
-def defines(static: DecoderLayerStatic, stages: int) -> dict[str, object]:
+def defines(call: OpCall, sizes: Sizes, stages: int, flight: int) -> dict[str, object]:
     """The macros that one_token.cu needs."""
-    sizes, attention, mlp = _sizes(static), static["attention"], static["mlp"]
+    attention, mlp = _blocks(call)
     scale = attention["state"].attention.scale * math.log2(math.e)
     return {
-        "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.heads, "KV_HEADS": KV_HEADS, "D": sizes.head_dim,
-        "EPS": f"{attention['eps']!r}f", "MLP_EPS": f"{mlp['eps']!r}f", "OFFSET": f"{float(attention['offset'])!r}f",
-        "QK_NORM": int(attention["qk_norm"]), "SCALE": f"{scale!r}f", "MOST": _COLUMNS, "STAGES": stages,
-        "PATIENCE": f"{_PATIENCE}u",
+        "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads,
+        "D": sizes.head_dim, "EPS": f"{attention['eps']!r}f", "MLP_EPS": f"{(mlp or attention)['eps']!r}f",
+        "OFFSET": f"{float(attention['offset'])!r}f", "QK_NORM": int(attention["qk_norm"]), "SCALE": f"{scale!r}f",
+        "MOST": _ROW // sizes.weight_bytes, "STAGES": stages, "FLIGHT": flight, "PATIENCE": f"{_PATIENCE}u",
+        "WEIGHT_BYTES": sizes.weight_bytes, "BLOCK": sizes.block, "MLP": int(mlp is not None),
+        "RESIDENT": sizes.resident,
     }  # fmt: skip
 
 
-def _halves(call: OpCall) -> tuple[OpCall, OpCall]:
-    """The calls of the attention block and of the MLP."""
+def _blocks(call: OpCall) -> tuple[AttentionStatic, MLPStatic | None]:
+    """What the call computes: attention, and an MLP or not."""
+    if call.op == "attention_block":
+        return cast(AttentionStatic, call.static), None
     static = cast(DecoderLayerStatic, call.static)
-    return (
-        replace(call, op="attention_block", static=cast(Mapping[str, Any], static["attention"])),
-        replace(call, op="mlp_block", static=cast(Mapping[str, Any], static["mlp"])),
-    )
+    return static["attention"], static["mlp"]
 
 
-def _sizes(static: DecoderLayerStatic) -> Sizes:
-    attention = static["attention"]
-    return Sizes(static["hidden"], static["mlp"]["inner"], attention["heads"], attention["head_dim"])
+def _half(call: OpCall, index: int) -> OpCall:
+    """The call of the attention block, or of the MLP."""
+    block = _blocks(call)[index]
+    return replace(call, op=("attention_block", "mlp_block")[index], static=cast(Mapping[str, Any], block))
+
+
+def _shared_of(device: DeviceCapabilities) -> int:
+    """Shared memory of a multiprocessor."""
+    return number_of("shared", device.features, 0) + _RESERVED
+
+
+def _weights(call: OpCall) -> list[LinearWeight]:
+    attention, mlp = _blocks(call)
+    return [attention["qkv"], attention["o"], *([mlp["gate_up"], mlp["down"]] if mlp is not None else [])]
+
+
+def _form(weight: LinearWeight) -> Form | None:
+    """How elements are stored; None: as plain numbers."""
+    return form_of(weight.parts) if weight.layout == STORED.layout else None
+
+
+def _form_refusal(call: OpCall) -> str | None:
+    forms = {_form(weight) for weight in _weights(call)}
+    if len(forms) > 1:
+        return "its weights are stored differently"
+    (form,) = forms
+    if form is not None and form not in (Form("e4m3", 1, 0), Form("e4m3", _BLOCK, _BLOCK)):
+        return f"reads e4m3 with a scale for a row or for {_BLOCK} x {_BLOCK}, not {form}"
+    return None
+
+
+def _sizes(call: OpCall, resident: int) -> Sizes:
+    attention, mlp = _blocks(call)
+    form = _form(attention["qkv"])
+    return Sizes(
+        attention["hidden"], mlp["inner"] if mlp is not None else 0, attention["heads"], attention["head_dim"],
+        attention["kv_heads"], 2 if form is None else 1, 0 if form is None else form.wide, resident,
+    )  # fmt: skip
 
 
 def _attention_refusal(s: AttentionStatic) -> str | None:
     state, spec = s["state"].attention, s["state"].spec
-    if s["kv_heads"] != KV_HEADS:
+    if s["kv_heads"] not in KV_HEADS:
         return f"shares its programs out to {KV_HEADS} key heads, not {s['kv_heads']}"
     if s["head_dim"] != s["value_dim"] or s["rotary_dim"] != s["head_dim"] or s["interleaved"]:
         return "takes values as wide as keys, rotated as a whole, in halves"
@@ -351,7 +491,9 @@ def _attention_refusal(s: AttentionStatic) -> str | None:
     return "has no norm after attention" if s["post_norm"] else None
 
 
-def _mlp_refusal(s: MLPStatic) -> str | None:
+def _mlp_refusal(s: MLPStatic | None) -> str | None:
+    if s is None:
+        return None
     if s["activation"] != "silu":
         return f"does not know activation {s['activation']!r}"
     if s["bias"] or s["post_norm"]:

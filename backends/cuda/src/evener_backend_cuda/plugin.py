@@ -27,7 +27,7 @@ from evener_backend_cuda.flashinfer_attention import FlashInferState
 from evener_backend_cuda.host_calls import CallingGraphs, HostCalls, exchange
 from evener_backend_cuda.host_memory import await_word, mapped
 from evener_backend_cuda.many_copies import ManyCopies, Numbers
-from evener_backend_cuda.one_token import OneTokenLayer
+from evener_backend_cuda.one_token import LargeOneTokenLayer, OneTokenAttention, OneTokenLayer
 from evener_backend_cuda.scaled import scaled_features
 from evener_backend_parts.gpu import GpuDevice, gpu_graphs
 
@@ -91,8 +91,10 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
-    """A whole layer of one token; and kernels of libraries, used only if the user asks for them."""
-    return [DeepGemmLinear(), DeepGemmGroupedLinear(), OneTokenLayer(device)]
+    """A whole layer of one token; and kernels of libraries, used only if the user asks for them, as are those for large
+    layers of one token and its attention."""
+    large = [LargeOneTokenLayer(device), OneTokenAttention(device)] if options.get("one_launch") == "all" else []
+    return [DeepGemmLinear(), DeepGemmGroupedLinear(), OneTokenLayer(device), *large]
 
 
 @hookimpl

@@ -52,7 +52,8 @@ class Pieces:
 
     def of_type(self, *types: int) -> list[int]:
         """The ids of pieces of these types."""
-        return np.flatnonzero(np.isin(np.asarray(self.types), types)).tolist()  # type: ignore[no-any-return]
+        # Without numpy, whose search would wait here while torch's libraries are loaded.
+        return [number for number, each in enumerate(self.types) if each in types]
 
     def model(self, unknown: str | None, whole_words: bool = False) -> dict[str, Any]:
         """The model of a ``tokenizer.json``; ``whole_words``: a word that is a piece is not merged from letters."""

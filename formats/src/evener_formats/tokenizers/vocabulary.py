@@ -124,6 +124,12 @@ def read_tokenizer(files: ModelFiles) -> ReadTokenizer | None:
     return None
 
 
+def use_library() -> None:
+    """Make the smallest tokenizer there is. A library's first use asks the system's loader for memory of its thread:
+    once torch's libraries are being loaded, a tokenizer that is the first one would wait until they are."""
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).encode("ab")
+
+
 def from_parts(file: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The library's tokenizer of a ``tokenizer.json`` that was not written: as ``Tokenizer.from_str`` of its text makes
     it. Of the model, which must be BPE, the library gets the lists as they are."""

@@ -80,18 +80,18 @@ class BlockPool:
     def _allocate_block(self, span: int) -> int:
         """Take a free block. One from a slab in use is preferred so that other slabs stay whole. But a block with a key
         is spared if there is a free slab without keys that this call does not need otherwise."""
-        part = self._free_blocks[span]
-        first = next(iter(part)) if part else None
-        has_key = first is not None and self._keys[first] is not None
-        spare = has_key and self._spare_slabs > 0 and not self._has_key(next(iter(self._free_slabs)))
-        self._spare_slabs -= spare
-        if first is None or spare:
+        first = next(iter(part)) if (part := self._free_blocks.get(span)) else None
+        if first is not None and self._keys[first] is not None and self._spare_slabs > 0:
+            spare = not self._has_key(next(iter(self._free_slabs)))
+            self._spare_slabs -= spare
+            first = None if spare else first
+        if first is None:
             slab, _ = self._free_slabs.popitem(last=False)
             if span != self.slab or self._spans[slab] != span:
                 self._split_slab(slab, span)
             first = slab * self.slab
         else:
-            del part[first]
+            del self._free_blocks[span][first]
         self._drop_key(first)
         self._references[first] = 1
         return first
@@ -148,21 +148,21 @@ class BlockPool:
 
     def _free(self, block: int) -> None:
         slab = block // self.slab
-        span, start = self._spans[slab], slab * self.slab
+        span, start, has_key = self._spans[slab], slab * self.slab, self._keys[block] is not None
         if span != self.slab:
             self._append_free(block, span)
             if any(self._references[start : start + self.slab]):
                 return
             for each in range(start, start + self.slab, span):
                 del self._free_blocks[span][each]
+            has_key = self._has_key(slab)
         self._free_slabs[slab] = None
-        if not self._has_key(slab):
+        if not has_key:
             self._free_slabs.move_to_end(slab, last=False)
 
     def set_key(self, block: int, key: Hashable) -> bool:
         """Record what a held block contains. Returns False if another block has this key already; that one keeps it."""
-        if new := key not in self._by_key and self._keys[block] is None:
-            self._by_key[key] = block
+        if new := self._keys[block] is None and self._by_key.setdefault(key, block) == block:
             self._keys[block] = key
         return new
 

@@ -206,7 +206,7 @@ class StateManager:
                 for column in range(table.cached_blocks, columns):
                     key = (group, table.digests[column])
                     if (blocks[column] and kind.reusable(spec, column, self.block_size)
-                            and self.pool.set_key(blocks[column], key)):  # fmt: skip
+                            and self.pool.set_key(blocks[column], key) and self.pool.listeners):  # fmt: skip
                         self._announce(table, key, column, tokens)
             table.cached_blocks = columns
         for group in range(len(self.specs)):
@@ -231,12 +231,12 @@ class StateManager:
 
     def extend_digests(self, table: BlockTable, tokens: Sequence[int], columns: int) -> None:
         """Compute the cache keys of the first ``columns`` blocks of a table."""
-        size = self.block_size
-        for column in range(len(table.digests), columns):
+        size, start = self.block_size, len(table.digests)
+        ids = memoryview(array("i", tokens[start * size : columns * size]))
+        for column, at in enumerate(range(0, len(ids), size), start):
             parent = table.digests[-1] if table.digests else table.salt
-            first, end = column * size, (column + 1) * size
-            keys = [item.key for item in overlapping_items(table.media, first, end)]
-            key = b"".join([parent, array("i", tokens[first:end]).tobytes(), *keys])
+            media = overlapping_items(table.media, column * size, (column + 1) * size) if table.media else ()
+            key = b"".join([parent, ids[at : at + size], *(item.key for item in media)])
             table.digests.append(hashlib.sha256(key).digest())
 
 

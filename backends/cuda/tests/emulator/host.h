@@ -1,0 +1,236 @@
+// Stands for hopper.cuh, and for what a card's compiler knows by itself: the same functions, computed on the host.
+
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "runtime.h"
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+template <typename To, typename From>
+inline To bits_of(From from) {
+    static_assert(sizeof(To) == sizeof(From), "not of the same size");
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline float __uint_as_float(u32 v) { return bits_of<float>(v); }
+inline u32 __float_as_uint(float v) { return bits_of<u32>(v); }
+inline float rsqrtf(float a) { return 1.f / sqrtf(a); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline u64 __cvta_generic_to_shared(const void* at) { return (const unsigned char*)at - shared + emulator::SHARED_BASE; }
+inline void __threadfence_system() {}
+inline void __nanosleep(u32) { emulator::pause(); }
+inline u64 clock64() { return emulator::ticks(); }
+inline u64 now() { return emulator::ticks(); }
+
+// A kernel reports the number of a wait that it gives up, and stops.
+inline u32 given_up;
+inline u32 atomicExch_system(u32* at, u32 value) {
+    const u32 before = *at;
+    *at = value, given_up = value & 0xffff;
+    return before;
+}
+[[noreturn]] inline void __trap() { emulator::give_up(given_up); }
+
+// Numbers of 16 and 8 bits.
+inline float from_bf16(u32 v) { return bits_of<float>(v << 16); }
+inline u32 to_bf16(float a) {
+    const u32 v = bits_of<u32>(a);
+    return a != a ? 0x7fff : v + 0x7fff + (v >> 16 & 1) >> 16;
+}
+inline float from_f16(u32 v) {
+    const u32 exponent = v >> 10 & 31, fraction = v & 1023;
+    const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                                      : exponent ? ldexpf(1024 + fraction, (int)exponent - 25) : ldexpf(fraction, -24);
+    return v >> 15 & 1 ? -size : size;
+}
+inline u32 to_f16(float a) {
+    const u32 sign = bits_of<u32>(a) >> 16 & 0x8000;
+    const float size = fabsf(a);
+    if (a != a) return 0x7fff;
+    if (size >= 65520.f) return sign | 0x7c00;
+    if (size < 0x1p-14f) return sign | (u32)rintf(size * 0x1p24f);
+    const u32 v = bits_of<u32>(size);
+    return sign | ((v + 0xfff + (v >> 13 & 1) >> 13) - (112 << 10));
+}
+inline float from_e4m3(u32 v) {
+    const u32 exponent = v >> 3 & 15, fraction = v & 7;
+    const float size = (v & 127) == 127 ? NAN : exponent ? ldexpf(8 + fraction, (int)exponent - 10) : ldexpf(fraction, -9);
+    return v >> 7 & 1 ? -size : size;
+}
+// Rounds to even; what is too large becomes the largest.
+inline u32 to_e4m3(float a) {
+    const u32 sign = bits_of<u32>(a) >> 24 & 0x80;
+    const float size = fabsf(a);
+    if (a != a) return 0x7f;
+    if (size >= 448.f) return sign | 0x7e;
+    if (size < 0x1p-6f) return sign | (u32)rintf(size * 0x1p9f);
+    const u32 v = bits_of<u32>(size);
+    return sign | ((v + 0x7ffff + (v >> 20 & 1) >> 20) - (120 << 3));
+}
+
+// What the lanes of a warp do together. Each brings a record, and `finish` fills in the results when all are there.
+struct Shuffle { u32 value, from, result; };
+inline void exchange(u32 mask, void* const (&lanes)[32]) {
+    for (u32 lane = 0; lane < 32; lane++) {
+        if (!(mask >> lane & 1)) continue;
+        auto* own = (Shuffle*)lanes[lane];
+        if (!(mask >> own->from & 1)) emulator::fail("lane %u asks lane %u, which is not in the mask %08x", lane, own->from, mask);
+        own->result = ((Shuffle*)lanes[own->from])->value;
+    }
+}
+template <typename T>
+inline T shuffle(u32 mask, T value, u32 from) {
+    Shuffle own{bits_of<u32>(value), from, 0};
+    emulator::meet(exchange, mask, &own);
+    return bits_of<T>(own.result);
+}
+template <typename T>
+inline T __shfl_sync(u32 mask, T value, u32 from, u32 width = 32) {
+    return shuffle(mask, value, (threadIdx.x & 31 & ~(width - 1)) + from % width);
+}
+template <typename T>
+inline T __shfl_xor_sync(u32 mask, T value, u32 bits, u32 width = 32) {
+    const u32 lane = threadIdx.x & 31, from = lane ^ bits;
+    return shuffle(mask, value, from < (lane & ~(width - 1)) + width ? from : lane);
+}
+template <typename T>
+inline T __shfl_down_sync(u32 mask, T value, u32 by, u32 width = 32) {
+    const u32 lane = threadIdx.x & 31;
+    return shuffle(mask, value, lane % width + by < width ? lane + by : lane);
+}
+template <typename T>
+inline T __shfl_up_sync(u32 mask, T value, u32 by, u32 width = 32) {
+    const u32 lane = threadIdx.x & 31;
+    return shuffle(mask, value, lane % width >= by ? lane - by : lane);
+}
+inline void nothing(u32, void* const (&)[32]) {}
+inline void __syncwarp(u32 mask = ~0u) { emulator::meet(nothing, mask, nullptr); }
+struct Vote { u32 yes, all; };
+inline void count_votes(u32 mask, void* const (&lanes)[32]) {
+    u32 all = 0;
+    for (u32 lane = 0; lane < 32; lane++)
+        if (mask >> lane & 1) all |= ((Vote*)lanes[lane])->yes << lane;
+    for (u32 lane = 0; lane < 32; lane++)
+        if (mask >> lane & 1) ((Vote*)lanes[lane])->all = all;
+}
+inline u32 __ballot_sync(u32 mask, bool yes) {
+    Vote own{yes, 0};
+    emulator::meet(count_votes, mask, &own);
+    return own.all;
+}
+// redux.sync.max.u32
+inline u32 warp_most(u32 a) {
+    for (u32 bit = 16; bit; bit >>= 1) {
+        const u32 other = __shfl_xor_sync(~0u, a, bit);
+        a = a > other ? a : other;
+    }
+    return a;
+}
+inline bool __any_sync(u32 mask, bool yes) { return __ballot_sync(mask, yes) != 0; }
+inline bool __all_sync(u32 mask, bool yes) { return __ballot_sync(mask, yes) == mask; }
+
+// sums [16, 8] += left [16, K] x right [K, 8], where K are 32 bytes of a row (PTX ISA, fragments of mma.m16n8k16 and of
+// m16n8k32): register r of a lane of `left` has 4 bytes of row lane / 4 + r % 2 * 8, from byte lane % 4 * 4 + r / 2 * 16.
+struct Fragments { const u32 *left, *right; float* sums; };
+template <typename Format>
+inline void multiply(u32 mask, void* const (&lanes)[32]) {
+    constexpr u32 EACH = Format::IN_A_WORD, K = 8 * EACH;
+    if (mask != ~0u) emulator::fail("a product needs the whole warp");
+    typedef float Row __attribute__((vector_size(32)));
+    float left[16][K];
+    Row right[K], totals[16] = {};
+    for (u32 lane = 0; lane < 32; lane++) {
+        const auto& own = *(const Fragments*)lanes[lane];
+        for (u32 n = 0; n < EACH; n++) {
+            const u32 at = lane % 4 * EACH + n, bits = 32 / EACH, shift = n * bits, ones = (1u << bits) - 1;
+            for (u32 r = 0; r < 4; r++)
+                left[lane / 4 + r % 2 * 8][at + r / 2 * 4 * EACH] = Format::widen(own.left[r] >> shift & ones);
+            for (u32 r = 0; r < 2; r++) right[at + r * 4 * EACH][lane / 4] = Format::widen(own.right[r] >> shift & ones);
+        }
+    }
+    for (u32 row = 0; row < 16; row++)
+        for (u32 k = 0; k < K; k++) totals[row] += left[row][k] * right[k];
+    for (u32 lane = 0; lane < 32; lane++)
+        for (u32 n = 0; n < 4; n++)
+            ((const Fragments*)lanes[lane])->sums[n] += totals[lane / 4 + n / 2 * 8][lane % 4 * 2 + n % 2];
+}
+struct Bf16 { static constexpr u32 IN_A_WORD = 2; static float widen(u32 v) { return from_bf16(v); } };
+struct F16 { static constexpr u32 IN_A_WORD = 2; static float widen(u32 v) { return from_f16(v); } };
+struct E4m3 { static constexpr u32 IN_A_WORD = 4; static float widen(u32 v) { return from_e4m3(v); } };
+template <typename Format>
+inline void product_of(float (&sums)[4], const uint4& left, const uint2& right) {
+    Fragments own{&left.x, &right.x, sums};
+    emulator::meet(multiply<Format>, ~0u, &own);
+}
+
+// The functions of hopper.cuh, in its order.
+inline u32 pack(float a, float b) { return to_bf16(a) | to_bf16(b) << 16; }
+inline float power(float a) {
+    const float d = exp2f(a);
+    return d < 0x1p-126f ? 0.f : d;
+}
+inline bool try_wait(u32 barrier, u32 parity) { return emulator::barrier_wait(barrier, parity); }
+inline void arrive(u32 barrier) { emulator::barrier_arrive(barrier, 0); }
+inline void expect(u32 barrier, u32 bytes) { emulator::barrier_arrive(barrier, bytes); }
+inline void init(u32 barrier, u32 count) { emulator::barrier_init(barrier, count); }
+inline void barriers_made() {}
+inline u64 evict_first() { return 1; }
+inline void bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64) { emulator::copy(to, from, bytes, barrier); }
+inline void post(u64* at, u32 value, u32 flag) {
+    const u32 words[2] = {value, flag};
+    emulator::store(at, words, 2);
+}
+inline void post_wide(u64* at, float a, float b, float c, u32 flag) {
+    const u32 words[4] = {bits_of<u32>(a), bits_of<u32>(b), bits_of<u32>(c), flag};
+    emulator::store(at, words, 4);
+}
+inline uint4 look_wide(const u64* at) {
+    uint4 v;
+    emulator::load(at, &v.x, 4);
+    return v;
+}
+inline uint2 look(const u64* at) {
+    uint2 v;
+    emulator::load(at, &v.x, 2);
+    return v;
+}
+inline void grid_wait() { emulator::wait_for_launch_before(); }
+inline void launch_next() { emulator::let_next_launch_start(); }
+inline void __syncthreads() { emulator::meet_program(0, 0); }
+inline void together() { emulator::meet_program(1, 256); }
+inline void product(float (&sums)[4], const uint4& left, const uint2& right) { product_of<Bf16>(sums, left, right); }
+
+// For kernels to come. Names and meanings are to be those of hopper.cuh.
+inline u32 pack_f16(float a, float b) { return to_f16(a) | to_f16(b) << 16; }
+// cvt.rn.f16x2.e4m3x2: two bytes become two halves, the lower one first.
+inline u32 widen_e4m3(u32 two) { return to_f16(from_e4m3(two & 255)) | to_f16(from_e4m3(two >> 8 & 255)) << 16; }
+// cvt.rn.satfinite.e4m3x2.f32
+inline u32 pack_e4m3(float a, float b) { return to_e4m3(a) | to_e4m3(b) << 8; }
+inline void product_f16(float (&sums)[4], const uint4& left, const uint2& right) { product_of<F16>(sums, left, right); }
+inline void product_e4m3(float (&sums)[4], const uint4& left, const uint2& right) { product_of<E4m3>(sums, left, right); }
+
+// Is this the fault that a test plants?
+#define FAULT(number) (emulator_planted == number)
+
+// How the runtime begins a kernel whose argument it does not know.
+template <typename Argument>
+inline void call_kernel(void (*kernel)(Argument), const void* argument) { kernel(*(const Argument*)argument); }
