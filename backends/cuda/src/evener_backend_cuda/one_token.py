@@ -63,7 +63,7 @@ _PATIENCE = 1 << 26
 KV_HEADS, GROUPS, HEAD_DIMS = (4, 8), (1, 2, 4), (64, 128)
 #: Rows and columns that share a scale.
 _BLOCK = 128
-#: Rows of gate that a program may have: they are in at most two rows of blocks.
+#: With more, a program's rows of gate would be in more than two rows of blocks.
 _MOST_INNER = 16_384
 
 
@@ -248,7 +248,8 @@ class _OneLaunch(Kernel):
         if number_of("units", device.features, 0) < PROGRAMS:
             return f"needs {PROGRAMS} multiprocessors"
         if not sizes.stages(_shared_of(device)):
-            return f"{self.resident} programs of it do not fit into a multiprocessor's shared memory"
+            many = "one program" if self.resident == 1 else f"{self.resident} programs"
+            return f"{many} of it do not fit into a multiprocessor's shared memory"
         return self._driver.refusal()
 
     def _size_refusal(self, sizes: Sizes) -> str | None:
