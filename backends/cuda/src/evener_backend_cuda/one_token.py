@@ -215,6 +215,7 @@ class _OneLaunch(Kernel):
         device: where it runs.
         tuning: sizes of these launches; None: the usual ones for the device.
         driver: compiles and loads kernels; None: NVIDIA's.
+        off: why it is not used at all; None: it is used where it can be.
     """
 
     capturable = True
@@ -224,13 +225,18 @@ class _OneLaunch(Kernel):
     #: Tiles that a program asks for at once; None: as many as it has room for.
     flight: int | None = None
 
-    def __init__(self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None) -> None:
+    def __init__(
+        self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None, off: str | None = None
+    ) -> None:
+        self._off = off
         self._driver = Driver() if driver is None else driver
         self._messages = Messages(device.torch_device)
         tuning = Tuning.of(device.capabilities) if tuning is None else tuning
         self._attention, self._mlp = TritonAttentionBlock(device, tuning), TritonMlpBlock(device, tuning)
 
     def supports(self, call: OpCall) -> str | None:
+        if self._off is not None:
+            return self._off
         device, (attention, mlp) = call.device, _blocks(call)
         if call.bucket.high != 1:
             return f"computes one token, not {call.bucket}"
