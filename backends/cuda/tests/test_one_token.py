@@ -28,7 +28,6 @@ from evener_backend_cuda.one_token import (
     MAX_SITES,
     LargeOneTokenLayer,
     Messages,
-    OneTokenAttention,
     OneTokenLayer,
     Sizes,
     _Argument,
