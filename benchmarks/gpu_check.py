@@ -48,6 +48,11 @@ SHORT, LONG = 16, 272
 LIMIT_S = 240
 
 
+def cases_of(text: str) -> list[tuple[int, int]]:
+    """(requests, tokens of each prompt) of text such as "1x128,16x512"; none of empty text."""
+    return [(int(batch), int(prompt)) for batch, prompt in (case.split("x") for case in text.split(",") if case)]
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the parts, each in its own process; 0 if all of them succeeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -158,8 +163,7 @@ def here(args: argparse.Namespace) -> int:
         say(f"{model} {mode}: ready after {ready:.1f} s ({info.start_seconds} s of it in the worker), "
             f"{info.device}, memory {json.dumps(info.memory.to_json())}")  # fmt: skip
         print(msgspec.json.encode(info.manifest).decode()[:20000])
-        wanted = [tuple(int(n) for n in case.split("x")) for case in args.cases.split(",") if case] or list(CASES)
-        for batch, prompt in wanted:
+        for batch, prompt in cases_of(args.cases) or CASES:
             try:
                 does = {"profile": profile, "prompts": prompts, "experts": experts, "first": first}.get(kind, measure)
                 does(llm, model, f"{kind} {args.weights}", batch, prompt, args.out)

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check import measure, say, start
+from gpu_check import CASES, cases_of, measure, say, start
 from model_configs import CONFIGS
 from model_configs import write as write_config
 from packed_products import FORMS, part_of, read_speed
-from stored_steps import CASES
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.quant import WeightPart
@@ -93,7 +92,9 @@ def part_launches() -> None:
     Tuning.packed_token = lambda *_: None  # type: ignore[method-assign]
 
 
-def main(model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping[str, int]], cases: Any) -> None:
+def main(
+    model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping[str, int]], cases: Sequence[tuple[int, int]]
+) -> None:
     """Print a row for each case."""
     say(f"reads {read_speed():.2f} TB/s, {torch.cuda.get_device_name()}")
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +125,6 @@ if __name__ == "__main__":
     parser.add_argument("--cases", default=",".join(f"{batch}x{prompt}" for batch, prompt in CASES))
     given = parser.parse_args()
     known = json.loads(given.best.read_text()) if given.best and given.best.exists() else {}
-    pairs = [tuple(int(n) for n in case.split("x")) for case in given.cases.split(",")]
     if given.apart:
         part_launches()
-    main(given.model, given.forms, Path(tempfile.mkdtemp(prefix="packed-")), known, pairs)
+    main(given.model, given.forms, Path(tempfile.mkdtemp(prefix="packed-")), known, cases_of(given.cases))

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check import measure, say, start
+from gpu_check import CASES, cases_of, measure, say, start
 from model_configs import CONFIGS
 from model_configs import write as write_config
 from rounded_products import FORMS, part_of
-from stored_steps import CASES
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.quant import WeightPart
@@ -104,9 +103,8 @@ if __name__ == "__main__":
     parser.add_argument("--only", choices=("rounded", "kept"))
     parser.add_argument("--experts", type=int, default=0, metavar="N")
     given = parser.parse_args()
-    pairs = [(int(batch), int(prompt)) for batch, prompt in (case.split("x") for case in given.cases.split(","))]
     ways = (given.only,) if given.only else ("rounded", "kept")
     if given.experts and CONFIGS[given.model].get("num_experts_per_tok", 1 << 30) > given.experts:
         parser.error(f"--experts: {given.model} has no experts, or a token chooses more than {given.experts}")
     folder = Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="rounded-"))
-    main(given.model, given.form, pairs, ways, folder, given.experts)
+    main(given.model, given.form, cases_of(given.cases), ways, folder, given.experts)

@@ -15,11 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_check import measure, say, start
+from gpu_check import CASES, cases_of, measure, say, start
 from quantized_checkpoint import write
-
-#: Requests, and tokens of each prompt: the cases of the peers' figures.
-CASES = ((1, 128), (16, 128), (64, 512), (256, 512))
 
 
 def main(model: str, form: str, folder: Path, cases: Sequence[tuple[int, int]], beside: str) -> None:
@@ -45,8 +42,7 @@ if __name__ == "__main__":
     parser.add_argument("--beside", default="", metavar="KEY=VALUE")
     asked = parser.parse_args()
     target = asked.folder or Path(tempfile.mkdtemp(prefix="stored-"))
-    chosen = [tuple(map(int, case.split("x"))) for case in asked.cases.split(",") if case]
     try:
-        main(asked.model, asked.form, target / "model", chosen or CASES, asked.beside)  # type: ignore[arg-type]
+        main(asked.model, asked.form, target / "model", cases_of(asked.cases) or CASES, asked.beside)
     finally:
         shutil.rmtree(target / "model", ignore_errors=True)

@@ -11,7 +11,7 @@ import pytest
 from test_accelerator import accelerator
 from test_lora import (
     LARGE,
-    Zoo,
+    RANKS,
     assert_equal,
     loads,
     make_zoo,
@@ -31,21 +31,12 @@ __all__ = ["accelerator"]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-def zoo(folder: Path) -> Zoo:
-    """A model and three adapters of different ranks."""
-    return make_zoo(folder, "Llama", LARGE, {
-        "small": {"rank": 2, "targets": ("q_proj", "v_proj"), "seed": 1},
-        "large": {"rank": 8, "seed": 2, "use_rslora": True},
-        "mixed": {"rank": 5, "seed": 3, "ranks": {"v_proj": 3, "down_proj": 7}, "alpha_pattern": {"q_proj": 4}},
-    })  # fmt: skip
-
-
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("places", [3, 2], ids=["a place each", "one is evicted"])
 def test_three_adapters_of_different_ranks_share_steps(
     accelerator: Subject, places: int, captured: bool, tmp_path: Path
 ) -> None:
-    made = zoo(tmp_path)
+    made = make_zoo(tmp_path, "Llama", LARGE, RANKS)
     keys = {"backend": accelerator.name, "infer.kv_memory": 2**26, "infer.use_cuda_graph": captured}
     controller, info = start(made.model, slots=places, **keys)
     steps, written = mixed_steps(controller), written_places(controller)

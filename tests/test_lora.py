@@ -41,6 +41,13 @@ ANSWER = 12
 #: Sizes for which the CPU backend has kernels, and two ranks have heads.
 LARGE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
+#: Three adapters of different ranks.
+RANKS: dict[str, dict[str, Any]] = {
+    "small": {"rank": 2, "targets": ("q_proj", "v_proj"), "seed": 1},
+    "large": {"rank": 8, "seed": 2, "use_rslora": True},
+    "mixed": {"rank": 5, "seed": 3, "ranks": {"v_proj": 3, "down_proj": 7}, "alpha_pattern": {"q_proj": 4}},
+}
+
 
 @pytest.fixture(autouse=True)
 def tiny_tensors(one_thread: None) -> None:
@@ -62,11 +69,7 @@ class Zoo:
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return make_zoo(tmp_path_factory.mktemp("zoo"), "Llama", LARGE, {
-        "small": {"rank": 2, "targets": ("q_proj", "v_proj"), "seed": 1},
-        "large": {"rank": 8, "seed": 2, "use_rslora": True},
-        "mixed": {"rank": 5, "seed": 3, "ranks": {"v_proj": 3, "down_proj": 7}, "alpha_pattern": {"q_proj": 4}},
-    })  # fmt: skip
+    return make_zoo(tmp_path_factory.mktemp("zoo"), "Llama", LARGE, RANKS)
 
 
 def make_zoo(folder: Path, family: str, changes: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Any]]) -> Zoo:

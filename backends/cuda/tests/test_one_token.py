@@ -28,7 +28,6 @@ from evener_backend_cuda.one_token import (
     MAX_SITES,
     LargeOneTokenLayer,
     Messages,
-    OneTokenAttention,
     OneTokenLayer,
     Sizes,
     _Argument,
@@ -150,10 +149,20 @@ def test_refuses_other_layers_with_the_reason(static: dict[str, Any], reason: st
     assert reason in str(kernel()[0].supports(call(static)))
 
 
-def test_kernels_that_no_card_has_run_are_there_only_if_asked_for() -> None:
-    names = {option: {type(each) for each in evener_kernels(hopper(), {"one_launch": option})} for option in CHOICES}
-    assert CHOICES == ("small", "all") and descriptor.options["one_launch"].default == "small"
-    assert names["all"] - names["small"] == {LargeOneTokenLayer, OneTokenAttention}
+@pytest.mark.parametrize("option", CHOICES)
+def test_the_backend_delivers_the_ops_that_it_announces(option: str) -> None:
+    assert {each.op for each in evener_kernels(hopper(), {"one_launch": option})} == set(descriptor.ops)
+
+
+def test_kernels_that_no_card_has_timed_are_used_only_if_asked_for() -> None:
+    static = qwen(4096, 12288, 32)
+    static["attention"]["state"].provider = PagedState(TUNING)
+    reasons = {}
+    for option in CHOICES:
+        kernels = evener_kernels(hopper(), {"one_launch": option})
+        reasons[option] = {str(each.supports(call(static))) for each in kernels if type(each) is LargeOneTokenLayer}
+    assert descriptor.options["one_launch"].default == "small"
+    assert reasons["small"] == {"is used with cuda.one_launch=all"} and reasons["small"] != reasons["all"]
 
 
 def test_large_layers_have_a_multiprocessor_and_ask_for_their_whole_ring() -> None:

@@ -138,6 +138,7 @@ struct Layer {
 // Copies of what all programs read.
 #define COPIES 4
 // FLIGHT tiles are under way at once, of one program. Who asks memory for more makes messages wait behind the rest.
+
 // Nanoseconds between looks at the layer before.
 #define NAP 40
 // -DSTAMPS writes the clock at the borders of phases to `stamps`, 16 for each program.
@@ -148,8 +149,9 @@ struct Layer {
 #endif
 
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+// Its bits without the sign, which compare as sizes do.
+__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 __device__ __forceinline__ float rounded(float a) { return low(pack(a, 0.f)); }
 __device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
 template <typename T>

@@ -63,7 +63,7 @@ _PATIENCE = 1 << 26
 KV_HEADS, GROUPS, HEAD_DIMS = (4, 8), (1, 2, 4), (64, 128)
 #: Rows and columns that share a scale.
 _BLOCK = 128
-#: Rows of gate that a program may have: they are in at most two rows of blocks.
+#: With more, a program's rows of gate would be in more than two rows of blocks.
 _MOST_INNER = 16_384
 
 
@@ -215,6 +215,7 @@ class _OneLaunch(Kernel):
         device: where it runs.
         tuning: sizes of these launches; None: the usual ones for the device.
         driver: compiles and loads kernels; None: NVIDIA's.
+        off: why it is not used at all; None: it is used where it can be.
     """
 
     capturable = True
@@ -224,13 +225,18 @@ class _OneLaunch(Kernel):
     #: Tiles that a program asks for at once; None: as many as it has room for.
     flight: int | None = None
 
-    def __init__(self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None) -> None:
+    def __init__(
+        self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None, off: str | None = None
+    ) -> None:
+        self._off = off
         self._driver = Driver() if driver is None else driver
         self._messages = Messages(device.torch_device)
         tuning = Tuning.of(device.capabilities) if tuning is None else tuning
         self._attention, self._mlp = TritonAttentionBlock(device, tuning), TritonMlpBlock(device, tuning)
 
     def supports(self, call: OpCall) -> str | None:
+        if self._off is not None:
+            return self._off
         device, (attention, mlp) = call.device, _blocks(call)
         if call.bucket.high != 1:
             return f"computes one token, not {call.bucket}"
@@ -248,7 +254,8 @@ class _OneLaunch(Kernel):
         if number_of("units", device.features, 0) < PROGRAMS:
             return f"needs {PROGRAMS} multiprocessors"
         if not sizes.stages(_shared_of(device)):
-            return f"{self.resident} programs of it do not fit into a multiprocessor's shared memory"
+            many = "one program" if self.resident == 1 else f"{self.resident} programs"
+            return f"{many} of it do not fit into a multiprocessor's shared memory"
         return self._driver.refusal()
 
     def _size_refusal(self, sizes: Sizes) -> str | None:

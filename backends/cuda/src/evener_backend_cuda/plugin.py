@@ -91,9 +91,10 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
-    """A whole layer of one token; and kernels of libraries, used only if the user asks for them, as are those for large
-    layers of one token and its attention."""
-    large = [LargeOneTokenLayer(device), OneTokenAttention(device)] if options.get("one_launch") == "all" else []
+    """A whole layer of one token; those for large layers and for attention before experts, which the user has to ask
+    for; and kernels of libraries, which the user has to name."""
+    off = None if options.get("one_launch") == "all" else "is used with cuda.one_launch=all"
+    large = [LargeOneTokenLayer(device, off=off), OneTokenAttention(device, off=off)]
     return [DeepGemmLinear(), DeepGemmGroupedLinear(), OneTokenLayer(device), *large]
 
 

@@ -56,35 +56,36 @@ inline u32 to_bf16(float a) {
     const u32 v = bits_of<u32>(a);
     return a != a ? 0x7fff : v + 0x7fff + (v >> 16 & 1) >> 16;
 }
+// Finite numbers of a sign, EXPONENT bits and FRACTION bits.
+template <u32 EXPONENT, u32 FRACTION>
+inline float from_small(u32 v) {
+    constexpr int LEAST = 2 - (1 << (EXPONENT - 1)) - (int)FRACTION;  // exponent of the smallest
+    const u32 exponent = v >> FRACTION & ((1u << EXPONENT) - 1), fraction = v & ((1u << FRACTION) - 1);
+    const float size = exponent ? ldexpf((1u << FRACTION) + fraction, LEAST + exponent - 1) : ldexpf(fraction, LEAST);
+    return v >> (EXPONENT + FRACTION) & 1 ? -size : size;
+}
+// Rounds to even. `a` is no larger than the largest.
+template <u32 EXPONENT, u32 FRACTION>
+inline u32 to_small(float a) {
+    constexpr u32 DROPPED = 23 - FRACTION;
+    constexpr int BIAS = (1 << (EXPONENT - 1)) - 1;
+    const u32 sign = (u32)!!signbit(a) << (EXPONENT + FRACTION), v = bits_of<u32>(fabsf(a));
+    if (fabsf(a) < ldexpf(1, 1 - BIAS)) return sign | (u32)rintf(ldexpf(fabsf(a), BIAS - 1 + FRACTION));
+    return sign | ((v + (1u << (DROPPED - 1)) - 1 + (v >> DROPPED & 1) >> DROPPED) - (127 - BIAS << FRACTION));
+}
 inline float from_f16(u32 v) {
-    const u32 exponent = v >> 10 & 31, fraction = v & 1023;
-    const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
-                                      : exponent ? ldexpf(1024 + fraction, (int)exponent - 25) : ldexpf(fraction, -24);
-    return v >> 15 & 1 ? -size : size;
+    if ((v >> 10 & 31) < 31) return from_small<5, 10>(v);
+    return v & 1023 ? NAN : v >> 15 & 1 ? -INFINITY : INFINITY;
 }
 inline u32 to_f16(float a) {
-    const u32 sign = bits_of<u32>(a) >> 16 & 0x8000;
-    const float size = fabsf(a);
     if (a != a) return 0x7fff;
-    if (size >= 65520.f) return sign | 0x7c00;
-    if (size < 0x1p-14f) return sign | (u32)rintf(size * 0x1p24f);
-    const u32 v = bits_of<u32>(size);
-    return sign | ((v + 0xfff + (v >> 13 & 1) >> 13) - (112 << 10));
+    return fabsf(a) >= 65520.f ? (u32)!!signbit(a) << 15 | 0x7c00 : to_small<5, 10>(a);
 }
-inline float from_e4m3(u32 v) {
-    const u32 exponent = v >> 3 & 15, fraction = v & 7;
-    const float size = (v & 127) == 127 ? NAN : exponent ? ldexpf(8 + fraction, (int)exponent - 10) : ldexpf(fraction, -9);
-    return v >> 7 & 1 ? -size : size;
-}
-// Rounds to even; what is too large becomes the largest.
+inline float from_e4m3(u32 v) { return (v & 127) == 127 ? NAN : from_small<4, 3>(v); }
+// What is too large becomes the largest.
 inline u32 to_e4m3(float a) {
-    const u32 sign = bits_of<u32>(a) >> 24 & 0x80;
-    const float size = fabsf(a);
     if (a != a) return 0x7f;
-    if (size >= 448.f) return sign | 0x7e;
-    if (size < 0x1p-6f) return sign | (u32)rintf(size * 0x1p9f);
-    const u32 v = bits_of<u32>(size);
-    return sign | ((v + 0x7ffff + (v >> 20 & 1) >> 20) - (120 << 3));
+    return fabsf(a) >= 448.f ? (u32)!!signbit(a) << 7 | 0x7e : to_small<4, 3>(a);
 }
 
 // What the lanes of a warp do together. Each brings a record, and `finish` fills in the results when all are there.
