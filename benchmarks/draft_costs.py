@@ -4,11 +4,12 @@
 
 MODEL is a name of ``model_configs.py``. A draft model with the same weights (``same``) is right each time, so each step
 makes as many tokens as it can, and the rows show what proposing and checking cost. Another model's random weights are
-wrong nearly each time, so its rows show the loss until drafts are switched off. ``equal`` says how many of the
-greedy tokens are those of the answer without drafts before the first other one. In bfloat16 a step of several tokens is
-rounded in other ways than one of one token, and random weights have many near ties; with ``--set dtype=float32`` all
-must be equal, else it ends with 1. Writes a line of JSON for each draft model and each number of drafts to standard
-output and, with ``--out``, to that file.
+wrong nearly each time. An engine that has learned that drafts do not pay makes none, so such rows show what is lost
+then; with ``--always`` it does not judge, and each request has drafts where its last ones were right. ``equal`` says
+how many of the greedy tokens are those of the answer without drafts before the first other one. In bfloat16 a step of
+several tokens is rounded in other ways than one of one token, and random weights have many near ties; with
+``--set dtype=float32`` all must be equal, else it ends with 1. Writes a line of JSON for each draft model and each
+number of drafts to standard output and, with ``--out``, to that file.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft-models", default="same", help="same, and names of model_configs.py, with commas")
     made.add_argument("--drafts", default="1,2,4,7", help="values of infer.draft_tokens, with commas between them")
     made.add_argument("--tokens", type=int, default=256, help="tokens of the answer")
+    made.add_argument("--always", action="store_true", help="drafts whether they pay or not")
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
     made.add_argument("--out", type=Path)
     return made
@@ -70,9 +72,9 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
         draft = target if name == "same" else folder / name
         for count in (int(part) for part in args.drafts.split(",")):
             more = [f"infer.draft_model={draft}", f"infer.draft_tokens={count}"]
-            shared = {"model": args.model, "draft_model": name, "drafts": count}
+            shared = {"model": args.model, "draft_model": name, "drafts": count, "always": args.always}
             try:
-                row, tokens = run(target, [*pairs, *more], args.tokens)
+                row, tokens = run(target, [*pairs, *more], args.tokens, args.always)
             except EvenerError as error:  # the other rows are still useful
                 yield {**shared, "error": str(error), "command": command}
                 continue
@@ -84,11 +86,23 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
     return next((at for at, (one, other) in enumerate(zip(first, second, strict=True)) if one != other), len(first))
 
 
-def run(folder: Path, pairs: Sequence[str], new: int) -> tuple[dict[str, Any], list[list[int]]]:
-    """Milliseconds of a step and of a token, what was proposed, and the tokens. The prompt's step is taken off."""
+def run(
+    folder: Path, pairs: Sequence[str], new: int, always: bool = False
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Milliseconds of a step and of a token, what was proposed, and the tokens. The prompt's step is taken off.
+
+    Args:
+        folder: the model.
+        pairs: the configuration.
+        new: tokens of the answer.
+        always: nobody judges whether drafts pay.
+    """
     llm = start(folder, True, pairs)
     try:
-        stats = llm._client.controller.scheduler.stats
+        scheduler = llm._client.controller.scheduler
+        stats = scheduler.stats
+        if always:
+            scheduler.drafts._payoff = None
         best, counted = float("inf"), (0, 0, 0)
         answers(llm, 1, PROMPT, new, 1)  # makes the captures
         for _ in range(3):
