@@ -86,9 +86,7 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
     return next((at for at, (one, other) in enumerate(zip(first, second, strict=True)) if one != other), len(first))
 
 
-def run(
-    folder: Path, pairs: Sequence[str], new: int, always: bool = False
-) -> tuple[dict[str, Any], list[list[int]]]:
+def run(folder: Path, pairs: Sequence[str], new: int, always: bool = False) -> tuple[dict[str, Any], list[list[int]]]:
     """Milliseconds of a step and of a token, what was proposed, and the tokens. The prompt's step is taken off.
 
     Args:
