@@ -140,8 +140,10 @@ def test_no_more_is_copied_than_ends_before_the_first_routing(clock: list[float]
     step(prefetch, clock, 2.5, rows, rows)
     step(prefetch, clock, 1.0, rows, rows)
     assert slots.copied == [[2, 3]], "those with the most rows"
+    step(prefetch, clock, 9.0, rows, rows)
+    assert slots.copied[1:] == [[1]], "time for one: the fastest beginning counts, as copies make it slower"
     step(prefetch, clock, 2.5, rows, rows, tokens=32)
-    assert len(slots.copied) == 1, "how long steps of this size take is not known"
+    assert len(slots.copied) == 2, "how long steps of this size take is not known"
 
 
 def test_a_smaller_step_gets_only_the_experts_that_it_will_probably_choose(clock: list[float]) -> None:
@@ -155,6 +157,19 @@ def test_a_smaller_step_gets_only_the_experts_that_it_will_probably_choose(clock
     step(prefetch, clock, 9.0, rows, rows, tokens=31)
     step(prefetch, clock, 9.0, rows, rows, tokens=16)
     assert slots.copied == [[1, 2], [11, 12]], "without measured costs, as much as the slots hold"
+
+
+def test_after_wrong_guesses_the_next_steps_copy_nothing_ahead(clock: list[float]) -> None:
+    prefetch, slots, held = layers(share_of(1.0))
+    one, other = rows_of(e1=9, e2=5), rows_of(e3=9, e4=5)
+    guessed = []
+    for rows in (one, other, one, other, one, one, one, one):
+        before = len(slots.copied)
+        step(prefetch, clock, 4.5, rows, rows)
+        guessed.append(len(slots.copied) > before)
+        for number in range(2):  # the layers' own experts leave no copy in the slots
+            held.waves(list(range(10 * number + 5, 10 * number + 10)))
+    assert guessed == [False, True, False, True, False, False, True, True], "one step rests, then two"
 
 
 def test_rows_of_absent_experts_are_those_of_one_layer() -> None:

@@ -3,6 +3,7 @@
 A step first reaches layers whose experts are on the device. No routing of streamed layers is known then, and no copies
 are under way. So the slots are filled with the experts that most rows of the last such step chose, layer after layer.
 The first streamed layer's own copies come after these, so no more are submitted than end before its routing is there.
+Where texts change from step to step, such guesses are wrong, and wrong ones cost time: then a few steps make none.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from evener_offload.resident_layer import ResidentLayer
 
 #: An expert is copied before its layer's routing is known if so many rows will probably choose it.
 _LIKELY_ROWS = 2.0
+#: So many of the experts that a step copied so must have been needed: copies that run beside the first layers make
+#: these slower. If fewer were, the next step copies none, and twice as many steps each time that it happens again.
+_NEEDED, _LONGEST_REST = 0.75, 64
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,19 @@ class Prefetch:
         self._places, self._share = places, share
         #: By layer: the tokens of the last step, and the rows of each expert.
         self._seen: dict[str, tuple[int, Indices]] = {}
-        #: By size of a step (a power of two of tokens): seconds until the first layer's routing is there.
+        #: By size of a step (a power of two of tokens): seconds until the first layer's routing is there. The fewest,
+        #: since copies make it later: the more of them, the more time they would seem to have.
         self._lead: dict[int, float] = {}
         #: When the step began whose first layer has not been reached yet; 0: there is none.
         self._began = 0.0
         #: When the copies that were submitted will have ended, as measured costs say.
         self._copied = 0.0
+        #: By layer: the experts that were copied for it when this step began.
+        self._ahead: dict[str, list[int]] = {}
+        #: How many of them the layers that were reached have needed, and how many there were.
+        self._needed = self._guessed = 0
+        #: Steps that still copy none, and how many do after the next wrong guesses.
+        self._resting, self._rest = 0, 1
 
     @property
     def under_way(self) -> float:
@@ -69,6 +80,11 @@ class Prefetch:
     def begin(self, tokens: int) -> None:
         """A step of so many tokens begins, and what it uploads has been submitted: copies come after that."""
         self._began = time.perf_counter()
+        self._ahead.clear()
+        self._judge()
+        if self._resting:
+            self._resting -= 1
+            return
         left, share = self._lead.get(tokens.bit_length(), 0.0), self._share
         for path, place in self._places.items():
             slots = place.slots
@@ -79,20 +95,33 @@ class Prefetch:
             most = int(left / each) if each else slots.experts
             wave = place.held.further(self._likely(path, place, tokens), most)
             slots.copy_ahead(wave)
+            self._ahead[path] = [expert - place.number * slots.experts for expert in wave.copied]
             self.note_copies(slots.nbytes, len(wave.copied))
             left -= each * len(wave.copied)
 
     def note_routing(self, path: str, tokens: int, rows: Indices) -> None:
         """The routing of a layer is there: the rows of each expert."""
         if self._began:
-            self._lead[tokens.bit_length()], self._began = time.perf_counter() - self._began, 0.0
+            size, lead = tokens.bit_length(), time.perf_counter() - self._began
+            self._lead[size], self._began = min(lead, self._lead.get(size, lead)), 0.0
         self._seen[path] = tokens, rows
+        if ahead := self._ahead.pop(path, None):
+            self._guessed += len(ahead)
+            self._needed += int(np.count_nonzero(rows[ahead]))
 
     def note_copies(self, nbytes: int, count: int) -> None:
         """Copies of so many experts of ``nbytes`` have been submitted."""
         if self._share is not None and self._share.measured:
             seconds = count * self._share.copying(nbytes)
             self._copied = max(self._copied, time.perf_counter()) + seconds
+
+    def _judge(self) -> None:
+        """Settle whether the last guesses were good enough."""
+        if self._guessed:
+            wrong = self._needed < _NEEDED * self._guessed
+            self._resting = self._rest if wrong else 0
+            self._rest = min(2 * self._rest, _LONGEST_REST) if wrong else 1
+            self._needed = self._guessed = 0
 
     def _likely(self, path: str, place: Place, tokens: int) -> list[int]:
         """The experts that the layer will probably need, those with the most rows first, and not what the host will

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from statistics import median
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -152,14 +151,15 @@ class PromptShare:
 
     def begin(self, tokens: int) -> None:
         """A step of so many tokens begins, or reaches its first streamed layer: settle whether the host takes part. The
-        first steps of each size (a power of two of tokens) are timed both ways, in turns. Medians decide, but for the
-        first step of a way, which sets things up: a warm-up's tokens, all equal, choose few experts."""
+        first steps of each size (a power of two of tokens) are timed both ways, in turns. The fastest ones decide:
+        other work on the machine only makes steps slower. The first step of a way does not count: it sets things up,
+        and a warm-up's tokens, all equal, choose few experts."""
         self._size, self._began = tokens.bit_length(), time.perf_counter()
         with_host, without = self._seconds.setdefault(self._size, ([], []))
         if len(without) <= _TRIALS:
             self.active = len(with_host) <= len(without)
         else:
-            self.active = median(with_host[1:]) <= median(without[1:])
+            self.active = min(with_host[1:]) <= min(without[1:])
 
     def end(self) -> None:
         """The step's last streamed layer has been submitted. Waits for the host's part, and in a step that is timed for
