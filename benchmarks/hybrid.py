@@ -51,7 +51,8 @@ from evener.key_spec import KeySpec, parse
 
 #: More than any cache.
 APART = 4 << 30
-#: Prompts of each case before it is timed: the engine times its first steps of a size in two ways.
+#: Prompts of each case before it is timed, each with other tokens: the engine times its first steps of a size in two
+#: ways, and copies experts that the last step needed.
 WARM = 8
 #: Of each case, each with other tokens; the fastest counts, as of llama.cpp in ``llamacpp_hybrid.py``.
 REPEATS = 3
@@ -234,9 +235,9 @@ class Run:
     def case(self, batch: int, prompt: int) -> None:
         """Time prompts alone, and decode steps after the same prompts."""
         steps = self._args.steps
-        for _ in range(WARM):
-            generate(self._llm, batch, prompt, 2, 0)
-        seeds = range(1, 1 + REPEATS)
+        for seed in range(WARM):
+            generate(self._llm, batch, prompt, 2, seed)
+        seeds = range(WARM, WARM + REPEATS)
         short = min((self._spent(batch, prompt, 1, seed) for seed in seeds), key=lambda spent: spent.seconds)
         long = min((self._spent(batch, prompt, 1 + steps, seed) for seed in seeds), key=lambda spent: spent.decode)
         decode = Spent(long.decode, 0.0, long.counted_beyond(short))

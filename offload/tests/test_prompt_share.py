@@ -188,6 +188,7 @@ def test_the_host_takes_part_in_steps_of_a_size_where_that_was_sooner(monkeypatc
     assert [step(16384, 4.0, 6.0) for _ in range(10)] == [*turns, True, True]
     assert [step(8192, 9.0, 2.0), step(8192, 1.0, 2.0)] == [True, False], "what a way needs is set up"
     assert [step(8192, seconds, 2.0) for seconds in (1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.0)] == [*turns[2:], True]
+    assert [step(8192, 3.0, 2.0) for _ in range(247 + 9)] == [True] * 247 + [*turns, False], "tried again after a while"
     share.close()
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import aot
@@ -19,6 +21,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -27,8 +30,9 @@ from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.jit.launch import FastLaunchFunction, PreparedLaunch, fast_launch
 from evener_kernels_triton.linear import skinny
 from evener_kernels_triton.plugin import evener_state_providers
+from evener_kernels_triton.prefill import LongQueries, attend_long, pool_lines
 from evener_kernels_triton.primitives import norm_rows
-from evener_kernels_triton.tuning import Tuning
+from evener_kernels_triton.tuning import LongTile, Tuning
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 #: (hash of the compiled kernel, what the launcher got) of each launch.
@@ -138,13 +142,28 @@ def real_calls() -> Iterator[tuple[Any, dict[str, Call]]]:
     norm_rows(tuning, x, None, w[0], 1e-6, 0.0, x.dtype)
     aot.META = torch.device("cpu")
     aot._long_step(evener_state_providers(device, {})[0], device, torch.bfloat16, "bfloat16")
+    step: Any = SimpleNamespace(
+        block_table=torch.zeros(4, 8, dtype=torch.int32), query_start=torch.zeros(5, dtype=torch.int32),
+        kv_lens=torch.zeros(4, dtype=torch.int32), requests=4,
+    )  # fmt: skip
+    keys, values = (pool_lines(torch.zeros(8, 8, 16, 128, dtype=torch.bfloat16), 128) for _ in range(2))
+    query, out = (torch.zeros(512, 16, 128, dtype=torch.bfloat16) for _ in range(2))
+    assert keys is not None and values is not None
+    long = LongQueries(step, 0, LongTile(128, 128, 2, 16), 1.0, 0, 4, 132)
+    attend_long(long, keys, values, 16, 8, query, out, torch.zeros(1, dtype=torch.int32))
     FastLaunchFunction._launch = short
-    assert {"skinny_kernel", "rms_norm_kernel", "decode_kernel", "write_kernel"} <= {k.__name__ for k in found}
+    assert {"prefill_kernel", "skinny_kernel", "rms_norm_kernel", "decode_kernel", "write_kernel"} <= {
+        k.__name__ for k in found
+    }
     for kernel, (grid, args, kwargs) in found.items():
         calls: dict[str, Call] = {"as launched": (grid, args, kwargs)}
         first = next(i for i, value in enumerate(args) if type(value) is int)
         calls["an integer of 1"] = (grid, (*args[:first], 1, *args[first + 1 :]), kwargs)
-        calls["an address that is odd"] = (grid, (args[0].flatten()[1:], *args[1:]), kwargs)
+        if kernel.is_gluon():
+            halves = (replace(v, base=v.base.half()) for v in args[:4])
+            calls["another dtype"] = (grid, (*halves, args[4].half(), *args[5:]), kwargs)
+        else:
+            calls["an address that is odd"] = (grid, (args[0].flatten()[1:], *args[1:]), kwargs)
         if kernel.__name__ == "decode_kernel":
             calls["nothing to merge"] = (grid, (*args[:8], *args[7:8] * 3, *args[11:]), kwargs | {"SPLITS": 1})
         yield kernel, calls
@@ -165,6 +184,11 @@ def outcome(kernel: Any, call: Call, device: int) -> tuple[Any, bool]:
     return (found, reached[:6], [(type(v), repr(v)) for v in plain]), reached[7] is not None
 
 
+def remade(kernel: Any) -> Any:
+    """The same kernel as its compiler's decorator makes it."""
+    return (gluon.jit if kernel.is_gluon() else triton.jit)(kernel.fn)
+
+
 def compare(
     make: Callable[[], Any], calls: dict[str, Call], rounds: int, devices: int = 1
 ) -> tuple[list[str], set[str]]:
@@ -172,7 +196,7 @@ def compare(
     wrong, asked = [], set(calls)
     for seed in range(rounds):
         plain, quick = make(), fast_launch(make())
-        assert type(quick) is FastLaunchFunction and type(plain) is JITFunction
+        assert isinstance(quick, FastLaunchFunction) and not isinstance(plain, FastLaunchFunction)
         order = [(name, device) for name in calls for device in range(devices)] * 2
         if seed:
             random.Random(seed).shuffle(order)
@@ -280,7 +304,7 @@ if __name__ == "__main__":
     less = partial(triton.jit, tiny, do_not_specialize=["n"], do_not_specialize_on_alignment=["x"])
     wrong += compare(less, {name: call for name, call in tiny_calls().items() if name[:2] in ("ba", "n=", "x[")}, 1)[0]
     for kernel, calls in real_calls():
-        found, never_short = compare(partial(triton.jit, kernel.fn), calls, 2)
+        found, never_short = compare(partial(remade, kernel), calls, 2)
         wrong += [f"{kernel.__name__}: {line}" for line in found]
         asked |= {f"{kernel.__name__}: {name}" for name in never_short}
     odd, asked_again = prepared()

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -30,8 +31,9 @@ log = logging.getLogger("evener.worker")
 _TIMED_ROWS, _TIMES = (16, 96), 2
 #: Bytes of page-locked memory for a word, so that nothing else is in its cache line.
 _LINE = 64
-#: Steps of a size that are timed with the host's part, and without it, after one each that sets things up.
-_TRIALS = 3
+#: Steps of a size that are timed with the host's part, and without it, after one each that sets things up. After so
+#: many steps of the size this begins anew: texts change, and what else the machine does.
+_TRIALS, _AGAIN = 3, 256
 
 
 class Begins(Protocol):
@@ -57,6 +59,15 @@ class ReadsHost(Protocol):
     def await_word(self, word: torch.Tensor) -> None:
         """Let all work that is submitted to the current stream from here on wait until ``word``, int32 [1] in
         page-locked memory, is more than 0."""
+
+
+@dataclass
+class _Trials:
+    """Seconds of steps of one size, with the host's part and without it; and how many steps there were."""
+
+    with_host: list[float] = field(default_factory=list)
+    without: list[float] = field(default_factory=list)
+    steps: int = 0
 
 
 class PromptShare:
@@ -85,8 +96,7 @@ class PromptShare:
         self._word: torch.Tensor | None = None
         #: What waits for the part that has begun, and keeps what it reads.
         self._begun: Callable[[], None] | None = None
-        #: By size of a step: seconds of steps with the host's part, and without it.
-        self._seconds: dict[int, tuple[list[float], list[float]]] = {}
+        self._trials: dict[int, _Trials] = {}
         self._size, self._began, self.active = 0, 0.0, True
         #: By path: a layer's weights, and the same with a map that only has the host's experts.
         self._own: dict[str, tuple[MoEWeights, MoEWeights]] = {}
@@ -155,11 +165,14 @@ class PromptShare:
         other work on the machine only makes steps slower. The first step of a way does not count: it sets things up,
         and a warm-up's tokens, all equal, choose few experts."""
         self._size, self._began = tokens.bit_length(), time.perf_counter()
-        with_host, without = self._seconds.setdefault(self._size, ([], []))
-        if len(without) <= _TRIALS:
-            self.active = len(with_host) <= len(without)
+        trials = self._trials.get(self._size)
+        if trials is None or trials.steps == _AGAIN:
+            trials = self._trials[self._size] = _Trials()
+        trials.steps += 1
+        if len(trials.without) <= _TRIALS:
+            self.active = len(trials.with_host) <= len(trials.without)
         else:
-            self.active = min(with_host[1:]) <= min(without[1:])
+            self.active = min(trials.with_host[1:]) <= min(trials.without[1:])
 
     def end(self) -> None:
         """The step's last streamed layer has been submitted. Waits for the host's part, and in a step that is timed for
@@ -169,7 +182,8 @@ class PromptShare:
             Exception: the host failed.
         """
         self._settle()
-        times = self._seconds[self._size][0 if self.active else 1]
+        trials = self._trials[self._size]
+        times = trials.with_host if self.active else trials.without
         if len(times) <= _TRIALS:
             self._device.synchronize()
             times.append(time.perf_counter() - self._began)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from evener_kernels_triton.jit.launch import fast_launch
 from evener_kernels_triton.jit.prefill_attention import LINE, RENAMED, _add, _copy_in, _sync
 
 #: Lines of a product of a warp group.
@@ -345,6 +346,7 @@ def _column(x, LAYOUT: gl.constexpr):
     return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT))[:, None]
 
 
+@fast_launch
 @gluon.jit(do_not_specialize=["requests"])
 def even_kernel(
     query, k_desc, v_desc, out, parts, stats, arrived, table, kv_lens, table_row, requests, k_lines, v_lines, k_all,

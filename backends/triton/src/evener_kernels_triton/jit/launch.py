@@ -7,18 +7,19 @@ change, and looks only at the others.
 
 Two calls are of one kind if nothing differs that Triton specializes on (``native_specialize_impl``): the device, the
 types of all values, the values of constants and options, each tensor's dtype and its address modulo 16, and of each
-integer whether it is 1 or a multiple of 16 and which of int32, int64 and uint64 holds it. Triton is asked at every
-launch if more could matter: backends with their own rules, tensors on another device, other types, debugging, hooks. It
-is not asked again when a kernel's globals or compiler settings change between calls of one kind. Of a Triton without
-``triton.knobs`` (before 3.4, from which some vendors' builds come) it is asked every time.
+integer whether it is 1 or a multiple of 16 and which of int32, int64 and uint64 holds it, and of a Gluon kernel's
+descriptors the dtype, the box and its layout. Triton is asked at every launch if more could matter: backends with their
+own rules, tensors on another device, other types, debugging, hooks. It is not asked again when a kernel's globals or
+compiler settings change between calls of one kind. Of a Triton without ``triton.knobs`` (before 3.4, from which some
+vendors' builds come) it is asked every time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -102,7 +103,7 @@ class PreparedLaunch:
                 run(*grid, active.get_current_stream(device), function, metadata, None, None, None, *passed)
                 return
         kernel = self._kernel[grid](*values, **self._fixed)
-        if type(self._kernel) is FastLaunchFunction and type(kernel) is CompiledKernel:
+        if isinstance(self._kernel, FastLaunchFunction) and type(kernel) is CompiledKernel:
             if self._types is None:
                 self._read = _make_reader(self._kernel, values, {}, self._fixed)
                 self._types = tuple(map(type, values))
@@ -113,13 +114,35 @@ class PreparedLaunch:
 
 
 def fast_launch(function: Any) -> Any:
-    """Decorator for the result of ``triton.jit`` of a kernel that the host launches; interpreted kernels stay as they
-    are."""
-    if type(function) is JITFunction and _RUNTIME is not None:
+    """Decorator for the result of ``triton.jit``, or of Gluon's, of a kernel that the host launches; interpreted
+    kernels stay as they are."""
+    if type(function) in (JITFunction, _gluon_class()) and _RUNTIME is not None:
         # Not a wrapper: Triton and torch check for this class, and the object refers to itself (``device_caches``).
-        function.__class__ = FastLaunchFunction
+        function.__class__ = _fast_class(type(function))
         function._forms = {}
     return function
+
+
+@cache
+def _fast_class(kind: type[JITFunction]) -> type[JITFunction]:
+    """``FastLaunchFunction``, or one that compiles as ``kind`` does."""
+    return FastLaunchFunction if kind is JITFunction else type("FastLaunchFunction", (FastLaunchFunction, kind), {})
+
+
+@cache
+def _gluon_class() -> type | None:
+    """The class of Gluon's kernels; None: this Triton has none."""
+    try:
+        from triton.experimental.gluon._runtime import GluonJITFunction
+    except ImportError:
+        return None
+    return cast(type, GluonJITFunction)
+
+
+def _is_descriptor(value: Any) -> bool:
+    """Whether it describes a tensor that is copied in boxes."""
+    kind = type(value)
+    return kind.__name__ == "TensorDescriptor" and kind.__module__.startswith("triton.experimental.gluon.")
 
 
 def _make_reader(
@@ -148,6 +171,9 @@ def _make_reader(
             there.append(f"{v}.{here}")
             kind.append(f"{v}.dtype")
             lows.append((f"(a{i} := {v}.data_ptr())", f"a{i} & 15"))
+        elif _is_descriptor(value):
+            there.append(f"{v}.base.{here}")
+            kind.append(f"{v}.base.dtype, (*{v}.block_shape,), {v}.layout")
         elif type(value) is int:
             kind.append(f"2 if {v} == 1 else not {v} & 15 if 0 <= {v} < {1 << 31} else integer({v})")
         elif type(value) not in _PLAIN or type(value) is str:

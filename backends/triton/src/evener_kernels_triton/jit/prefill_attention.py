@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from evener_kernels_triton.jit.launch import fast_launch
+
 # Names that changed between versions of the compiler.
 _copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -326,6 +328,7 @@ def _attend(
     mbarrier.arrive(q_empty)
 
 
+@fast_launch
 @gluon.jit
 def prefill_kernel(
     q_desc, k_desc, v_desc, out_desc, out, taken, table, query_start, kv_lens, table_row, requests, all, k_lines,

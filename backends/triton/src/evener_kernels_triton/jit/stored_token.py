@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from evener_kernels_triton.jit.launch import fast_launch
+
 # A name that changed between versions of the compiler.
 _begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -178,6 +180,7 @@ def _product(ring, parts, place, now, u, M: gl.constexpr, SPANS: gl.constexpr, C
     )
 
 
+@fast_launch
 @gluon.jit
 def stored_token_kernel(
     x, residual, total, gain, w, scales, bias, y, rows, columns, blocks, eps, offset,
