@@ -25,8 +25,8 @@ from evener import __version__
 #: Names of models and forms in tables.
 MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B"}
 FORMS = {"q4_k_m": "Q4_K_M", "bf16": "bfloat16"}
-#: What is compared: the field of both programs, the metric, and a field of ours that goes with it.
-METRICS = (("prompt_ms", "prompt", "counted_a_prompt"), ("step_ms", "decode step", "counted_a_step"))
+#: What is compared: the metric, and how the fields of both programs begin.
+METRICS = (("prompt", "prompt"), ("decode step", "step"))
 #: Fields of ours that rows keep.
 KEPT = ("host_gb", "second_layout_gb", "weights_gb", "host_reads_gb_s", "copies_gb_s", "ready_s")
 Key = tuple[str, str, int, int, int]
@@ -81,7 +81,8 @@ def rows(
     """Two rows for one case: its prompts, and its decode steps."""
     every, layers = CONFIGS[ours["model"]]["num_hidden_layers"], theirs[0]["layers"]
     shown = "" if layers == every else f", {layers} of {every} layers"
-    for field, metric, counted in METRICS:
+    for metric, name in METRICS:
+        field, counted = f"{name}_ms", f"counted_a_{name}"
         best = min(theirs, key=lambda row: row[field])
         yield {
             "device": args.device, "version": f"evener {__version__}", "date": args.date, "software": args.software,
@@ -93,7 +94,8 @@ def rows(
             "note": "; ".join(["random weights, of one file", *args.note]), "theirs_options": best["options"],
             "theirs_by_options": {row["options"]: row[field] for row in theirs},
             "theirs_device_mib": best["device_mib"], "counted": ours[counted],
-            **{name: ours[name] for name in KEPT},
+            **{kept: ours[kept] for kept in KEPT},
+            **{kept: value for kept, value in ours.items() if kept.startswith(f"{name}_host_")},
         }  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_rows_compare_each_case_with_the_fastest_setting_of_the_peer(
     same = {"model": "qwen3-30b-a3b", "form": "bf16", "host_layers": 10, "bs": 16, "inp": 128}
     kept = dict.fromkeys(hybrid_peer.KEPT, 1.5)
     ours = {**same, **kept, "way": "host", "prompt_ms": 100.0, "step_ms": 20.0,
-            "counted_a_prompt": {"a": 1}, "counted_a_step": {"a": 2}}  # fmt: skip
+            "counted_a_prompt": {"a": 1}, "counted_a_step": {"a": 2}, "step_host_share": 0.8}  # fmt: skip
     theirs = {**same, "layers": 12, "options": "-ub 512", "prompt_ms": 300.0, "step_ms": 25.0, "device_mib": 9000}
     others = {**theirs, "options": "-ub 2048", "prompt_ms": 200.0, "step_ms": 26.0}
     lonely = {**theirs, "inp": 512}
@@ -88,5 +88,6 @@ def test_rows_compare_each_case_with_the_fastest_setting_of_the_peer(
     assert (step["metric"], step["ours"], step["theirs"], step["theirs_options"]) == (
         "decode step", 20.0, 25.0, "-ub 512")  # fmt: skip
     assert prompt["model"] == "Qwen3-30B-A3B, bfloat16, 12 of 48 layers" and step["counted"] == {"a": 2}
+    assert step["step_host_share"] == 0.8 and "step_host_share" not in prompt
     assert prompt["case"] == "16 × 128: experts of 10 layers on the host"
     assert "512): only one of both ran it" in capsys.readouterr().err
