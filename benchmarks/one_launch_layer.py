@@ -4,10 +4,10 @@
 
 CASE is MODEL:FORM, one of ``CASES``; of qwen3-30b-a3b it is attention alone. Layers of random weights are chained in a
 captured graph, and are larger together than the card's cache. A row for each way: microseconds a layer, and how far
-the stream after all layers is from that of several launches. Ways of one launch are RESIDENT/FLIGHT: programs in a
-multiprocessor, and tiles that each asks for at once. Each case runs in a process of its own; one that hangs ends with
-the number of the wait, and the next ways are timed in another process. ``--stamps``: cycles of each phase of a program.
-``--compile``: only compile, in several processes at a time.
+the stream after all layers is from that of several launches. Ways of one launch are RESIDENT/FLIGHT/AHEAD: programs in
+a multiprocessor, tiles that each asks for at once, and tiles that it reads into the cache beyond the ring. Each case
+runs in a process of its own; one that hangs ends with the number of the wait, and the next ways are timed in another
+process. ``--stamps``: cycles of each phase of a program. ``--compile``: only compile, in several processes at a time.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from evener_kernels_triton.state import LAYOUT, PagedState
 from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import Tuning
 
-#: For each case the layers, and the ways of one launch: programs of a multiprocessor, and tiles that one asks for; 99
-#: is all of its ring.
+#: For each case the layers, and the ways of one launch: programs of a multiprocessor, tiles that one asks for (99: all
+#: of its ring), and those that it reads into the cache.
 CASES: Mapping[str, tuple[int, tuple[str, ...]]] = {
-    "qwen3-0.6b:plain": (28, ("2/1", "1/1", "1/2", "1/4", "1/99")),
-    "qwen3-8b:fp8-block": (6, ("1/99", "1/6", "1/4", "1/2")),
-    "qwen3-8b:fp8": (6, ("1/99", "1/4")),
-    "qwen3-8b:plain": (6, ("1/99", "1/4")),
-    "qwen3-30b-a3b:fp8-block": (14, ("1/99", "1/4", "1/2", "1/1", "2/99", "2/1")),
-    "qwen3-30b-a3b:plain": (8, ("1/99", "1/2", "2/1")),
+    "qwen3-0.6b:plain": (28, ("2/1/0", "1/2/0", "2/1/4", "2/1/8")),
+    "qwen3-8b:fp8-block": (6, ("1/99/0", "1/2/0", "1/99/6", "1/99/12", "1/4/12", "1/4/24", "1/2/24", "1/2/40")),
+    "qwen3-8b:fp8": (6, ("1/99/0", "1/4/12")),
+    "qwen3-8b:plain": (6, ("1/99/0", "1/4/0", "1/4/12", "1/2/24")),
+    "qwen3-30b-a3b:fp8-block": (14, ("1/99/0", "1/2/0", "1/2/6", "2/99/0")),
+    "qwen3-30b-a3b:plain": (8, ("1/99/0", "1/2/0", "1/2/6")),
 }
 PAGE = 64
 #: Looks of a wait before it is given up: about a second.
@@ -205,12 +205,12 @@ class Impatient(Driver):
 
 def kernel_of(stack: Stack, way: str, driver: Driver | None = None) -> tuple[_OneLaunch, list[_Layer]]:
     """The kernel of a way, and what its calls are launched with, once they are built."""
-    resident_, flight_ = map(int, way.split("/"))
+    resident_, flight_, ahead_ = map(int, way.split("/"))
     base: Any = OneTokenAttention if stack.alone else OneTokenLayer if resident_ == 2 else LargeOneTokenLayer
     launched: list[_Layer] = []
 
     class Way(base):  # type: ignore[misc]
-        resident, flight = resident_, flight_
+        resident, flight, ahead = resident_, flight_, ahead_
 
         def _launched(self, call: OpCall) -> _Layer:
             launched.append(super()._launched(call))
@@ -308,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--ways", default="", help="such as 1/99,2/1 (default: all of the case)")
+    parser.add_argument("--ways", default="", help="such as 1/99/0,2/1/0 (default: all of the case)")
     parser.add_argument("--stamps", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

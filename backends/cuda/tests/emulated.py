@@ -109,6 +109,14 @@ class EmulatedDriver(Driver):
         start = ctypes.cast(ctypes.CDLL(code.decode())[f"start_{name}"], ctypes.c_void_p)
         return cast(CompiledKernel, EmulatedKernel(self, start, grid, threads, shared))
 
+    @property
+    def brought(self) -> tuple[int, int]:
+        """Of the last run: copies of what had been brought into a cache, and how much was brought and never copied."""
+        brought, wasted = (
+            ctypes.c_uint.in_dll(self._runtime, f"emulator_{name}").value for name in ("brought", "wasted")
+        )
+        return brought, wasted
+
     @contextmanager
     def graph(self) -> Iterator[None]:
         """Launches in here are kept, and run at the end."""

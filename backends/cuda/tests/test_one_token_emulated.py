@@ -246,6 +246,23 @@ def test_attention_alone(folder: Path, kind: Family, tokens: int) -> None:
     assert len(models.driver.arguments) == 4
 
 
+@pytest.mark.parametrize("kind", [
+    pytest.param(family(1536, 2560, 1, 128, storage=BLOCKS), id="blocks"),
+    pytest.param(family(512, 8192, 1, 64), id="bfloat16"),
+    pytest.param(family(4096, 12288, 4, 128, storage=BLOCKS), id="as Qwen3-8B", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_what_is_read_into_the_cache_is_copied_later(folder: Path, kind: Family) -> None:
+    ahead = type("Ahead", (LargeOneTokenLayer,), {"ahead": 5})
+    models = Models(EmulatedDriver(folder), kind, 70, 32, ahead)
+    models.driver.schedule = Schedule(room=128)  # no program of the second layer has begun before
+    models.step()
+    own, wasted = models.driver.brought
+    assert own > 0 and wasted == 0
+    models.step(1)
+    both, wasted = models.driver.brought
+    assert both - own > 0 and wasted == 0, "the first layer knows by now which one follows"
+
+
 def test_a_step_of_no_request_reads_its_own_token_alone(models: Models) -> None:
     """A padded step has length 0. Its results are of no use, but it ends."""
     models.forget(0)

@@ -133,11 +133,13 @@ struct Layer {
     u32 before, after;  // flags of the stream of the layer before (0: it comes as x and residual) and of this one
     u32 site, wide_slots, page_bits;
     const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // of stored weights
+    const Weight* next_qkv;  // of the next layer, or null
 };
 
 // Copies of what all programs read.
 #define COPIES 4
 // FLIGHT tiles are under way at once, of one program. Who asks memory for more makes messages wait behind the rest.
+// AHEAD more are read into the card's cache, and the first of the next layer's: memory goes on while the ring is full.
 
 // Nanoseconds between looks at the layer before.
 #define NAP 40
@@ -229,9 +231,91 @@ struct Ring {
     __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
 };
 
+// The copies of one program's rows of a product [K], in the order of `stream`.
+template <int K, int TILES>
+struct Order {
+    static constexpr int C = WIDE(K), STEP = AT_ONCE(TILES), PIECES = K / C, COUNT = TILES * PIECES;
+
+    // The tile and the piece of the n-th copy.
+    __device__ __forceinline__ static void place(int n, int& tile, int& piece) {
+        const int first = n / (STEP * PIECES) * STEP, many = MIN(STEP, TILES - first);
+        n -= first * PIECES;
+        piece = n / many, tile = first + n % many;
+    }
+};
+
+// The row of queries, keys and values that is row `i` of program `rank` of a team.
+__device__ __forceinline__ int qkv_row(int team, int rank, int i) {
+    const int head = team / TWINS;
+    if (i < Q_ROWS) return team * GROUP * D + rank * Q_ROWS + i;
+    if (i < Q_ROWS + K_ROWS) return (HEADS + head) * D + rank * K_ROWS + i - Q_ROWS;
+    return (HEADS + KV_HEADS + head) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS;
+}
+
+// Where the rows of a program are: row `i` of tile `t` of each product, or null.
+struct Rows {
+    const Layer& p;
+    u32 program, team, rank;
+
+    __device__ __forceinline__ const Weight* qkv(const Weight* from, int t, int i) const {
+        i += t * 8;
+        return i < QKV_ROWS ? from + (long long)qkv_row(team, rank, i) * HIDDEN : nullptr;
+    }
+    __device__ __forceinline__ const Weight* o(int t, int i) const {
+        i += t * 8;
+        return i < OUT_ROWS ? p.o + (long long)(program * OUT_ROWS + i) * ATTENDED : nullptr;
+    }
+    __device__ __forceinline__ const Weight* gate_up(int t, int i) const {
+        i += t / 2 * 8;
+        return i < INNER_ROWS ? p.gate_up + (long long)(t % 2 * INNER + program * INNER_ROWS + i) * HIDDEN : nullptr;
+    }
+    __device__ __forceinline__ const Weight* down(int t, int i) const {
+        i += t * 8;
+        return i < OUT_ROWS ? p.down + (long long)(program * OUT_ROWS + i) * INNER : nullptr;
+    }
+};
+
+// What is read into the card's cache: copies of the ring that are still to come, by the warp that issues them.
+struct Ahead {
+    const Rows& rows;
+    int next;
+
+    // So many copies were issued. The first ones fill the ring, and nothing is ahead of them.
+    __device__ __forceinline__ void follow(int issued) {
+        if constexpr (AHEAD == 0) return;
+        if (issued < STAGES) return;
+        if (issued == STAGES) next = issued;
+        for (; next < issued + AHEAD; next++) bring_copy(next);
+    }
+
+    __device__ __forceinline__ void bring_copy(int n) const {
+        const Rows& r = rows;
+        if (within<HIDDEN, QKV_TILES>(n, [&](int t, int i) { return r.qkv(r.p.qkv, t, i); })) return;
+        if (within<ATTENDED, OUT_TILES>(n, [&](int t, int i) { return r.o(t, i); })) return;
+#if MLP
+        if (within<HIDDEN, INNER_TILES>(n, [&](int t, int i) { return r.gate_up(t, i); })) return;
+        if (within<INNER, OUT_TILES>(n, [&](int t, int i) { return r.down(t, i); })) return;
+#endif
+        if (r.p.next_qkv) within<HIDDEN, QKV_TILES>(n, [&](int t, int i) { return r.qkv(r.p.next_qkv, t, i); });
+    }
+
+    // Bring copy `n` of this product; false: it is of a later one, and `n` its number from there on.
+    template <int K, int TILES, typename Row>
+    __device__ __forceinline__ static bool within(int& n, Row row) {
+        using Copies = Order<K, TILES>;
+        if (n >= Copies::COUNT) { n -= Copies::COUNT; return false; }
+        int tile, piece;
+        Copies::place(n, tile, piece);
+        const u32 lane = threadIdx.x & 31;
+        const Weight* from = lane < 8 ? row(tile, lane) : nullptr;
+        if (from) bring(from + piece * Copies::C, Copies::C * WEIGHT_BYTES);
+        return true;
+    }
+};
+
 // The rows of one program, tile by tile, into the ring. `row(tile, i)`: row `i` of a tile [K], or null.
 template <int K, int TILES, typename Row>
-__device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u32 to, u32 full, u32 empty, u64 policy, u32* report, Row row) {
+__device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, Ahead& ahead, u32 to, u32 full, u32 empty, u64 policy, u32* report, Row row) {
     constexpr int C = WIDE(K), STEP = AT_ONCE(TILES);
     const u32 lane = threadIdx.x & 31;
 #pragma unroll 1
@@ -242,7 +326,8 @@ __device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u3
             for (int t = first; t < first + STEP && t < TILES; t++) {
                 const Weight* from = lane < 8 ? row(t, lane) : nullptr;
                 const u32 count = __popc(__ballot_sync(~0u, from != nullptr));
-                if (FLIGHT < STAGES && ++issued > FLIGHT) {
+                issued++;
+                if (FLIGHT < STAGES && issued > FLIGHT) {
                     wait(full + landed.stage * 8, landed.parity, report, 13);
                     landed.next();
                 }
@@ -252,6 +337,7 @@ __device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u3
                 if (from)
                     bulk(to + ring.stage * STAGE_BYTES + lane * PITCH(C), from + piece * C, C * WEIGHT_BYTES, full + ring.stage * 8, policy);
                 ring.next();
+                ahead.follow(issued);
             }
 }
 
@@ -473,14 +559,6 @@ __device__ __forceinline__ float scale_of(int turn, float eps) {
     return rsqrtf(square / HIDDEN + eps);
 }
 
-// The row of queries, keys and values that is row `i` of program `rank` of a team.
-__device__ __forceinline__ int qkv_row(int team, int rank, int i) {
-    const int head = team / TWINS;
-    if (i < Q_ROWS) return team * GROUP * D + rank * Q_ROWS + i;
-    if (i < Q_ROWS + K_ROWS) return (HEADS + head) * D + rank * K_ROWS + i - Q_ROWS;
-    return (HEADS + KV_HEADS + head) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS;
-}
-
 extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(const __grid_constant__ Layer p) {
     const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, program = blockIdx.x;
     const u32 team = program / SHARE, head = team / TWINS, rank = program % SHARE;
@@ -502,23 +580,13 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
         Ring ring{0, 0}, landed{0, 0};
         u32 issued = 0;
         const u32 to = base + AT_RING;
-        stream<HIDDEN, QKV_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
-            const int i = t * 8 + lane_;
-            return i < QKV_ROWS ? p.qkv + (long long)qkv_row(team, rank, i) * HIDDEN : nullptr;
-        });
-        stream<ATTENDED, OUT_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
-            const int i = t * 8 + lane_;
-            return i < OUT_ROWS ? p.o + (long long)(program * OUT_ROWS + i) * ATTENDED : nullptr;
-        });
+        const Rows rows{p, program, team, rank};
+        Ahead ahead{rows, 0};
+        stream<HIDDEN, QKV_TILES>(ring, landed, issued, ahead, to, full, empty, policy, p.report, [&](int t, int i) { return rows.qkv(p.qkv, t, i); });
+        stream<ATTENDED, OUT_TILES>(ring, landed, issued, ahead, to, full, empty, policy, p.report, [&](int t, int i) { return rows.o(t, i); });
 #if MLP
-        stream<HIDDEN, INNER_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
-            const int i = t / 2 * 8 + lane_;
-            return i < INNER_ROWS ? p.gate_up + (long long)(t % 2 * INNER + program * INNER_ROWS + i) * HIDDEN : nullptr;
-        });
-        stream<INNER, OUT_TILES>(ring, landed, issued, to, full, empty, policy, p.report, [&](int t, int lane_) {
-            const int i = t * 8 + lane_;
-            return i < OUT_ROWS ? p.down + (long long)(program * OUT_ROWS + i) * INNER : nullptr;
-        });
+        stream<HIDDEN, INNER_TILES>(ring, landed, issued, ahead, to, full, empty, policy, p.report, [&](int t, int i) { return rows.gate_up(t, i); });
+        stream<INNER, OUT_TILES>(ring, landed, issued, ahead, to, full, empty, policy, p.report, [&](int t, int i) { return rows.down(t, i); });
 #endif
         return;
     }

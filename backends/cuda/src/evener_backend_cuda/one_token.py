@@ -9,8 +9,8 @@ parts. The next layer's programs start while this one's compute (programmatic de
 from messages too. docs/lab/one-token-kernel.md has measurements.
 
 That is for small layers. In large ones, and with attention alone, a program has a multiprocessor and asks for as many
-tiles as its ring holds, so that memory goes on while programs wait for each other. Weights may be e4m3 there. These
-kernels were not run on a card yet, so they are used only with ``cuda.one_launch=all``.
+tiles as its ring holds, so that memory goes on while programs wait for each other. Weights may be e4m3 there. Only
+single layers of these ran on a card, so they are used only with ``cuda.one_launch=all``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class _Argument(ctypes.Structure):
         ("messages", ctypes.c_void_p), ("report", ctypes.c_void_p), ("stamps", ctypes.c_void_p),
         ("before", ctypes.c_uint), ("after", ctypes.c_uint), ("site", ctypes.c_uint), ("wide_slots", ctypes.c_uint),
         ("page_bits", ctypes.c_uint),
-        *((name, ctypes.c_void_p) for name in ("qkv_scales", "o_scales", "gate_up_scales", "down_scales")),
+        *((name, ctypes.c_void_p) for name in (
+            "qkv_scales", "o_scales", "gate_up_scales", "down_scales", "next_qkv")),
     ]  # fmt: skip
 
 
@@ -189,6 +190,8 @@ class Messages:
         self._device, self._sites, self._flags = device, 0, 0
         self._held: dict[int, torch.Tensor] = {}
         self.last: _Last | None = None
+        #: The layer that was launched last.
+        self.previous: _Layer | None = None
 
     def site(self) -> int:
         """A number for a callable. Two that are the same belong to layers that never run one after the other."""
@@ -224,6 +227,8 @@ class _OneLaunch(Kernel):
     resident = 1
     #: Tiles that a program asks for at once; None: as many as it has room for.
     flight: int | None = None
+    #: Tiles beyond these that are read into the card's cache.
+    ahead = 0
 
     def __init__(
         self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None, off: str | None = None
@@ -274,7 +279,7 @@ class _OneLaunch(Kernel):
         sizes = _sizes(call, self.resident)
         stages = sizes.stages(_shared_of(call.device))
         flight = stages if self.flight is None else min(self.flight, stages)
-        code = self._driver.compile(source(), defines(call, sizes, stages, flight))
+        code = self._driver.compile(source(), defines(call, sizes, stages, flight, self.ahead))
         launch = self._driver.kernel(code, "one_token_layer", PROGRAMS, THREADS, sizes.shared(stages))
         return _Layer(_blocks(call)[0], launch, self._messages, sizes)
 
@@ -359,6 +364,7 @@ class _Layer:
         self._chained = bool(sizes.inner)
         self._layer = _number(attention["state"].name)
         self._key: tuple[Any, ...] = (None, None, None)
+        self._next_qkv: int | None = None
         self._argument = _Argument(messages=self._room.data_ptr(), site=messages.site())
 
     def run(
@@ -379,11 +385,22 @@ class _Layer:
         argument.slots, argument.wide_slots = step.slot_mapping.data_ptr(), step.slot_mapping.element_size() == 8
         argument.table = step.block_table.data_ptr()
         argument.before, argument.after = self._before(x, residual, place), self._messages.next_flag()
+        # Eager launches find out which layer follows; captured ones keep these weights alive, and may name them.
+        self._follow(self._messages.previous)
+        self._messages.previous = self
+        argument.next_qkv = self._next_qkv if place.capture else None
         self._launch(place.stream, argument)
         if place.capture and self._chained:
             after = self._launch.place(x.device)
             self._messages.last = _Last(x, stream, after, self._layer, argument.site, self._room, argument.after)
         return x, stream
+
+    def _follow(self, previous: _Layer | None) -> None:
+        """Tell the layer before where this one's first weights are."""
+        if previous is not None:
+            (name, number), own = previous._layer, self._layer
+            if (name, number + 1) == own:
+                previous._next_qkv = self._argument.qkv
 
     def _before(self, x: torch.Tensor, residual: torch.Tensor | None, place: Place) -> int:
         """The mark of the messages that have ``x + residual``, or 0 if they must be read from memory."""
@@ -423,7 +440,7 @@ def source() -> str:
     return "".join((files("evener_backend_cuda") / name).read_text() for name in ("hopper.cuh", "one_token.cu"))
 
 
-def defines(call: OpCall, sizes: Sizes, stages: int, flight: int) -> dict[str, object]:
+def defines(call: OpCall, sizes: Sizes, stages: int, flight: int, ahead: int = 0) -> dict[str, object]:
     """The macros that one_token.cu needs."""
     attention, mlp = _blocks(call)
     scale = attention["state"].attention.scale * math.log2(math.e)
@@ -431,7 +448,8 @@ def defines(call: OpCall, sizes: Sizes, stages: int, flight: int) -> dict[str, o
         "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads,
         "D": sizes.head_dim, "EPS": f"{attention['eps']!r}f", "MLP_EPS": f"{(mlp or attention)['eps']!r}f",
         "OFFSET": f"{float(attention['offset'])!r}f", "QK_NORM": int(attention["qk_norm"]), "SCALE": f"{scale!r}f",
-        "MOST": _ROW // sizes.weight_bytes, "STAGES": stages, "FLIGHT": flight, "PATIENCE": f"{_PATIENCE}u",
+        "MOST": _ROW // sizes.weight_bytes, "STAGES": stages, "FLIGHT": flight, "AHEAD": ahead,
+        "PATIENCE": f"{_PATIENCE}u",
         "WEIGHT_BYTES": sizes.weight_bytes, "BLOCK": sizes.block, "MLP": int(mlp is not None),
         "RESIDENT": sizes.resident,
     }  # fmt: skip

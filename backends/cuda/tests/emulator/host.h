@@ -196,6 +196,7 @@ inline void init(u32 barrier, u32 count) { emulator::barrier_init(barrier, count
 inline void barriers_made() {}
 inline u64 evict_first() { return 1; }
 inline void bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64) { emulator::copy(to, from, bytes, barrier); }
+inline void bring(const void* from, u32 bytes) { emulator::bring(from, bytes); }
 inline void post(u64* at, u32 value, u32 flag) {
     const u32 words[2] = {value, flag};
     emulator::store(at, words, 2);
