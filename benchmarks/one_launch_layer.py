@@ -263,7 +263,8 @@ def run_case(case: str, ways: list[str], asked: argparse.Namespace) -> None:
     us, want = timed(stack.several(), stack)
     floor = round(stack.nbytes / stack.layers / speed / 1e6, 2)
     facts = {"floor_us": floor, "read_tb_s": round(speed, 2), "device": torch.cuda.get_device_name(),
-             "date": date.today().isoformat()}  # fmt: skip
+             "date": date.today().isoformat(),
+             "command": f"python benchmarks/one_launch_layer.py {case} --tokens {asked.tokens}"}  # fmt: skip
     record({**common, "way": "several", "us": round(us, 2), **facts}, asked.out)
     report = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     for way in ways:
