@@ -93,8 +93,9 @@ NATIVE = Target("cpu-native", "backends/cpu/src", {
     f"{_NATIVE}rows.h": _ROWS, f"{_NATIVE}simd.h": ("linear", "act_and_mul", "sample", *_ROWS),
     f"{_NATIVE}two_registers.h": ("linear", "act_and_mul", "sample", *_ROWS), f"{_NATIVE}corners.h": ("linear",),
     f"{_NATIVE}gemm.h": ("linear",), f"{_NATIVE}attention.h": ("attention",), f"{_NATIVE}layer.h": _LAYERS,
-    f"{_NATIVE}pieces.h": _LAYERS, f"{_NATIVE}experts.h": ("moe_block", "grouped_linear"), f"{_NATIVE}sampling.h": ("sample", "apply_mask"),
-    f"{_NATIVE}quant_gemm.h": ("formats",), f"{_NATIVE}quant_blocks.h": ("formats",),
+    f"{_NATIVE}pieces.h": _LAYERS, f"{_NATIVE}experts.h": ("moe_block", "grouped_linear"),
+    f"{_NATIVE}sampling.h": ("sample", "apply_mask"), f"{_NATIVE}quant_gemm.h": ("formats",),
+    f"{_NATIVE}quant_blocks.h": ("formats",),
     f"{_NATIVE}kernels.cpp": ("greedy", "sample", "apply_mask", *_ROWS),
 }, 40)  # fmt: skip
 PYTHON = Target("cpu-python", "backends/cpu/src", {
