@@ -1,13 +1,13 @@
-"""Time decoder layers of one token in one launch each, beside the same layers in several launches, on a GPU.
+"""Time decoder layers of one token in one launch each or together, beside the same in several launches, on a GPU.
 
     python benchmarks/one_launch_layer.py [CASE ...] [--tokens 200] [--compile] [--stamps] [--out FILE.jsonl]
 
 CASE is MODEL:FORM, one of ``CASES``; of qwen3-30b-a3b it is attention alone. Layers of random weights are chained in a
 captured graph, and are larger together than the card's cache. A row for each way: microseconds a layer, and how far
-the stream after all layers is from that of several launches. Ways of one launch are RESIDENT/FLIGHT/AHEAD: programs in
-a multiprocessor, tiles that each asks for at once, and tiles that it reads into the cache beyond the ring. Each case
-runs in a process of its own; one that hangs ends with the number of the wait, and the next ways are timed in another
-process. ``--stamps``: cycles of each phase of a program. ``--compile``: only compile, in several processes at a time.
+the stream after all layers is from that of several launches. Ways are RESIDENT/FLIGHT/LAYERS: programs in a
+multiprocessor, tiles that each asks for at once, and layers that share a launch. Each case runs in a process of its
+own; one that hangs ends with the number of the wait, and the next ways are timed in another process. ``--stamps``:
+cycles of each phase of a program. ``--compile``: only compile, in several processes at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.compiled import Driver
-from evener_backend_cuda.one_token import LargeOneTokenLayer, OneTokenAttention, OneTokenLayer, _Layer, _OneLaunch
+from evener_backend_cuda.one_token import LargeOneTokenLayer, OneTokenAttention, Sizes, _OneLaunch
+from evener_backend_cuda.one_token_launch import CallSite
 from evener_backend_cuda.plugin import evener_device
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonMlpBlock
 from evener_kernels_triton.state import LAYOUT, PagedState
@@ -50,20 +51,20 @@ from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import Tuning
 
 #: For each case the layers, and the ways of one launch: programs of a multiprocessor, tiles that one asks for (99: all
-#: of its ring), and those that it reads into the cache.
+#: of its ring), and layers of a launch.
 CASES: Mapping[str, tuple[int, tuple[str, ...]]] = {
-    "qwen3-0.6b:plain": (28, ("2/1/0", "1/2/0", "2/1/4", "2/1/8")),
-    "qwen3-8b:fp8-block": (6, ("1/99/0", "1/2/0", "1/99/6", "1/99/12", "1/4/12", "1/4/24", "1/2/24", "1/2/40")),
-    "qwen3-8b:fp8": (6, ("1/99/0", "1/4/12")),
-    "qwen3-8b:plain": (6, ("1/99/0", "1/4/0", "1/4/12", "1/2/24")),
-    "qwen3-30b-a3b:fp8-block": (14, ("1/99/0", "1/2/0", "1/2/6", "2/99/0")),
-    "qwen3-30b-a3b:plain": (8, ("1/99/0", "1/2/0", "1/2/6")),
+    "qwen3-0.6b:plain": (28, ("2/1/1", "2/1/96", "1/1/96", "1/2/96", "1/3/96", "1/99/96")),
+    "qwen3-8b:fp8-block": (8, ("1/99/1", "1/99/96", "1/6/96", "1/4/96", "1/2/96")),
+    "qwen3-8b:fp8": (8, ("1/99/1", "1/99/96", "1/4/96")),
+    "qwen3-8b:plain": (8, ("1/99/1", "1/99/96", "1/4/96")),
+    "qwen3-30b-a3b:fp8-block": (14, ("1/99/1", "1/2/1")),
+    "qwen3-30b-a3b:plain": (8, ("1/99/1", "1/2/1")),
 }
 PAGE = 64
 #: Looks of a wait before it is given up: about a second.
 PATIENCE = "(1u << 22)"
 PHASES = (
-    "norm", "QKV", "exchange", "heads", "attention", "parts", "merge", "exchange", "output", "exchange",
+    "begin", "norm", "QKV", "exchange", "heads", "attention", "parts", "merge", "exchange", "output", "exchange",
     "norm, gate, up", "exchange", "down",
 )  # fmt: skip
 Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -203,16 +204,19 @@ class Impatient(Driver):
         return super().compile(source, {**defines, "PATIENCE": PATIENCE, **({"STAMPS": 1} if self.stamps else {})})
 
 
-def kernel_of(stack: Stack, way: str, driver: Driver | None = None) -> tuple[_OneLaunch, list[_Layer]]:
+def kernel_of(stack: Stack, way: str, driver: Driver | None = None) -> tuple[_OneLaunch, list[CallSite]]:
     """The kernel of a way, and what its calls are launched with, once they are built."""
-    resident_, flight_, ahead_ = map(int, way.split("/"))
-    base: Any = OneTokenAttention if stack.alone else OneTokenLayer if resident_ == 2 else LargeOneTokenLayer
-    launched: list[_Layer] = []
+    resident_, flight_, layers_ = map(int, way.split("/"))
+    base: Any = OneTokenAttention if stack.alone else LargeOneTokenLayer
+    launched: list[CallSite] = []
 
     class Way(base):  # type: ignore[misc]
-        resident, flight, ahead = resident_, flight_, ahead_
+        resident, flight, layers = resident_, flight_, layers_
 
-        def _launched(self, call: OpCall) -> _Layer:
+        def _size_refusal(self, sizes: Sizes) -> str | None:
+            return None
+
+        def _launched(self, call: OpCall) -> CallSite:
             launched.append(super()._launched(call))
             return launched[-1]
 
@@ -241,13 +245,14 @@ def timed(steps: list[Step], stack: Stack) -> tuple[float, torch.Tensor]:
     return seconds(work) * 1e6 / len(steps), results
 
 
-def phases(launched: list[_Layer], steps: list[Step], stack: Stack) -> dict[str, int]:
-    """Median cycles of each phase of the programs of the layer before the last."""
+def phases(launched: list[CallSite], steps: list[Step], stack: Stack) -> dict[str, int]:
+    """Median cycles of each phase of the programs of a layer: the last one of a launch, or that before the last."""
     stamps = torch.zeros(128, 16, dtype=torch.int64, device=stack.where)
-    launched[-2]._argument.stamps = stamps.data_ptr()
+    for each in launched[:1] if launched[0]._most > 1 else launched[-2:-1]:
+        each.stamps = stamps.data_ptr()
     timed(steps, stack)
     last = 9 if stack.alone else 14
-    cycles = (stamps[:, 2 : last + 1] - stamps[:, 1:last]).median(0).values.tolist()
+    cycles = (stamps[:, 1 : last + 1] - stamps[:, :last]).median(0).values.tolist()
     return {f"{n} {name}": value for n, (name, value) in enumerate(zip(PHASES, cycles, strict=False))}
 
 
@@ -277,7 +282,7 @@ def run_case(case: str, ways: list[str], asked: argparse.Namespace) -> None:
             print(f"{case} {way}: refused: {error}", flush=True)
             continue
         for layer in launched:
-            layer._argument.report = report.data_ptr()
+            layer.report = report.data_ptr()
         try:
             us, got = timed(steps, stack)
             differs = float((got - want).norm() / want.norm())
@@ -309,7 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--ways", default="", help="such as 1/99/0,2/1/0 (default: all of the case)")
+    parser.add_argument("--ways", default="", help="such as 1/99/96,2/1/1 (default: all of the case)")
     parser.add_argument("--stamps", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

@@ -96,6 +96,8 @@ class EmulatedDriver(Driver):
         for text, other in self._faults.items():
             assert source.count(text) == 1, f"{source.count(text)} times in the source: {text}"
             source = source.replace(text, other)
+        # Threads share the argument, which may be larger than their stacks.
+        source = re.sub(r"const __grid_constant__ (\w+) ", r"const \1& ", source)
         for name in re.findall(r"__global__ .*?(\w+)\(const", source):
             source += f'extern "C" void start_{name}(const void* argument) {{ call_kernel({name}, argument); }}\n'
         given = {**defines, **({"PATIENCE": _PATIENCE} if "PATIENCE" in defines else {})}
@@ -108,14 +110,6 @@ class EmulatedDriver(Driver):
     ) -> CompiledKernel:
         start = ctypes.cast(ctypes.CDLL(code.decode())[f"start_{name}"], ctypes.c_void_p)
         return cast(CompiledKernel, EmulatedKernel(self, start, grid, threads, shared))
-
-    @property
-    def brought(self) -> tuple[int, int]:
-        """Of the last run: copies of what had been brought into a cache, and how much was brought and never copied."""
-        brought, wasted = (
-            ctypes.c_uint.in_dll(self._runtime, f"emulator_{name}").value for name in ("brought", "wasted")
-        )
-        return brought, wasted
 
     @contextmanager
     def graph(self) -> Iterator[None]:
@@ -170,3 +164,11 @@ class EmulatedKernel:
             self._driver.run([launch])
         else:
             self._driver.captured.append(launch)
+
+    def change(self, place: Place, argument: ctypes.Structure) -> bool:
+        """The last launch of the graph gets another argument."""
+        captured = self._driver.captured
+        assert captured is not None and place.nodes == (len(captured),) and captured[-1][0] is self
+        captured[-1] = self, type(argument).from_buffer_copy(argument)
+        self._driver.arguments[-1] = captured[-1][1]
+        return True

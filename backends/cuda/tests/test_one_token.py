@@ -24,16 +24,8 @@ from evener.ops.schemas import BUILTIN
 from evener_backend_cuda import compiled, descriptor
 from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
 from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
-from evener_backend_cuda.one_token import (
-    MAX_SITES,
-    LargeOneTokenLayer,
-    Messages,
-    OneTokenLayer,
-    Sizes,
-    _Argument,
-    defines,
-    source,
-)
+from evener_backend_cuda.one_token import MOST_LAYERS, LargeOneTokenLayer, OneTokenLayer, Sizes, defines, source
+from evener_backend_cuda.one_token_launch import MAX_SITES, Layer, Messages, layers_type
 from evener_backend_cuda.plugin import evener_kernels
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import families
@@ -51,18 +43,28 @@ SMALL = AttentionConfig(heads=8, kv_heads=8, head_dim=64, rotary=RotaryConfig(64
 
 
 class Launches:
-    """Stands for a loaded kernel: keeps copies of its arguments."""
+    """Stands for a loaded kernel: keeps copies of its arguments.
+
+    Attributes:
+        older: whether the driver cannot give a launch in a graph another argument.
+    """
 
     def __init__(self) -> None:
-        self.arguments: list[_Argument] = []
-        self.capture, self.nodes = 1, 0
+        self.arguments: list[Any] = []
+        self.capture, self.nodes, self.older = 1, 0, False
 
     def place(self, device: torch.device) -> Place:
         return Place(7, self.capture, (self.nodes,)) if self.capture else Place(7)
 
     def __call__(self, stream: int, argument: ctypes.Structure) -> None:
         self.nodes += 1
-        self.arguments.append(_Argument.from_buffer_copy(argument))
+        self.arguments.append(type(argument).from_buffer_copy(argument))
+
+    def change(self, place: Place, argument: ctypes.Structure) -> bool:
+        assert place.nodes == (self.nodes,)
+        if not self.older:
+            self.arguments[-1] = type(argument).from_buffer_copy(argument)
+        return not self.older
 
 
 class NoDriver(Driver):
@@ -224,9 +226,10 @@ def test_every_macro_of_the_source_is_given() -> None:
 
 
 def test_the_argument_is_laid_out_as_in_the_source() -> None:
-    text = re.sub(r"//.*", "", re.findall(r"struct Layer {(.*?)};", SOURCE, re.S)[0])
-    names = re.findall(r"(\w+)\s*[,;]", text)
-    assert names == [field[0] for field in _Argument._fields_]
+    for name, type_ in (("Layer", Layer), ("Layers", layers_type(3))):
+        text = re.sub(r"//.*", "", re.findall(rf"struct {name} {{(.*?)}};", SOURCE, re.S)[0])
+        assert re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", text) == [field[0] for field in type_._fields_]
+    assert ctypes.sizeof(layers_type(MOST_LAYERS)) < 32_764, "CUDA allows no more"
 
 
 def test_sites_and_marks_differ() -> None:
@@ -239,10 +242,11 @@ def test_sites_and_marks_differ() -> None:
 
 
 class Model:
-    """Two layers with the kernel, whose launches do nothing."""
+    """Two layers with a kernel, whose launches do nothing."""
 
-    def __init__(self) -> None:
-        self.kernel, driver = kernel()
+    def __init__(self, subject: type[OneTokenLayer] = OneTokenLayer) -> None:
+        driver = NoDriver()
+        self.kernel = subject(hopper(), driver=driver)
         self.launches = driver.launches
         family = next(f for f in families() if f.name == "shared")
         device, self.hidden = hopper(), family.hidden
@@ -250,12 +254,12 @@ class Model:
             device, "bfloat16", family, [self.kernel], PagedState(TUNING, SHORT_TOKENS), list(BUILTIN)
         )
 
-    def step(self) -> list[_Argument]:
-        """The arguments of a step of one token behind three others."""
+    def step(self) -> list[Layer]:
+        """The arguments of the layers of a step of one token behind three others."""
         self.launches.arguments.clear()
         with torch.inference_mode():
             self.tiny.step(torch.ones(1, self.hidden), (3,), (1,))
-        return list(self.launches.arguments)
+        return [layer for launch in self.launches.arguments for layer in launch.layer[: launch.count]]
 
     def before_second(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let ``act`` do something to ``x`` before the second layer."""
@@ -270,8 +274,30 @@ def test_a_layer_takes_the_stream_of_the_layer_before_from_its_messages() -> Non
     assert first.before == 0 and first.residual is None and first.x == first.out
     assert second.before == first.after != second.after
     assert (second.x, second.residual, second.stream) == (first.out, first.stream, first.stream)
-    assert first.site != second.site and first.messages == second.messages
+    assert first.site != second.site and len({each.messages for each in model.launches.arguments}) == 1
     assert first.page_bits == model.tiny.block.bit_length() - 1
+
+
+def test_layers_with_nothing_between_them_are_one_launch_in_a_capture() -> None:
+    model = Model(LargeOneTokenLayer)
+    for _ in range(2):  # the second step begins a launch of its own
+        first, second = model.step()
+        assert [each.count for each in model.launches.arguments] == [2]
+        assert first.before == 0 and second.before == first.after
+
+
+@pytest.mark.parametrize("why", ["a change", "no capture", "an older driver", "no room"])
+def test_layers_are_launches_of_their_own_if_they_cannot_be_one(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LargeOneTokenLayer, "layers", 1 if why == "no room" else 2)
+    model = Model(LargeOneTokenLayer)
+    model.launches.older = why == "an older driver"
+    if why == "no capture":
+        model.launches.capture = 0
+    if why == "a change":
+        model.before_second(torch.clone)
+    first, second = model.step()
+    assert [each.count for each in model.launches.arguments] == [1, 1]
+    assert second.before == (first.after if why in ("an older driver", "no room") else 0)
 
 
 def test_a_layer_reads_the_stream_from_memory_outside_a_capture() -> None:

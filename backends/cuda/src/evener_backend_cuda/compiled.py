@@ -32,6 +32,16 @@ class _Config(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Node(ctypes.Structure):
+    """``CUDA_KERNEL_NODE_PARAMS_v2``."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p), ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint), ("arguments", ctypes.c_void_p), ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
 @cache
 def nvrtc() -> ctypes.CDLL:
     """NVIDIA's run-time compiler. Raises OSError without one."""
@@ -128,6 +138,18 @@ class CompiledKernel:
         self._config.stream = stream
         self._held[0] = ctypes.addressof(argument)
         _check(_cuda().cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._held, None))
+
+    def change(self, place: Place, argument: ctypes.Structure) -> bool:
+        """Give another argument, which is copied, to the launch in a captured graph after which ``place`` is. False:
+        the driver is older than CUDA 12.0, which brought this."""
+        lib = _cuda()
+        if not hasattr(lib, "cuGraphKernelNodeSetParams_v2"):
+            return False
+        (node,), config = place.nodes, self._config
+        self._held[0] = ctypes.addressof(argument)
+        changed = _Node(self._function, config.grid, config.block, config.shared, ctypes.addressof(self._held))
+        _check(lib.cuGraphKernelNodeSetParams_v2(ctypes.c_void_p(node), ctypes.byref(changed)))
+        return True
 
 
 class Driver:

@@ -51,10 +51,6 @@ __device__ __forceinline__ void bulk(u32 to, const void* from, u32 bytes, u32 ba
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
-// Read memory into the card's cache.
-__device__ __forceinline__ void bring(const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void post(u64* at, u32 value, u32 flag) {
     asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" :: "l"(at), "r"(value), "r"(flag) : "memory");
 }

@@ -1,4 +1,4 @@
-// One decoder layer for one token: see docs/lab/one-token-kernel.md and one_token.py, which defines the sizes.
+// Decoder layers for one token: see docs/lab/one-token-kernel.md and one_token.py, which defines the sizes.
 //
 // 128 programs; a team of 16 has an eighth of the query heads, and their key head. Warps 0-7 compute, warp 8 streams
 // weights, warp 9 waits for the launch before and streams keys and values. Without MLP it ends after attention.
@@ -88,7 +88,7 @@ typedef u16 Weight;
 #define AT_SCALES (AT_MOST + STORED * WARPS * 4)
 #define AT_META (AT_SCALES + DOWN_SCALES * 4 + SCALE_ROWS(INNER, 2) * 4)
 #define AT_BARRIERS (AT_META + 16)
-#define BARRIERS (2 * STAGES + 2 * KV_STAGES + 1)
+#define BARRIERS (2 * STAGES + 2 * KV_STAGES + 2)
 #define SHARED (AT_BARRIERS + BARRIERS * 8)
 
 // Scales, in rows of a product's columns / BLOCK: of queries, keys and values one row each; a program's rows of the other
@@ -127,25 +127,31 @@ struct Layer {
     const int *kv_lens, *table;
     u16 *keys, *values;
     long long key_page, value_page;
-    u64* messages;
-    u32* report;  // or null: a word of the host's memory, for the number of a wait that was given up
-    u64* stamps;  // or null
     u32 before, after;  // flags of the stream of the layer before (0: it comes as x and residual) and of this one
     u32 site, wide_slots, page_bits;
     const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // of stored weights
-    const Weight* next_qkv;  // of the next layer, or null
+};
+
+// So many layers a launch has: where there is room for one only, the compiler is to know.
+#define COUNT_OF(launch) (MOST_LAYERS == 1 ? 1 : (launch).count)
+// The layers of a launch, one after another. Each but the first takes the stream from the messages of the one before.
+struct Layers {
+    u64* messages;
+    u32* report;  // or null: a word of the host's memory, for the number of a wait that was given up
+    u64* stamps;  // or null
+    u32 count;
+    Layer layer[MOST_LAYERS];
 };
 
 // Copies of what all programs read.
 #define COPIES 4
 // FLIGHT tiles are under way at once, of one program. Who asks memory for more makes messages wait behind the rest.
-// AHEAD more are read into the card's cache, and the first of the next layer's: memory goes on while the ring is full.
 
 // Nanoseconds between looks at the layer before.
 #define NAP 40
 // -DSTAMPS writes the clock at the borders of phases to `stamps`, 16 for each program.
 #ifdef STAMPS
-#define STAMP(i) if (tid == 0 && p.stamps) { p.stamps[blockIdx.x * 16 + (i)] = clock64(); if ((i) == 1) p.stamps[blockIdx.x * 16 + 15] = now(); }
+#define STAMP(i) if (tid == 0 && launch.stamps) { launch.stamps[blockIdx.x * 16 + (i)] = clock64(); if ((i) == 1) launch.stamps[blockIdx.x * 16 + 15] = now(); }
 #else
 #define STAMP(i)
 #endif
@@ -231,19 +237,6 @@ struct Ring {
     __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
 };
 
-// The copies of one program's rows of a product [K], in the order of `stream`.
-template <int K, int TILES>
-struct Order {
-    static constexpr int C = WIDE(K), STEP = AT_ONCE(TILES), PIECES = K / C, COUNT = TILES * PIECES;
-
-    // The tile and the piece of the n-th copy.
-    __device__ __forceinline__ static void place(int n, int& tile, int& piece) {
-        const int first = n / (STEP * PIECES) * STEP, many = MIN(STEP, TILES - first);
-        n -= first * PIECES;
-        piece = n / many, tile = first + n % many;
-    }
-};
-
 // The row of queries, keys and values that is row `i` of program `rank` of a team.
 __device__ __forceinline__ int qkv_row(int team, int rank, int i) {
     const int head = team / TWINS;
@@ -257,9 +250,9 @@ struct Rows {
     const Layer& p;
     u32 program, team, rank;
 
-    __device__ __forceinline__ const Weight* qkv(const Weight* from, int t, int i) const {
+    __device__ __forceinline__ const Weight* qkv(int t, int i) const {
         i += t * 8;
-        return i < QKV_ROWS ? from + (long long)qkv_row(team, rank, i) * HIDDEN : nullptr;
+        return i < QKV_ROWS ? p.qkv + (long long)qkv_row(team, rank, i) * HIDDEN : nullptr;
     }
     __device__ __forceinline__ const Weight* o(int t, int i) const {
         i += t * 8;
@@ -275,47 +268,9 @@ struct Rows {
     }
 };
 
-// What is read into the card's cache: copies of the ring that are still to come, by the warp that issues them.
-struct Ahead {
-    const Rows& rows;
-    int next;
-
-    // So many copies were issued. The first ones fill the ring, and nothing is ahead of them.
-    __device__ __forceinline__ void follow(int issued) {
-        if constexpr (AHEAD == 0) return;
-        if (issued < STAGES) return;
-        if (issued == STAGES) next = issued;
-        for (; next < issued + AHEAD; next++) bring_copy(next);
-    }
-
-    __device__ __forceinline__ void bring_copy(int n) const {
-        const Rows& r = rows;
-        if (within<HIDDEN, QKV_TILES>(n, [&](int t, int i) { return r.qkv(r.p.qkv, t, i); })) return;
-        if (within<ATTENDED, OUT_TILES>(n, [&](int t, int i) { return r.o(t, i); })) return;
-#if MLP
-        if (within<HIDDEN, INNER_TILES>(n, [&](int t, int i) { return r.gate_up(t, i); })) return;
-        if (within<INNER, OUT_TILES>(n, [&](int t, int i) { return r.down(t, i); })) return;
-#endif
-        if (r.p.next_qkv) within<HIDDEN, QKV_TILES>(n, [&](int t, int i) { return r.qkv(r.p.next_qkv, t, i); });
-    }
-
-    // Bring copy `n` of this product; false: it is of a later one, and `n` its number from there on.
-    template <int K, int TILES, typename Row>
-    __device__ __forceinline__ static bool within(int& n, Row row) {
-        using Copies = Order<K, TILES>;
-        if (n >= Copies::COUNT) { n -= Copies::COUNT; return false; }
-        int tile, piece;
-        Copies::place(n, tile, piece);
-        const u32 lane = threadIdx.x & 31;
-        const Weight* from = lane < 8 ? row(tile, lane) : nullptr;
-        if (from) bring(from + piece * Copies::C, Copies::C * WEIGHT_BYTES);
-        return true;
-    }
-};
-
 // The rows of one program, tile by tile, into the ring. `row(tile, i)`: row `i` of a tile [K], or null.
 template <int K, int TILES, typename Row>
-__device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, Ahead& ahead, u32 to, u32 full, u32 empty, u64 policy, u32* report, Row row) {
+__device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u32 to, u32 full, u32 empty, u64 policy, u32* report, Row row) {
     constexpr int C = WIDE(K), STEP = AT_ONCE(TILES);
     const u32 lane = threadIdx.x & 31;
 #pragma unroll 1
@@ -337,7 +292,6 @@ __device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, Ah
                 if (from)
                     bulk(to + ring.stage * STAGE_BYTES + lane * PITCH(C), from + piece * C, C * WEIGHT_BYTES, full + ring.stage * 8, policy);
                 ring.next();
-                ahead.follow(issued);
             }
 }
 
@@ -559,97 +513,99 @@ __device__ __forceinline__ float scale_of(int turn, float eps) {
     return rsqrtf(square / HIDDEN + eps);
 }
 
-extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(const __grid_constant__ Layer p) {
-    const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, program = blockIdx.x;
-    const u32 team = program / SHARE, head = team / TWINS, rank = program % SHARE;
-    const u32 base = (u32)__cvta_generic_to_shared(shared);
-    const u32 full = base + AT_BARRIERS, empty = full + STAGES * 8;
-    const u32 kv_full = empty + STAGES * 8, kv_empty = kv_full + KV_STAGES * 8;
-    const u32 meta_bar = kv_empty + KV_STAGES * 8;
-    STAMP(0);
-    if (tid == 0) {
-        for (int i = 0; i < STAGES; i++) init(full + i * 8, 1), init(empty + i * 8, WARPS);
-        for (int i = 0; i < KV_STAGES; i++) init(kv_full + i * 8, 1), init(kv_empty + i * 8, WARPS);
-        init(meta_bar, 32);
-        barriers_made();
-    }
-    __syncthreads();
+// Where a thread is: its program, that one's place in its team, and the barriers in shared memory.
+struct Here {
+    u32 tid, lane, warp, program, team, head, rank, base, full, empty, kv_full, kv_empty, meta_full, meta_free;
 
-    if (warp == WARPS) {  // weights
-        const u64 policy = evict_first();
-        Ring ring{0, 0}, landed{0, 0};
-        u32 issued = 0;
-        const u32 to = base + AT_RING;
-        const Rows rows{p, program, team, rank};
-        Ahead ahead{rows, 0};
-        stream<HIDDEN, QKV_TILES>(ring, landed, issued, ahead, to, full, empty, policy, p.report, [&](int t, int i) { return rows.qkv(p.qkv, t, i); });
-        stream<ATTENDED, OUT_TILES>(ring, landed, issued, ahead, to, full, empty, policy, p.report, [&](int t, int i) { return rows.o(t, i); });
+    __device__ __forceinline__ Here()
+        : tid(threadIdx.x), lane(tid & 31), warp(tid >> 5), program(blockIdx.x), team(program / SHARE), head(team / TWINS),
+          rank(program % SHARE), base((u32)__cvta_generic_to_shared(shared)), full(base + AT_BARRIERS), empty(full + STAGES * 8),
+          kv_full(empty + STAGES * 8), kv_empty(kv_full + KV_STAGES * 8), meta_full(kv_empty + KV_STAGES * 8), meta_free(meta_full + 8) {}
+};
+
+// All layers' weights, as there is room for them in the ring.
+__device__ __forceinline__ void read_weights(const Layers& launch, const Here& here) {
+    const u64 policy = evict_first();
+    Ring ring{0, 0}, landed{0, 0};
+    u32 issued = 0;
+#pragma unroll 1
+    for (u32 n = 0; n < COUNT_OF(launch); n++) {
+        const Rows rows{launch.layer[n], here.program, here.team, here.rank};
+        stream<HIDDEN, QKV_TILES>(ring, landed, issued, here.base + AT_RING, here.full, here.empty, policy, launch.report, [&](int t, int i) { return rows.qkv(t, i); });
+        stream<ATTENDED, OUT_TILES>(ring, landed, issued, here.base + AT_RING, here.full, here.empty, policy, launch.report, [&](int t, int i) { return rows.o(t, i); });
 #if MLP
-        stream<HIDDEN, INNER_TILES>(ring, landed, issued, ahead, to, full, empty, policy, p.report, [&](int t, int i) { return rows.gate_up(t, i); });
-        stream<INNER, OUT_TILES>(ring, landed, issued, ahead, to, full, empty, policy, p.report, [&](int t, int i) { return rows.down(t, i); });
+        stream<HIDDEN, INNER_TILES>(ring, landed, issued, here.base + AT_RING, here.full, here.empty, policy, launch.report, [&](int t, int i) { return rows.gate_up(t, i); });
+        stream<INNER, OUT_TILES>(ring, landed, issued, here.base + AT_RING, here.full, here.empty, policy, launch.report, [&](int t, int i) { return rows.down(t, i); });
 #endif
-        return;
     }
-    if (warp == WARPS + 1) {  // what the step is, keys and values
-        // What the step is was written before the first layer, which waits. Later ones start as soon as there is room.
-        if (!p.before) grid_wait();
-        launch_next();
-        const int page_mask = (1 << p.page_bits) - 1;
-        const u64 policy = evict_first();
-        const int length = fresh(p.kv_lens), position = fresh(p.positions);
-        const long long slot = p.wide_slots ? fresh((const long long*)p.slots) : (long long)fresh((const int*)p.slots);
-        const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);
-        const int begin = rank * each, end = begin + each < old ? begin + each : old;
-        // Numbers of 32 pages at a time, one a lane.
-        int pages_from = begin >> p.page_bits;
-        int page = pages_from + lane <= (end - 1) >> p.page_bits ? fresh(p.table + pages_from + lane) : 0;
-        float* angles = (float*)(shared + AT_ANGLES);
-        for (int d = lane; d < D; d += 32) angles[d] = p.cos_sin[(long long)position * D + d];
-        if (lane == 0) {
-            *(int*)(shared + AT_META) = length;
-            *(long long*)(shared + AT_META + 8) = slot;
-        }
-        arrive(meta_bar);
-        u32 stage = 0, parity = 0;
-        for (int from = begin; from < end; from += STAGE_KEYS) {
-            const int count = end - from < STAGE_KEYS ? end - from : STAGE_KEYS;
-            wait(kv_empty + stage * 8, parity ^ 1, p.report, 3);
-            if (lane == 0) expect(kv_full + stage * 8, count * D * 4);
-            __syncwarp();
-            // The keys of a head in one page are next to each other, so are its values: one copy each, asked for by a lane.
-            const int first = from >> p.page_bits, pages = (from + count - 1 >> p.page_bits) - first + 1;
-            for (int part = 0; part < 2 * pages; part += 32) {
-                const int which = lane & 1, nth = part + lane >> 1;
-                const int of = __shfl_sync(~0u, page, first + nth - pages_from & 31);
-                const int start = MAX(from, first + nth << p.page_bits), stop = MIN(from + count, first + nth + 1 << p.page_bits);
-                if (nth < pages) {
-                    const u16* rows = which ? p.values + (long long)of * p.value_page : p.keys + (long long)of * p.key_page;
-                    bulk(base + AT_KV + stage * KV_STAGE_BYTES + (which * STAGE_KEYS + start - from) * D * 2,
-                         rows + (long long)((head << p.page_bits) + (start & page_mask)) * D, (stop - start) * D * 2,
-                         kv_full + stage * 8, policy);
-                }
-            }
-            // A stage has at most as many pages as keys, and begins in these.
-            const int next = from + STAGE_KEYS >> p.page_bits;
-            if (next + (STAGE_KEYS - 1 >> p.page_bits) + 1 - pages_from >= 32) {
-                pages_from = next;
-                page = next + lane <= (end - 1) >> p.page_bits ? fresh(p.table + next + lane) : 0;
-            }
-            if (++stage == KV_STAGES) stage = 0, parity ^= 1;
-        }
-        // This launch ends after the one before: who waits for this one has waited for all.
-        if (p.before) grid_wait();
-        return;
-    }
+}
 
-    Ring ring{0, 0};
-    u32 count;  // how often this site was launched
-    u32 weights[EACH / 2], mlp_weights[EACH / 2];
-#pragma unroll
-    for (int n = 0; n < EACH / 2; n++) {
-        weights[n] = ((const u32*)p.norm)[tid * (EACH / 2) + n];
-        mlp_weights[n] = MLP ? ((const u32*)p.mlp_norm)[tid * (EACH / 2) + n] : 0;
+// What the step is to a layer, and its keys and values, stage by stage.
+__device__ __forceinline__ void read_state(const Layers& launch, u32 n, const Here& here, u32& stage, u32& parity) {
+    const Layer& p = launch.layer[n];
+    const u32 lane = here.lane, head = here.head, rank = here.rank, base = here.base, kv_full = here.kv_full,
+        kv_empty = here.kv_empty, meta_full = here.meta_full, meta_free = here.meta_free;
+    // What the step is was written before the first layer, which waits. Later ones start as soon as there is room.
+    if (!p.before) grid_wait();
+    if (n + 1 == COUNT_OF(launch)) launch_next();
+    const int page_mask = (1 << p.page_bits) - 1;
+    const u64 policy = evict_first();
+    const int length = fresh(p.kv_lens), position = fresh(p.positions);
+    const long long slot = p.wide_slots ? fresh((const long long*)p.slots) : (long long)fresh((const int*)p.slots);
+    const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);
+    const int begin = rank * each, end = begin + each < old ? begin + each : old;
+    // Numbers of 32 pages at a time, one a lane.
+    int pages_from = begin >> p.page_bits;
+    int page = pages_from + lane <= (end - 1) >> p.page_bits ? fresh(p.table + pages_from + lane) : 0;
+    wait(meta_free, n & 1 ^ 1, launch.report, 14);  // the layer before needs them no more
+    float* angles = (float*)(shared + AT_ANGLES);
+    for (int d = lane; d < D; d += 32) angles[d] = p.cos_sin[(long long)position * D + d];
+    if (lane == 0) {
+        *(int*)(shared + AT_META) = length;
+        *(long long*)(shared + AT_META + 8) = slot;
     }
+    arrive(meta_full);
+    for (int from = begin; from < end; from += STAGE_KEYS) {
+        const int count = end - from < STAGE_KEYS ? end - from : STAGE_KEYS;
+        wait(kv_empty + stage * 8, parity ^ 1, launch.report, 3);
+        if (lane == 0) expect(kv_full + stage * 8, count * D * 4);
+        __syncwarp();
+        // The keys of a head in one page are next to each other, so are its values: one copy each, asked for by a lane.
+        const int first = from >> p.page_bits, pages = (from + count - 1 >> p.page_bits) - first + 1;
+        for (int part = 0; part < 2 * pages; part += 32) {
+            const int which = lane & 1, nth = part + lane >> 1;
+            const int of = __shfl_sync(~0u, page, first + nth - pages_from & 31);
+            const int start = MAX(from, first + nth << p.page_bits), stop = MIN(from + count, first + nth + 1 << p.page_bits);
+            if (nth < pages) {
+                const u16* rows = which ? p.values + (long long)of * p.value_page : p.keys + (long long)of * p.key_page;
+                bulk(base + AT_KV + stage * KV_STAGE_BYTES + (which * STAGE_KEYS + start - from) * D * 2,
+                     rows + (long long)((head << p.page_bits) + (start & page_mask)) * D, (stop - start) * D * 2,
+                     kv_full + stage * 8, policy);
+            }
+        }
+        // A stage has at most as many pages as keys, and begins in these.
+        const int next = from + STAGE_KEYS >> p.page_bits;
+        if (next + (STAGE_KEYS - 1 >> p.page_bits) + 1 - pages_from >= 32) {
+            pages_from = next;
+            page = next + lane <= (end - 1) >> p.page_bits ? fresh(p.table + next + lane) : 0;
+        }
+        if (++stage == KV_STAGES) stage = 0, parity ^= 1;
+    }
+    // This launch ends after the one before: who waits for this one has waited for all.
+    if (p.before) grid_wait();
+}
+
+// A layer: the warps that compute.
+__device__ __forceinline__ void compute_layer(const Layers& launch, u32 number, const Here& here, Ring& ring, u32& stage, u32& parity) {
+    const Layer& p = launch.layer[number];
+    const u32 tid = here.tid, lane = here.lane, warp = here.warp, program = here.program, team = here.team, head = here.head,
+        rank = here.rank, full = here.full, empty = here.empty, kv_full = here.kv_full, kv_empty = here.kv_empty,
+        meta_full = here.meta_full, meta_free = here.meta_free;
+    STAMP(0);
+    u32 count;  // how often this site was launched
+    u32 weights[EACH / 2];
+#pragma unroll
+    for (int n = 0; n < EACH / 2; n++) weights[n] = ((const u32*)p.norm)[tid * (EACH / 2) + n];
     // The pairs that a lane rotates: words of a head's first half, and of its second.
     constexpr int HALF = D / 4, MANY_WORDS = UP(HALF, 32);
     u32 first_gain[MANY_WORDS], second_gain[MANY_WORDS];
@@ -684,21 +640,21 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
 #endif
 
     Product<HIDDEN, QKV_TILES> qkv;
-    qkv.take(ring, full, empty, p.report);
+    qkv.take(ring, full, empty, launch.report);
     float total[EACH];
     if (p.before) {
         // The launch before the last has ended, and the last one is of another site.
-        count = ((volatile u32*)p.messages)[p.site];
+        count = ((volatile u32*)launch.messages)[p.site];
         if (warp == 0) {  // most of the time is spent here, so one place is asked, and rarely
             u32 looks = 0;
-            const u64* at = p.messages + AT_NEXT + (program % COPIES * PROGRAMS + (program + PROGRAMS / 2) % PROGRAMS) * MESSAGES(NEXT_WORDS) * 2;
+            const u64* at = launch.messages + AT_NEXT + (program % COPIES * PROGRAMS + (program + PROGRAMS / 2) % PROGRAMS) * MESSAGES(NEXT_WORDS) * 2;
             while (look_wide(at).w != p.before) {
                 __nanosleep(NAP);
-                too_long(looks, p.report, 12);
+                too_long(looks, launch.report, 12);
             }
         }
         together();
-        hear<NEXT_WORDS>(p.messages + AT_NEXT, program, p.before, p.report, 4, [](int word, u32 value) {
+        hear<NEXT_WORDS>(launch.messages + AT_NEXT, program, p.before, launch.report, 4, [](int word, u32 value) {
             ((u32*)(shared + AT_WIDE))[word] = value;
         });
         together();
@@ -706,7 +662,7 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
         for (int n = 0; n < EACH; n++) total[n] = ((const float*)(shared + AT_WIDE))[tid * EACH + n];
     } else {
         grid_wait();
-        count = ((volatile u32*)p.messages)[p.site];
+        count = ((volatile u32*)launch.messages)[p.site];
 #pragma unroll
         for (int n = 0; n < EACH / 2; n++) {
             const u32 v = ((volatile const u32*)p.x)[tid * (EACH / 2) + n];
@@ -722,7 +678,7 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
     const float entered = enter(total, weights, tid, 0);
     STAMP(2);
     const float qkv_scale = scale_of(0, EPS) * entered;
-    qkv.multiply(ring, full, empty, AT_VECTOR, QKV_SCALES, p.report, [](int t, int row) {
+    qkv.multiply(ring, full, empty, AT_VECTOR, QKV_SCALES, launch.report, [](int t, int row) {
         const int i = t * 8 + row;
         return i < Q_ROWS ? 0 : i < Q_ROWS + K_ROWS ? 1 : 2;
     });
@@ -733,18 +689,18 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
             int word = (rank * Q_ROWS + i) / 2;
             if (i >= Q_ROWS) word = (GROUP * D + rank * K_ROWS + i - Q_ROWS) / 2;
             if (i >= Q_ROWS + K_ROWS) word = ((GROUP + 1) * D + rank * K_ROWS + i - Q_ROWS - K_ROWS) / 2;
-            post(p.messages + AT_QKV + team * HEAD_WORDS + word, pack(sum, next), flag);
+            post(launch.messages + AT_QKV + team * HEAD_WORDS + word, pack(sum, next), flag);
         }
     }
     STAMP(3);
-    wait(meta_bar, 0, p.report, 5);
+    wait(meta_full, number & 1, launch.report, 5);
     const int length = *(const int*)(shared + AT_META);
     const long long slot = *(const long long*)(shared + AT_META + 8);
     const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);
     const int begin = rank * each, end = begin + each < old ? begin + each : old;
     const long long in_page = (((long long)head << p.page_bits) + (slot & ((1 << p.page_bits) - 1))) * D;
     if (warp <= GROUP + 1) {  // queries, the key, the value
-        const u64* from = p.messages + AT_QKV + team * HEAD_WORDS + warp * (D / 2);
+        const u64* from = launch.messages + AT_QKV + team * HEAD_WORDS + warp * (D / 2);
         u32 first[MANY_WORDS], second[MANY_WORDS];
         u32 looks = 0;
         for (bool all = false; !all;) {
@@ -757,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
                 first[n] = a.x, second[n] = b.x;
                 all = all && a.y == flag && b.y == flag;
             }
-            if (!all) too_long(looks, p.report, 6);
+            if (!all) too_long(looks, launch.report, 6);
         }
         __syncwarp();
         STAMP(4);
@@ -807,6 +763,7 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
         }
     }
     together();
+    if (tid == 0) arrive(meta_free);
     STAMP(5);
     {
         const u32 part = lane % KEY_LANES, member = warp * WARP_KEYS + lane / KEY_LANES;
@@ -845,10 +802,9 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
             const uint4 k = *(const uint4*)(shared + AT_KEY + part * 16), v = *(const uint4*)(shared + AT_VALUE + part * 16);
             attend(k, v, lane < KEY_LANES);
         }
-        u32 stage = 0, parity = 0;
 #pragma unroll 1
         for (int from = begin; from < end; from += STAGE_KEYS) {
-            wait(kv_full + stage * 8, parity, p.report, 7);
+            wait(kv_full + stage * 8, parity, launch.report, 7);
             const unsigned char* at = shared + AT_KV + stage * KV_STAGE_BYTES + member * D * 2 + part * 16;
             const uint4 k = *(const uint4*)at, v = *(const uint4*)(at + STAGE_KEYS * D * 2);
             attend(k, v, from + (int)member < end);
@@ -904,16 +860,16 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
             three[n] = from < MERGED ? other : from == MERGED ? top : mass;
         }
         if (j < PART_MESSAGES)
-            post_wide(p.messages + AT_PART_MESSAGES + (((team * SHARE + peer) * SHARE + rank) * PART_MESSAGES + j) * 2,
+            post_wide(launch.messages + AT_PART_MESSAGES + (((team * SHARE + peer) * SHARE + rank) * PART_MESSAGES + j) * 2,
                       three[0], three[1], three[2], flag);
     }
     if (tid < SHARE * PART_MESSAGES) {
         u32 looks = 0;
         uint4 v;
         while (true) {
-            v = look_wide(p.messages + AT_PART_MESSAGES + (program * SHARE * PART_MESSAGES + tid) * 2);
+            v = look_wide(launch.messages + AT_PART_MESSAGES + (program * SHARE * PART_MESSAGES + tid) * 2);
             if (v.w == flag) break;
-            too_long(looks, p.report, 8);
+            too_long(looks, launch.report, 8);
         }
         u32* to = (u32*)(shared + AT_PARTS) + tid * 3;
         to[0] = v.x, to[1] = v.y, to[2] = v.z;
@@ -952,17 +908,17 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
                 to[(half * ROUNDS + n) / 2] = pack(results[n] * scale, results[n + 1 < ROUNDS ? n + 1 : 0] * scale);
         }
     }
-    tell<ATTENDED_WORDS, THREADS>(p.messages + AT_ATTENDED, program, flag);
+    tell<ATTENDED_WORDS, THREADS>(launch.messages + AT_ATTENDED, program, flag);
     Product<ATTENDED, OUT_TILES> output;
-    output.take(ring, full, empty, p.report);
+    output.take(ring, full, empty, launch.report);
     STAMP(8);
     u32 most = 0;
-    hear<ATTENDED_WORDS>(p.messages + AT_ATTENDED, program, flag, p.report, 9, [&](int word, u32 value) {
+    hear<ATTENDED_WORDS>(launch.messages + AT_ATTENDED, program, flag, launch.report, 9, [&](int word, u32 value) {
         ((u32*)(shared + AT_WIDE))[word] = value, most = larger(most, value);
     });
     const float attended = arrived<ATTENDED>(AT_WIDE, most);
     STAMP(9);
-    output.multiply(ring, full, empty, AT_WIDE, OUT_SCALES, p.report, [&](int t, int row) {
+    output.multiply(ring, full, empty, AT_WIDE, OUT_SCALES, launch.report, [&](int t, int row) {
         return next_block(program * OUT_ROWS, t * 8 + row);
     });
 #if MLP
@@ -970,11 +926,13 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
         const u32 v = pack(row_sum(tid) * (attended * o_factor) + o_bias, 0.f);
         ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
     }
-    tell<OUT_WORDS, OUT_ROWS>(p.messages + AT_STREAM, program, flag);
+    tell<OUT_WORDS, OUT_ROWS>(launch.messages + AT_STREAM, program, flag);
+#pragma unroll
+    for (int n = 0; n < EACH / 2; n++) weights[n] = ((const u32*)p.mlp_norm)[tid * (EACH / 2) + n];
     Product<HIDDEN, INNER_TILES> gate_up;
-    gate_up.take(ring, full, empty, p.report);
+    gate_up.take(ring, full, empty, launch.report);
     STAMP(10);
-    hear<OUT_WORDS>(p.messages + AT_STREAM, program, flag, p.report, 10, [](int word, u32 value) {
+    hear<OUT_WORDS>(launch.messages + AT_STREAM, program, flag, launch.report, 10, [](int word, u32 value) {
         ((u32*)(shared + AT_VECTOR))[word] = value;
     });
     together();
@@ -993,9 +951,9 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
         }
     }
     STAMP(11);
-    const float mlp_entered = enter(total, mlp_weights, tid, 1);
+    const float mlp_entered = enter(total, weights, tid, 1);
     const float mlp_scale = scale_of(1, MLP_EPS) * mlp_entered;
-    gate_up.multiply(ring, full, empty, AT_VECTOR, INNER_SCALES, p.report, [&](int t, int row) {
+    gate_up.multiply(ring, full, empty, AT_VECTOR, INNER_SCALES, launch.report, [&](int t, int row) {
         return t % 2 * 2 + next_block(program * INNER_ROWS, t / 2 * 8 + row);
     });
     if (tid < INNER_ROWS) {
@@ -1004,17 +962,17 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
         const u32 v = pack(__fdividef(gate, 1.f + power(-1.44269504f * gate)) * up, 0.f);
         ((u16*)(shared + AT_WORDS))[tid] = (u16)v;
     }
-    tell<INNER_WORDS, INNER_ROWS>(p.messages + AT_INNER, program, flag);
+    tell<INNER_WORDS, INNER_ROWS>(launch.messages + AT_INNER, program, flag);
     Product<INNER, OUT_TILES> down;
-    down.take(ring, full, empty, p.report);
+    down.take(ring, full, empty, launch.report);
     STAMP(12);
     most = 0;
-    hear<INNER_WORDS>(p.messages + AT_INNER, program, flag, p.report, 11, [&](int word, u32 value) {
+    hear<INNER_WORDS>(launch.messages + AT_INNER, program, flag, launch.report, 11, [&](int word, u32 value) {
         ((u32*)(shared + AT_WIDE))[word] = value, most = larger(most, value);
     });
     const float activated = arrived<INNER>(AT_WIDE, most);
     STAMP(13);
-    down.multiply(ring, full, empty, AT_WIDE, DOWN_SCALES, p.report, [&](int t, int row) {
+    down.multiply(ring, full, empty, AT_WIDE, DOWN_SCALES, launch.report, [&](int t, int row) {
         return next_block(program * OUT_ROWS, t * 8 + row);
     });
     if (tid < OUT_ROWS) {
@@ -1022,7 +980,7 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
         ((float*)(shared + AT_WORDS))[tid] = ((const float*)(shared + AT_OWN))[tid] + y;
         p.out[program * OUT_ROWS + tid] = (u16)(__float_as_uint(y) >> 16);
     }
-    tell<NEXT_WORDS, OUT_ROWS>(p.messages + AT_NEXT, program, p.after);
+    tell<NEXT_WORDS, OUT_ROWS>(launch.messages + AT_NEXT, program, p.after);
 #else
     // Everybody has read x and the stream: attention came from all programs.
     if (tid < OUT_ROWS) p.out[program * OUT_ROWS + tid] = (u16)pack(row_sum(tid) * (attended * o_factor) + o_bias, 0.f);
@@ -1032,6 +990,28 @@ extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layer(cons
         if (i >= 0 && i < OUT_ROWS) p.stream[tid * EACH + n] = total[n];
     }
 #endif
-    if (program == 0 && tid == 0) ((volatile u32*)p.messages)[p.site] = count + 1;
+    if (program == 0 && tid == 0) ((volatile u32*)launch.messages)[p.site] = count + 1;
     STAMP(14);
+}
+
+extern "C" __global__ void __launch_bounds__(320, RESIDENT) one_token_layers(const __grid_constant__ Layers launch) {
+    const Here here;
+    if (here.tid == 0) {
+        for (int i = 0; i < STAGES; i++) init(here.full + i * 8, 1), init(here.empty + i * 8, WARPS);
+        for (int i = 0; i < KV_STAGES; i++) init(here.kv_full + i * 8, 1), init(here.kv_empty + i * 8, WARPS);
+        init(here.meta_full, 32), init(here.meta_free, 1);
+        barriers_made();
+    }
+    __syncthreads();
+    if (here.warp == WARPS) {
+        read_weights(launch, here);
+        return;
+    }
+    Ring ring{0, 0};
+    u32 stage = 0, parity = 0;  // of keys and values
+#pragma unroll 1
+    for (u32 n = 0; n < COUNT_OF(launch); n++) {
+        if (here.warp == WARPS + 1) read_state(launch, n, here, stage, parity);
+        else compute_layer(launch, n, here, ring, stage, parity);
+    }
 }

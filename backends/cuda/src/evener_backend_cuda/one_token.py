@@ -1,23 +1,21 @@
-"""A whole decoder layer for one token in one launch: the kernel of ``one_token.cu``.
+"""Whole decoder layers for one token in one launch: the kernel of ``one_token.cu``.
 
 One request's step of a small model is made of waiting: for launches, and for the first bytes of each product. Here 128
 programs stay for a whole layer. In each, one warp copies the program's rows of all weights into a ring in shared
 memory, ahead of everything else: weights depend on nothing. Vectors go from program to program as messages of 8 bytes,
 4 of them a number that says which launch wrote them, so a reader needs no barrier (NVIDIA 2017, NCCL's protocol "LL").
 Each 16 programs have one key head: its projections, its attention over a part of the keys each, and the merge of these
-parts. The next layer's programs start while this one's compute (programmatic dependent launch), and take the stream
-from messages too. docs/lab/one-token-kernel.md has measurements.
+parts. The next layer takes the stream from messages too. In a captured graph, layers with nothing between them are one
+launch, whose ring goes on with the next layer's weights. docs/lab/one-token-kernel.md has measurements.
 
 That is for small layers. In large ones, and with attention alone, a program has a multiprocessor and asks for as many
-tiles as its ring holds, so that memory goes on while programs wait for each other. Weights may be e4m3 there. Only
-single layers of these ran on a card, so they are used only with ``cuda.one_launch=all``.
+tiles as its ring holds, so that memory goes on while programs wait for each other. Weights may be e4m3 there. These
+kernels were not run on a card yet, so they are used only with ``cuda.one_launch=all``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -28,16 +26,17 @@ import torch
 from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device, DeviceCapabilities
 from evener.contracts.ops import Kernel, OpCall, OpFunction
-from evener.contracts.quant import PackedWeight, Packing
+from evener.contracts.quant import Packing
 from evener.contracts.statics import AttentionStatic, DecoderLayerStatic, MLPStatic
 from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.capability import SHORT_TOKENS
-from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
+from evener_backend_cuda.compiled import CompiledKernel, Driver
+from evener_backend_cuda.one_token_launch import CallSite, Messages
 from evener_kernels_triton.arguments import checked
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonMlpBlock
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
-from evener_kernels_triton.stored import STORED, Form, StoredMatrix, form_of
+from evener_kernels_triton.stored import STORED, Form, form_of
 from evener_kernels_triton.tuning import Tuning, number_of
 
 #: As in one_token.cu. A team is the programs that share query heads.
@@ -46,8 +45,6 @@ TEAMS = PROGRAMS // SHARE
 _KV_STAGES, _CONTROL, _COPIES = 2, 256, 4
 #: Bytes of a layer's weights. With more, reading takes most of the time: with 368 MiB several launches are faster.
 _MOST_BYTES = 40 << 20
-#: Layers that one device's messages serve: the kernel keeps a counter for each.
-MAX_SITES = 255
 #: Bytes of a row of a tile of eight, and of a tile: its rows are 64 bytes apart.
 _ROW = 2048
 _TILE = 8 * (_ROW + 64)
@@ -56,6 +53,8 @@ _TILE = 8 * (_ROW + 64)
 _LEAST_STAGES, _MOST_STAGES = 3, 5
 #: Tiles that such a program asks for at once: more make messages wait.
 _FLIGHT = 1
+#: Layers of one launch: their arguments are within the 32 KB that a launch may have.
+MOST_LAYERS = 96
 #: What the hardware keeps of each program's shared memory.
 _RESERVED = 1024
 #: Looks of a wait, some 20 seconds of them at messages: one that needs more has lost its partner, and the launch fails.
@@ -65,22 +64,6 @@ KV_HEADS, GROUPS, HEAD_DIMS = (4, 8), (1, 2, 4), (64, 128)
 _BLOCK = 128
 #: With more, a program's rows of gate would be in more than two rows of blocks.
 _MOST_INNER = 16_384
-
-
-class _Argument(ctypes.Structure):
-    """``Layer`` of one_token.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in (
-            "x", "residual", "out", "stream", "norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "mlp_norm",
-            "gate_up", "down", "cos_sin", "positions", "slots", "kv_lens", "table", "keys", "values")),
-        ("key_page", ctypes.c_longlong), ("value_page", ctypes.c_longlong),
-        ("messages", ctypes.c_void_p), ("report", ctypes.c_void_p), ("stamps", ctypes.c_void_p),
-        ("before", ctypes.c_uint), ("after", ctypes.c_uint), ("site", ctypes.c_uint), ("wide_slots", ctypes.c_uint),
-        ("page_bits", ctypes.c_uint),
-        *((name, ctypes.c_void_p) for name in (
-            "qkv_scales", "o_scales", "gate_up_scales", "down_scales", "next_qkv")),
-    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,7 +121,7 @@ class Sizes:
             + max(2 * self.hidden + wide, WARPS * group * dim * 4)  # vectors, or sums of attention
             + WARPS * group * 8 + SHARE * self._part_messages * 12 + group * dim * 4 + 2 * dim * 2 + dim * 4
             + -(-out * 4 // 16) * 16 + WARPS * rows * 4 + -(-12 * -(-words // 3) // 16) * 16 + 2 * WARPS * 4 + 16
-            + (2 * _KV_STAGES + 1) * 8
+            + (2 * _KV_STAGES + 2) * 8
             + (WARPS * 4 if self.weight_bytes == 1 else 0) + (4 * scales // self.block if self.block else 0)
         )  # fmt: skip
         return fixed + stages * (_TILE + 16)
@@ -169,47 +152,6 @@ class Sizes:
         return -(-(self.group * self.head_dim // SHARE + 2) // 3)
 
 
-@dataclass(frozen=True)
-class _Last:
-    """The last launch in a capture: what it returned, the place after it, its layer, its messages, and their mark."""
-
-    x: torch.Tensor
-    stream: torch.Tensor
-    after: Place
-    layer: tuple[str, int]
-    site: int
-    room: torch.Tensor
-    flag: int
-
-
-class Messages:
-    """The memory through which the programs of a device's layers talk, and what the last launch was. Launches run one
-    after another."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._sites, self._flags = device, 0, 0
-        self._held: dict[int, torch.Tensor] = {}
-        self.last: _Last | None = None
-        #: The layer that was launched last.
-        self.previous: _Layer | None = None
-
-    def site(self) -> int:
-        """A number for a callable. Two that are the same belong to layers that never run one after the other."""
-        self._sites += 1
-        return self._sites % MAX_SITES
-
-    def of(self, count: int) -> torch.Tensor:
-        """Room for so many messages; always the same."""
-        if count not in self._held:
-            self._held[count] = torch.zeros(count, dtype=torch.int64, device=self._device)
-        return self._held[count]
-
-    def next_flag(self) -> int:
-        """A mark of 32 bits, not 0, that no launch of the last hours has."""
-        self._flags = self._flags % 0xFFFF_FFFE + 1
-        return self._flags
-
-
 class _OneLaunch(Kernel):
     """Base of the kernels below: 128 programs, one launch. With longer state several launches take its place, which
     share more programs out to a key head.
@@ -227,8 +169,8 @@ class _OneLaunch(Kernel):
     resident = 1
     #: Tiles that a program asks for at once; None: as many as it has room for.
     flight: int | None = None
-    #: Tiles beyond these that are read into the card's cache.
-    ahead = 0
+    #: Layers that one launch has room for.
+    layers = 1
 
     def __init__(
         self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None, off: str | None = None
@@ -236,6 +178,8 @@ class _OneLaunch(Kernel):
         self._off = off
         self._driver = Driver() if driver is None else driver
         self._messages = Messages(device.torch_device)
+        #: By machine code: layers of one kernel can share a launch.
+        self._loaded: dict[bytes, CompiledKernel] = {}
         tuning = Tuning.of(device.capabilities) if tuning is None else tuning
         self._attention, self._mlp = TritonAttentionBlock(device, tuning), TritonMlpBlock(device, tuning)
 
@@ -274,14 +218,16 @@ class _OneLaunch(Kernel):
             parts.append(self._mlp.workspace(_half(call, 1)))
         return 8 * _sizes(call, self.resident).messages() + max(parts)
 
-    def _launched(self, call: OpCall) -> _Layer:
+    def _launched(self, call: OpCall) -> CallSite:
         """The launch of a call site."""
         sizes = _sizes(call, self.resident)
         stages = sizes.stages(_shared_of(call.device))
         flight = stages if self.flight is None else min(self.flight, stages)
-        code = self._driver.compile(source(), defines(call, sizes, stages, flight, self.ahead))
-        launch = self._driver.kernel(code, "one_token_layer", PROGRAMS, THREADS, sizes.shared(stages))
-        return _Layer(_blocks(call)[0], launch, self._messages, sizes)
+        code = self._driver.compile(source(), defines(call, sizes, stages, flight, self.layers))
+        if code not in self._loaded:
+            self._loaded[code] = self._driver.kernel(code, "one_token_layers", PROGRAMS, THREADS, sizes.shared(stages))
+        name, chained = _blocks(call)[0]["state"].name, bool(sizes.inner)
+        return CallSite(name, self._loaded[code], self._messages, self.layers, sizes.messages(), chained)
 
 
 class OneTokenLayer(_OneLaunch):
@@ -328,7 +274,7 @@ class LargeOneTokenLayer(OneTokenLayer):
     name = "cuda.large_one_token_layer"
     priority = 150
     packings = (PLAIN, STORED)
-    resident, flight = 1, None
+    resident, flight, layers = 1, None, MOST_LAYERS
 
     def _size_refusal(self, sizes: Sizes) -> str | None:
         return None
@@ -355,92 +301,12 @@ class OneTokenAttention(_OneLaunch):
         return checked(call, run)
 
 
-class _Layer:
-    """One call site: the kernel's argument, with the addresses of the last call's weights and pages."""
-
-    def __init__(self, attention: AttentionStatic, launch: CompiledKernel, messages: Messages, sizes: Sizes) -> None:
-        self._launch, self._messages = launch, messages
-        self._room = messages.of(sizes.messages())
-        self._chained = bool(sizes.inner)
-        self._layer = _number(attention["state"].name)
-        self._key: tuple[Any, ...] = (None, None, None)
-        self._next_qkv: int | None = None
-        self._argument = _Argument(messages=self._room.data_ptr(), site=messages.site())
-
-    def run(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, attention: AttentionWeights,
-        mlp: MLPWeights | None, views: PagedViews, meta: PagedMeta,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        key, argument, step = self._key, self._argument, meta.step
-        if key[0] is not attention or key[1] is not mlp or key[2] is not views:
-            self._bind(attention, mlp, views)
-        if not x.is_contiguous():
-            x = x.contiguous()
-        stream = torch.empty(x.shape, dtype=torch.float32, device=x.device) if residual is None else residual
-        place = self._launch.place(x.device)
-        argument.x = argument.out = x.data_ptr()
-        argument.residual = None if residual is None else residual.data_ptr()
-        argument.stream = stream.data_ptr()
-        argument.positions, argument.kv_lens = positions.data_ptr(), step.kv_lens.data_ptr()
-        argument.slots, argument.wide_slots = step.slot_mapping.data_ptr(), step.slot_mapping.element_size() == 8
-        argument.table = step.block_table.data_ptr()
-        argument.before, argument.after = self._before(x, residual, place), self._messages.next_flag()
-        # Eager launches find out which layer follows; captured ones keep these weights alive, and may name them.
-        self._follow(self._messages.previous)
-        self._messages.previous = self
-        argument.next_qkv = self._next_qkv if place.capture else None
-        self._launch(place.stream, argument)
-        if place.capture and self._chained:
-            after = self._launch.place(x.device)
-            self._messages.last = _Last(x, stream, after, self._layer, argument.site, self._room, argument.after)
-        return x, stream
-
-    def _follow(self, previous: _Layer | None) -> None:
-        """Tell the layer before where this one's first weights are."""
-        if previous is not None:
-            (name, number), own = previous._layer, self._layer
-            if (name, number + 1) == own:
-                previous._next_qkv = self._argument.qkv
-
-    def _before(self, x: torch.Tensor, residual: torch.Tensor | None, place: Place) -> int:
-        """The mark of the messages that have ``x + residual``, or 0 if they must be read from memory."""
-        last = self._messages.last
-        if not self._chained or last is None or last.x is not x or last.stream is not residual or last.after != place:
-            return 0
-        (before, number), (name, own) = last.layer, self._layer
-        same = before == name and number + 1 == own and last.room is self._room
-        return last.flag if same and last.site != self._argument.site else 0
-
-    def _bind(self, attention: AttentionWeights, mlp: MLPWeights | None, views: PagedViews) -> None:
-        argument = self._argument
-        tensors: Mapping[str, torch.Tensor | PackedWeight | None] = {
-            "norm": attention.norm, "qkv": attention.qkv, "qkv_bias": attention.qkv_bias, "q_norm": attention.q_norm,
-            "k_norm": attention.k_norm, "o": attention.o, "o_bias": attention.o_bias, "cos_sin": attention.cos_sin,
-            "keys": views.keys, "values": views.values,
-        }  # fmt: skip
-        if mlp is not None:
-            tensors = {**tensors, "mlp_norm": mlp.norm, "gate_up": mlp.gate_up, "down": mlp.down}
-        for name, value in tensors.items():
-            tensor = value.data if isinstance(value, PackedWeight) else value
-            if isinstance(tensor, StoredMatrix):
-                setattr(argument, f"{name}_scales", tensor.scales.data_ptr())
-                tensor = tensor.elements
-            if tensor is not None and (tensor.data_ptr() % 16 or tensor.stride(-1) != 1):
-                raise ValueError(f"{name} does not begin at a multiple of 16 bytes, or has gaps")
-            setattr(argument, name, None if tensor is None else tensor.data_ptr())
-        argument.key_page, argument.value_page = views.key_page, views.value_page
-        argument.page_bits = views.block_size.bit_length() - 1
-        if views.block_size != 1 << argument.page_bits or views.key_page % 8 or views.value_page % 8:
-            raise ValueError(f"pages of {views.block_size} tokens, {views.key_page} numbers apart: takes powers of two")
-        self._key = attention, mlp, views
-
-
 def source() -> str:
     """The kernel, behind the functions that it is written in."""
     return "".join((files("evener_backend_cuda") / name).read_text() for name in ("hopper.cuh", "one_token.cu"))
 
 
-def defines(call: OpCall, sizes: Sizes, stages: int, flight: int, ahead: int = 0) -> dict[str, object]:
+def defines(call: OpCall, sizes: Sizes, stages: int, flight: int, layers: int = 1) -> dict[str, object]:
     """The macros that one_token.cu needs."""
     attention, mlp = _blocks(call)
     scale = attention["state"].attention.scale * math.log2(math.e)
@@ -448,8 +314,8 @@ def defines(call: OpCall, sizes: Sizes, stages: int, flight: int, ahead: int = 0
         "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads,
         "D": sizes.head_dim, "EPS": f"{attention['eps']!r}f", "MLP_EPS": f"{(mlp or attention)['eps']!r}f",
         "OFFSET": f"{float(attention['offset'])!r}f", "QK_NORM": int(attention["qk_norm"]), "SCALE": f"{scale!r}f",
-        "MOST": _ROW // sizes.weight_bytes, "STAGES": stages, "FLIGHT": flight, "AHEAD": ahead,
-        "PATIENCE": f"{_PATIENCE}u",
+        "MOST": _ROW // sizes.weight_bytes, "STAGES": stages, "FLIGHT": flight,
+        "MOST_LAYERS": layers, "PATIENCE": f"{_PATIENCE}u",
         "WEIGHT_BYTES": sizes.weight_bytes, "BLOCK": sizes.block, "MLP": int(mlp is not None),
         "RESIDENT": sizes.resident,
     }  # fmt: skip
@@ -524,9 +390,3 @@ def _mlp_refusal(s: MLPStatic | None) -> str | None:
     if s["bias"] or s["post_norm"]:
         return "has no biases in the MLP, and no norm after it"
     return None
-
-
-def _number(name: str) -> tuple[str, int]:
-    """A layer's number, and what is before it in the name of its state."""
-    found = re.match(r"(.*?)(\d+)(?:\.\D*)?$", name)
-    return (found[1], int(found[2])) if found else (name, -2)

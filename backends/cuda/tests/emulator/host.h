@@ -196,7 +196,6 @@ inline void init(u32 barrier, u32 count) { emulator::barrier_init(barrier, count
 inline void barriers_made() {}
 inline u64 evict_first() { return 1; }
 inline void bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64) { emulator::copy(to, from, bytes, barrier); }
-inline void bring(const void* from, u32 bytes) { emulator::bring(from, bytes); }
 inline void post(u64* at, u32 value, u32 flag) {
     const u32 words[2] = {value, flag};
     emulator::store(at, words, 2);
@@ -235,4 +234,4 @@ inline void product_e4m3(float (&sums)[4], const uint4& left, const uint2& right
 
 // How the runtime begins a kernel whose argument it does not know.
 template <typename Argument>
-inline void call_kernel(void (*kernel)(Argument), const void* argument) { kernel(*(const Argument*)argument); }
+inline void call_kernel(void (*kernel)(const Argument&), const void* argument) { kernel(*(const Argument*)argument); }

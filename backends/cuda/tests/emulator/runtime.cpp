@@ -21,7 +21,7 @@
 Index threadIdx, blockIdx, blockDim, gridDim;
 unsigned char* shared;
 bool emulator::stuck;
-extern "C" { u32 emulator_planted, emulator_brought, emulator_wasted; }
+extern "C" { u32 emulator_planted; }
 
 namespace {
 
@@ -124,7 +124,6 @@ struct Machine {
     u64 clock;
     u32 idle, round;
     std::vector<Warp*> looking;  // that have threads which wait for a message or a launch
-    std::unordered_map<const void*, u32> brought;  // how often, and not copied since
 };
 
 Machine* m;
@@ -589,19 +588,12 @@ void emulator::copy(u32 to, const void* from, u32 bytes, u32 barrier) {
     check_shared("a copy", to, bytes);
     if (to % 16 || (u64)from % 16 || bytes % 16 || !bytes) fail("a copy of %u bytes from %p to %u is not aligned", bytes, from, to);
     barrier_at(program, barrier);
-    auto found = m->brought.find(from);
-    if (found != m->brought.end() && found->second) found->second--, emulator_brought++;
     for (const Copy& other : program.copies)
         if (other.to < to + bytes && to < other.to + other.bytes)
             fail("a copy to %u of shared memory goes where another is under way", to);
     memset(program.memory + to - SHARED_BASE, 0xff, bytes);
     program.copies.push_back({to, bytes, barrier, from});
     m->copies++, m->progress++;
-}
-
-void emulator::bring(const void* from, u32 bytes) {
-    if ((u64)from % 16 || bytes % 16 || !bytes) fail("%u bytes from %p are not aligned", bytes, from);
-    m->brought[from]++;
 }
 
 void emulator::store(void* at, const u32* words, u32 count) {
@@ -657,7 +649,7 @@ u64 emulator::ticks() { return m->clock++; }
 extern "C" int emulator_run(const Launch* launches, u32 count, const Options* options, char* error, u32 size) {
     Machine machine{};
     m = &machine;
-    stuck = false, emulator_brought = 0;
+    stuck = false;
     machine.options = *options;
     machine.random = options->seed * 0x9e3779b97f4a7c15ull + 1;
     u32 warps = 0, bytes = 0, programs = 0;
@@ -698,8 +690,6 @@ extern "C" int emulator_run(const Launch* launches, u32 count, const Options* op
             delete[] threads;
             delete program;
         }
-    emulator_wasted = 0;
-    for (const auto& each : machine.brought) emulator_wasted += each.second;
     m = nullptr;
     if (machine.error.empty()) return 0;
     snprintf(error, size, "%s", machine.error.c_str());

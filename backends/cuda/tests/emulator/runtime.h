@@ -15,9 +15,6 @@ extern unsigned char* shared;
 // The number of the fault that a test wants; 0: none.
 extern "C" u32 emulator_planted;
 
-// Of a run: copies that were brought into a cache before, and how much was brought that nobody copied later.
-extern "C" u32 emulator_brought, emulator_wasted;
-
 namespace emulator {
 
 // Nobody can go on: every wait fails from now on, so that its kernel says which one it is.
@@ -43,8 +40,6 @@ void barrier_arrive(u32 at, u32 expected_bytes);
 bool barrier_wait(u32 at, u32 parity);
 // Starts a copy. What it writes is made of NaN until it is complete.
 void copy(u32 to, const void* from, u32 bytes, u32 barrier);
-// Memory that is read into a cache: it should be copied later.
-void bring(const void* from, u32 bytes);
 
 // Words for other programs: the store may be seen later, and a load that finds nothing new waits a little.
 void store(void* at, const u32* words, u32 count);
