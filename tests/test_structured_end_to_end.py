@@ -18,7 +18,7 @@ from served import PATIENCE, Served, eventually, tiny_model
 from evener import LLM, SamplingParams
 from evener.contracts.grammar.library import GrammarSpec
 
-TINY = ("load=dummy", "infer.kv_memory=4MiB", "infer.max_seq_len=2048", "infer.max_reqs=16", "infer.threads=1")
+TINY = ("load=dummy", "infer.kv_memory=4MiB", "infer.max_seq_len=4096", "infer.max_reqs=16", "infer.threads=1")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["a", "b"]}, "n": {"type": "integer"}},
@@ -180,7 +180,7 @@ def run_schemas(folder: Path, first: int, count: int, depth: int = 2, **keys: An
     schemas = [with_own_definitions(random_schema(random.Random(seed))) for seed in range(first, first + count)]
     params = [
         SamplingParams(
-            temperature=1.0, seed=first + i, max_tokens=1500,
+            temperature=1.0, seed=first + i, max_tokens=4000,
             grammar=GrammarSpec(kind="json_schema", text=json.dumps(schema)),
         )
         for i, schema in enumerate(schemas)

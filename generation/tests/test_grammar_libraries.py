@@ -298,6 +298,18 @@ def test_a_schema_that_nothing_fits_ends_its_text(tokenizer: str) -> None:
         matcher.mask()
 
 
+@pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
+def test_json_may_be_indented_but_has_no_empty_lines(tokenizer: str, indent: int | str | None) -> None:
+    """A model that may write empty lines spends its tokens on them."""
+    library = LlguidanceLibrary(tokenizer, VOCAB_SIZE)
+    text = json.dumps({"a": [1, {"b": None}], "c": "x"}, indent=indent)
+    for schema in ({"type": "object"}, {}):
+        matcher = library.compile(spec("json_schema", schema))
+        assert matcher.fitting(list(text.encode())) == len(text)
+        assert matcher.fitting(list(b'{\n\n"a": 1}')) == 2
+        assert matcher.fitting(list(b'{"a":   1}')) == 6
+
+
 @pytest.mark.slow
 def test_masks_of_a_text_of_limited_length_are_soon_made(smollm2_dir: Path) -> None:
     text = (smollm2_dir / "tokenizer.json").read_text("utf-8")

@@ -19,8 +19,9 @@ from evener_generation.text_library import TextLibrary
 #: Time and memory that one grammar may take; the library's own limits allow seconds. About 50,000 units of fuel are a
 #: millisecond.
 _LIMITS = LLParserLimits(initial_lexer_fuel=1_000_000, max_grammar_size=100_000, max_lexer_states=50_000)
-#: Between the parts of a JSON text. Without a bound, a model may write nothing else.
-_WHITESPACE = r"[ \t\n\r]{0,64}"
+#: Between the parts of a JSON text: a space, or a new line and what indents it. Without a bound, a model may write
+#: nothing else; one that may write empty lines spends its tokens on them.
+_WHITESPACE = r"[ \t]?(\r?\n[ \t]{0,64})?"
 #: At the beginning of the library's errors in a grammar: where in its own source that was.
 _NOISE = ("while parsing: ", "lexer error: ")
 
