@@ -42,7 +42,7 @@ from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
 from evener.layers.rotary import RotaryConfig
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.compiled import Driver
-from evener_backend_cuda.one_token import LargeOneTokenLayer, OneTokenAttention, Sizes, _OneLaunch
+from evener_backend_cuda.one_token import OneTokenAttention, OneTokenLayers, Sizes, Way, _OneLaunch
 from evener_backend_cuda.one_token_launch import CallSite
 from evener_backend_cuda.plugin import evener_device
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonMlpBlock
@@ -207,20 +207,23 @@ class Impatient(Driver):
 def kernel_of(stack: Stack, way: str, driver: Driver | None = None) -> tuple[_OneLaunch, list[CallSite]]:
     """The kernel of a way, and what its calls are launched with, once they are built."""
     resident_, flight_, layers_ = map(int, way.split("/"))
-    base: Any = OneTokenAttention if stack.alone else LargeOneTokenLayer
+    base: Any = OneTokenAttention if stack.alone else OneTokenLayers
     launched: list[CallSite] = []
 
-    class Way(base):  # type: ignore[misc]
-        resident, flight, layers = resident_, flight_, layers_
+    class Chosen(base):  # type: ignore[misc]
+        resident = resident_
 
         def _size_refusal(self, sizes: Sizes) -> str | None:
             return None
+
+        def _way(self, sizes: Sizes) -> Way:
+            return Way(flight_ % 99, layers_)
 
         def _launched(self, call: OpCall) -> CallSite:
             launched.append(super()._launched(call))
             return launched[-1]
 
-    return Way(stack.device, stack.tuning, driver), launched
+    return Chosen(stack.device, stack.tuning, driver), launched
 
 
 def through(steps: list[Step], x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,14 +248,16 @@ def timed(steps: list[Step], stack: Stack) -> tuple[float, torch.Tensor]:
     return seconds(work) * 1e6 / len(steps), results
 
 
-def phases(launched: list[CallSite], steps: list[Step], stack: Stack) -> dict[str, int]:
-    """Median cycles of each phase of the programs of a layer: the last one of a launch, or that before the last."""
+def phases(launched: list[CallSite], steps: list[Step], stack: Stack) -> dict[str, list[int]]:
+    """Least, median and most cycles of a program for each phase of a layer: the last one of a launch with several, else
+    that before the last."""
     stamps = torch.zeros(128, 16, dtype=torch.int64, device=stack.where)
     for each in launched[:1] if launched[0]._most > 1 else launched[-2:-1]:
         each.stamps = stamps.data_ptr()
     timed(steps, stack)
     last = 9 if stack.alone else 14
-    cycles = (stamps[:, 1 : last + 1] - stamps[:, :last]).median(0).values.tolist()
+    took = stamps[:, 1 : last + 1] - stamps[:, :last]
+    cycles = [[int(each.quantile(share)) for share in (0, 0.5, 1)] for each in took.T.double()]
     return {f"{n} {name}": value for n, (name, value) in enumerate(zip(PHASES, cycles, strict=False))}
 
 

@@ -24,7 +24,7 @@ from evener.ops.schemas import BUILTIN
 from evener_backend_cuda import compiled, descriptor
 from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
 from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
-from evener_backend_cuda.one_token import MOST_LAYERS, LargeOneTokenLayer, OneTokenLayer, Sizes, defines, source
+from evener_backend_cuda.one_token import MOST_LAYERS, OneTokenLayer, OneTokenLayers, Sizes, Way, defines, source
 from evener_backend_cuda.one_token_launch import MAX_SITES, Layer, Messages, layers_type
 from evener_backend_cuda.plugin import evener_kernels
 from evener_conformance.kit.composites import TinyModel
@@ -162,20 +162,21 @@ def test_kernels_that_no_card_has_timed_are_used_only_if_asked_for() -> None:
     reasons = {}
     for option in CHOICES:
         kernels = evener_kernels(hopper(), {"one_launch": option})
-        reasons[option] = {str(each.supports(call(static))) for each in kernels if type(each) is LargeOneTokenLayer}
+        reasons[option] = {str(each.supports(call(static))) for each in kernels if type(each) is OneTokenLayers}
     assert descriptor.options["one_launch"].default == "small"
     assert reasons["small"] == {"is used with cuda.one_launch=all"} and reasons["small"] != reasons["all"]
 
 
-def test_large_layers_have_a_multiprocessor_and_ask_for_their_whole_ring() -> None:
+def test_large_layers_have_a_multiprocessor_and_share_launches() -> None:
     driver = NoDriver()
-    large = LargeOneTokenLayer(hopper(), driver=driver)
+    large = OneTokenLayers(hopper(), driver=driver)
     static = qwen(4096, 12288, 32)
     static["attention"]["state"].provider = PagedState(TUNING)
     assert large.supports(call(static)) is None
     large.build(call(static))
     assert driver.compiled[0]["RESIDENT"] == 1
-    assert driver.compiled[0]["FLIGHT"] == driver.compiled[0]["STAGES"] == 10
+    assert (driver.compiled[0]["STAGES"], driver.compiled[0]["FLIGHT"]) == (10, 4)
+    assert driver.compiled[0]["MOST_LAYERS"] == MOST_LAYERS
 
 
 @pytest.mark.parametrize("form, taken", [
@@ -187,7 +188,7 @@ def test_large_layers_have_a_multiprocessor_and_ask_for_their_whole_ring() -> No
 ])  # fmt: skip
 def test_large_layers_read_e4m3_with_scales_of_rows_or_blocks(form: QuantFormat, taken: tuple[int, int] | None) -> None:
     driver = NoDriver()
-    large, static = LargeOneTokenLayer(hopper(), driver=driver), qwen(1024, 1024, 16)
+    large, static = OneTokenLayers(hopper(), driver=driver), qwen(1024, 1024, 16)
     weights = [static["attention"]["qkv"], static["attention"]["o"], static["mlp"]["gate_up"], static["mlp"]["down"]]
     for weight in weights:
         weight.parts = tuple(replace(part, format=form) for part in weight.parts)
@@ -279,7 +280,7 @@ def test_a_layer_takes_the_stream_of_the_layer_before_from_its_messages() -> Non
 
 
 def test_layers_with_nothing_between_them_are_one_launch_in_a_capture() -> None:
-    model = Model(LargeOneTokenLayer)
+    model = Model(OneTokenLayers)
     for _ in range(2):  # the second step begins a launch of its own
         first, second = model.step()
         assert [each.count for each in model.launches.arguments] == [2]
@@ -288,8 +289,8 @@ def test_layers_with_nothing_between_them_are_one_launch_in_a_capture() -> None:
 
 @pytest.mark.parametrize("why", ["a change", "no capture", "an older driver", "no room"])
 def test_layers_are_launches_of_their_own_if_they_cannot_be_one(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LargeOneTokenLayer, "layers", 1 if why == "no room" else 2)
-    model = Model(LargeOneTokenLayer)
+    monkeypatch.setattr(OneTokenLayers, "_way", lambda self, sizes: Way(0, 1 if why == "no room" else 2))
+    model = Model(OneTokenLayers)
     model.launches.older = why == "an older driver"
     if why == "no capture":
         model.launches.capture = 0

@@ -23,7 +23,7 @@ from evener.layers.rotary import RotaryConfig
 from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN
 from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
-from evener_backend_cuda.one_token import LargeOneTokenLayer, OneTokenAttention, OneTokenLayer, _OneLaunch
+from evener_backend_cuda.one_token import OneTokenAttention, OneTokenLayer, OneTokenLayers, Sizes, Way, _OneLaunch
 from evener_conformance.kit import composites
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import Family, families
@@ -61,18 +61,18 @@ class Pages(PagedState):
 
 
 class Models:
-    """Two layers with the kernel, the same two with references in float32, and state of so many tokens in both.
+    """Layers with the kernel, the same with references in float32, and state of so many tokens in both.
 
     Attributes:
         tokens: before the next step.
         graph: the layers are launched in a graph, so that each takes the stream from the messages of the one before.
-        times: how often a step runs the two layers, one after another.
+        times: how often a step runs the layers, one after another.
         change: (optional) what happens to a step before the kernel gets it.
     """
 
     def __init__(
         self, driver: EmulatedDriver, kind: Family, tokens: int = 0, block: int = 16,
-        subject: type[_OneLaunch] = OneTokenLayer,
+        subject: type[_OneLaunch] = OneTokenLayer, layers: int = 2,
     ) -> None:  # fmt: skip
         device = HostDevice(0)
         device.capabilities = HOPPER
@@ -83,6 +83,7 @@ class Models:
         kernels = [self.kernel, *([StoredLinear()] if kind.storage else [])]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(composites, "MAX_POSITIONS", max(192, tokens + 8))
+            patch.setattr(composites, "LAYERS", layers)
             self.tiny = TinyModel(device, "bfloat16", kind, kernels, Pages(block), list(BUILTIN))
             self.reference = TinyModel(HostDevice(0), "float32", kind, [], ReferenceState(), list(BUILTIN), self.tiny)
         held = {each.layout == STORED.layout for each in self.tiny.build.weights if isinstance(each, LinearWeight)}
@@ -123,6 +124,13 @@ class Models:
         self.tokens = tokens
         for messages in self.kernel._messages._held.values():
             messages.zero_()
+
+
+class Together(OneTokenLayers):
+    """All layers of a graph in one launch."""
+
+    def _way(self, sizes: Sizes) -> Way:
+        return Way(0, 96)
 
 
 class StoredLinear(Kernel):
@@ -226,12 +234,23 @@ LARGE = [
 
 @pytest.mark.parametrize("kind", LARGE)
 def test_large_layers_and_stored_weights(folder: Path, kind: Family) -> None:
-    models = Models(EmulatedDriver(folder), kind, 70, 32, LargeOneTokenLayer)
-    models.driver.schedule = Schedule(room=132)  # one program in each multiprocessor
-    models.step()
-    (launch,) = models.driver.arguments
-    first, second = layers_of(launch)
-    assert second.before == first.after, "the second takes the stream from messages"
+    for subject, launches in ((OneTokenLayers, 2 if kind.storage else 1), (Together, 1)):
+        models = Models(EmulatedDriver(folder), kind, 70, 32, subject)
+        models.driver.schedule = Schedule(room=132)  # one program in each multiprocessor
+        models.step()
+        assert len(models.driver.arguments) == launches
+        first, second = layers_of(*models.driver.arguments)
+        assert second.before == first.after, "the second takes the stream from messages"
+
+
+@pytest.mark.parametrize("schedule", [Schedule(), Schedule(1, room=132)], ids=str)
+def test_many_layers_of_one_launch_follow_each_other(folder: Path, schedule: Schedule) -> None:
+    """Parts of memory and of shared memory are used by each layer again, and by the next step."""
+    models = Models(EmulatedDriver(folder), family(512, 512, 2, 64), 600, 32, Together, 4)
+    models.driver.schedule = schedule
+    for seed in range(2):
+        models.step(seed)
+    assert [launch.count for launch in models.driver.arguments] == [4, 4]
 
 
 @pytest.mark.parametrize("kind", [
@@ -412,7 +431,7 @@ STORED_FAULTS = {
 def faulty_stored(folder: Path) -> Models:
     planted = {place: text.replace("{}", f"FAULT({n})") for n, (place, text) in enumerate(STORED_FAULTS.values(), 1)}
     kind = family(1536, 2560, 1, 128, storage=BLOCKS)
-    return Models(EmulatedDriver(folder, planted), kind, 70, 32, LargeOneTokenLayer)
+    return Models(EmulatedDriver(folder, planted), kind, 70, 32, OneTokenLayers)
 
 
 @pytest.mark.slow
@@ -420,3 +439,16 @@ def faulty_stored(folder: Path) -> Models:
 def test_a_fault_in_scales_or_conversions_is_found(faulty_stored: Models, number: int) -> None:
     found = found_with(faulty_stored, number, Fault("", "", "", tokens=70))
     assert (found is None) if number == 0 else DIFFERENT in str(found)
+
+
+@pytest.fixture(scope="module")
+def faulty_together(folder: Path) -> Models:
+    call = "compute_layer(launch, n, here, ring, stage, parity);"
+    planted = f"FAULT(1) && n ? void(stage = parity = 0) : FAULT(2) && n ? void(ring = Ring{{0, 0}}) : void(), {call}"
+    return Models(EmulatedDriver(folder, {call: planted}), family(512, 512, 2, 64), 600, 32, Together, 4)
+
+
+@pytest.mark.parametrize("number", range(3), ids=["none", "keys begin anew", "weights begin anew"])
+def test_a_fault_between_the_layers_of_a_launch_is_found(faulty_together: Models, number: int) -> None:
+    found = found_with(faulty_together, number, Fault("", "", "", tokens=600))
+    assert (found is None) if number == 0 else re.search(EITHER, str(found))

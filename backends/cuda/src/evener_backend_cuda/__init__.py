@@ -23,7 +23,7 @@ descriptor = Descriptor(
             default="small",
             choices=("small", "all"),
             help="Layers that one token passes in one launch: small ones in bfloat16, or also large ones, those in "
-            "float8, and attention before experts, which no card has timed in a whole model yet.",
+            "float8, and attention before experts, and several at once, which no card has timed in a whole model yet.",
         ),
     },
     aliases={

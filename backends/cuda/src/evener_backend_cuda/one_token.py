@@ -5,12 +5,13 @@ programs stay for a whole layer. In each, one warp copies the program's rows of 
 memory, ahead of everything else: weights depend on nothing. Vectors go from program to program as messages of 8 bytes,
 4 of them a number that says which launch wrote them, so a reader needs no barrier (NVIDIA 2017, NCCL's protocol "LL").
 Each 16 programs have one key head: its projections, its attention over a part of the keys each, and the merge of these
-parts. The next layer takes the stream from messages too. In a captured graph, layers with nothing between them are one
-launch, whose ring goes on with the next layer's weights. docs/lab/one-token-kernel.md has measurements.
+parts. The next layer takes the stream from messages too. In a captured graph, layers with nothing between them can be
+one launch, whose ring goes on with the next layer's weights. docs/lab/one-token-kernel.md has measurements.
 
-That is for small layers. In large ones, and with attention alone, a program has a multiprocessor and asks for as many
-tiles as its ring holds, so that memory goes on while programs wait for each other. Weights may be e4m3 there. These
-kernels were not run on a card yet, so they are used only with ``cuda.one_launch=all``.
+Two such launches share the multiprocessors: the next one's programs start while this one's compute (programmatic
+dependent launch). With ``cuda.one_launch=all`` a program has a multiprocessor and a longer ring, for layers of any
+size, weights in e4m3, and attention alone. Captured graphs of eight to 28 layers ran on a card that way, and no step of
+a whole model.
 """
 
 from __future__ import annotations
@@ -51,8 +52,6 @@ _TILE = 8 * (_ROW + 64)
 #: Tiles in the ring: fewer than the first leave the copies no time, more than the second find no room where two
 #: programs share a multiprocessor.
 _LEAST_STAGES, _MOST_STAGES = 3, 5
-#: Tiles that such a program asks for at once: more make messages wait.
-_FLIGHT = 1
 #: Layers of one launch: their arguments are within the 32 KB that a launch may have.
 MOST_LAYERS = 96
 #: What the hardware keeps of each program's shared memory.
@@ -152,6 +151,19 @@ class Sizes:
         return -(-(self.group * self.head_dim // SHARE + 2) // 3)
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a launch is made.
+
+    Attributes:
+        flight: tiles that a program asks for at once; 0: as many as its ring has.
+        layers: that a launch has room for.
+    """
+
+    flight: int
+    layers: int
+
+
 class _OneLaunch(Kernel):
     """Base of the kernels below: 128 programs, one launch. With longer state several launches take its place, which
     share more programs out to a key head.
@@ -167,10 +179,6 @@ class _OneLaunch(Kernel):
     state_layout = LAYOUT
     #: Programs that share a multiprocessor.
     resident = 1
-    #: Tiles that a program asks for at once; None: as many as it has room for.
-    flight: int | None = None
-    #: Layers that one launch has room for.
-    layers = 1
 
     def __init__(
         self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None, off: str | None = None
@@ -212,6 +220,11 @@ class _OneLaunch(Kernel):
         del sizes
         return None
 
+    def _way(self, sizes: Sizes) -> Way:
+        """(optional) The fastest way for layers of these sizes."""
+        del sizes
+        return Way(0, 1)
+
     def workspace(self, call: OpCall) -> int:
         parts = [self._attention.workspace(_half(call, 0))]
         if call.op == "decoder_layer":
@@ -221,13 +234,13 @@ class _OneLaunch(Kernel):
     def _launched(self, call: OpCall) -> CallSite:
         """The launch of a call site."""
         sizes = _sizes(call, self.resident)
-        stages = sizes.stages(_shared_of(call.device))
-        flight = stages if self.flight is None else min(self.flight, stages)
-        code = self._driver.compile(source(), defines(call, sizes, stages, flight, self.layers))
+        stages, way = sizes.stages(_shared_of(call.device)), self._way(sizes)
+        flight = min(way.flight or stages, stages)
+        code = self._driver.compile(source(), defines(call, sizes, stages, flight, way.layers))
         if code not in self._loaded:
             self._loaded[code] = self._driver.kernel(code, "one_token_layers", PROGRAMS, THREADS, sizes.shared(stages))
         name, chained = _blocks(call)[0]["state"].name, bool(sizes.inner)
-        return CallSite(name, self._loaded[code], self._messages, self.layers, sizes.messages(), chained)
+        return CallSite(name, self._loaded[code], self._messages, way.layers, sizes.messages(), chained)
 
 
 class OneTokenLayer(_OneLaunch):
@@ -242,7 +255,6 @@ class OneTokenLayer(_OneLaunch):
     priority = 200
     packings: tuple[Packing, ...] = (PLAIN,)
     resident = 2
-    flight: int | None = _FLIGHT
 
     def _size_refusal(self, sizes: Sizes) -> str | None:
         if sizes.kv_heads != TEAMS:
@@ -250,6 +262,9 @@ class OneTokenLayer(_OneLaunch):
         if sizes.nbytes > _MOST_BYTES:
             return f"is for layers of up to {_MOST_BYTES >> 20} MiB, not {sizes.nbytes >> 20}: there reading dominates"
         return None
+
+    def _way(self, sizes: Sizes) -> Way:
+        return Way(1, 1)  # more tiles make messages wait
 
     def build(self, call: OpCall) -> OpFunction:
         layer = self._launched(call)
@@ -267,17 +282,22 @@ class OneTokenLayer(_OneLaunch):
         return checked(call, run)
 
 
-class LargeOneTokenLayer(OneTokenLayer):
-    """The same for large layers, and for weights in e4m3 with scales of rows or of 128 x 128: a program for a
-    multiprocessor, which asks for as many weights at once as it has room for."""
+class OneTokenLayers(OneTokenLayer):
+    """The same for layers of any size, also with weights in e4m3 with scales of rows or of 128 x 128: a program has a
+    multiprocessor, and layers of a captured graph share a launch where that is faster."""
 
-    name = "cuda.large_one_token_layer"
-    priority = 150
+    name = "cuda.one_token_layers"
+    priority = 250
     packings = (PLAIN, STORED)
-    resident, flight, layers = 1, None, MOST_LAYERS
+    resident = 1
 
     def _size_refusal(self, sizes: Sizes) -> str | None:
         return None
+
+    def _way(self, sizes: Sizes) -> Way:
+        if sizes.weight_bytes == 1:
+            return Way(0, 1)  # with several layers, registers do not suffice for the conversion
+        return Way(2 if sizes.nbytes <= _MOST_BYTES else 4, MOST_LAYERS)
 
 
 class OneTokenAttention(_OneLaunch):

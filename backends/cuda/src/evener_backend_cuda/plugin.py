@@ -27,7 +27,7 @@ from evener_backend_cuda.flashinfer_attention import FlashInferState
 from evener_backend_cuda.host_calls import CallingGraphs, HostCalls, exchange
 from evener_backend_cuda.host_memory import await_word, mapped
 from evener_backend_cuda.many_copies import ManyCopies, Numbers
-from evener_backend_cuda.one_token import LargeOneTokenLayer, OneTokenAttention, OneTokenLayer
+from evener_backend_cuda.one_token import OneTokenAttention, OneTokenLayer, OneTokenLayers
 from evener_backend_cuda.scaled import scaled_features
 from evener_backend_parts.gpu import GpuDevice, gpu_graphs
 
@@ -94,7 +94,7 @@ def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kerne
     """A whole layer of one token; those for large layers and for attention before experts, which the user has to ask
     for; and kernels of libraries, which the user has to name."""
     off = None if options.get("one_launch") == "all" else "is used with cuda.one_launch=all"
-    large = [LargeOneTokenLayer(device, off=off), OneTokenAttention(device, off=off)]
+    large = [OneTokenLayers(device, off=off), OneTokenAttention(device, off=off)]
     return [DeepGemmLinear(), DeepGemmGroupedLinear(), OneTokenLayer(device), *large]
 
 

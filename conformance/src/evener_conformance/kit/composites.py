@@ -52,6 +52,8 @@ from evener_conformance.kit.wrapped_kernel import monitored
 from evener_conformance.reference.device import HostDevice
 
 _PACKAGE = "checked"
+#: Of the model.
+LAYERS = 2
 #: A byte whose repetition is a finite garbage value in every dtype of state: unwritten state must not be read.
 GARBAGE = 0x46
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
@@ -75,7 +77,7 @@ class _Step:
 
 
 class TinyModel:
-    """Two layers and a head, resolved over the given kernels and state provider.
+    """Decoder layers and a head, resolved over the given kernels and state provider.
 
     Args:
         like: another model, whose weights are copied and converted to ``dtype``; None makes random ones.
@@ -103,7 +105,7 @@ class TinyModel:
                 family.offset,
                 family.norm,
             )
-            for i in range(2)
+            for i in range(LAYERS)
         ]
         norms = norm_common(build, family.hidden, family.eps, family.offset, family.norm)
         self.head = LMHead(build, "head.weight", "norm", family.vocab, norms, cap=family.cap, scale=family.scale)
