@@ -192,6 +192,21 @@ def test_the_host_takes_part_in_steps_of_a_size_where_that_was_sooner(monkeypatc
     share.close()
 
 
+def test_steps_whose_tokens_chose_more_experts_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    device: Any = SimpleNamespace(synchronize=lambda: None)
+    share = PromptShare(device, None, 1, lambda: None, HostWork())  # type: ignore[arg-type]
+    for _ in range(9):
+        share.begin(128)
+        for _ in range(2):  # layers
+            share.note_chosen(150 if share.active else 50)
+        now[0] += 2.0 if share.active else 1.0
+        share.end()
+    assert share.active, "three times the experts in twice the time"
+    share.close()
+
+
 def test_rows_beyond_the_bend_take_longer() -> None:
     costs = ExpertCosts(copy=1.0, first=2.0, more=0.5, bend=4, further=1.5)
     assert [costs.on_host(rows) for rows in (1, 4, 6)] == [2.0, 3.5, 6.5]

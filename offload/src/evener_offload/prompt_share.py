@@ -63,7 +63,8 @@ class ReadsHost(Protocol):
 
 @dataclass
 class _Trials:
-    """Seconds of steps of one size, with the host's part and without it; and how many steps there were."""
+    """Seconds for each byte of the experts that steps of one size chose, with the host's part and without it; and how
+    many steps there were."""
 
     with_host: list[float] = field(default_factory=list)
     without: list[float] = field(default_factory=list)
@@ -98,6 +99,8 @@ class PromptShare:
         self._begun: Callable[[], None] | None = None
         self._trials: dict[int, _Trials] = {}
         self._size, self._began, self.active = 0, 0.0, True
+        #: Bytes of the experts that the step has chosen so far.
+        self._chosen = 0
         #: By path: a layer's weights, and the same with a map that only has the host's experts.
         self._own: dict[str, tuple[MoEWeights, MoEWeights]] = {}
 
@@ -161,10 +164,10 @@ class PromptShare:
 
     def begin(self, tokens: int) -> None:
         """A step of so many tokens begins, or reaches its first streamed layer: settle whether the host takes part. The
-        first steps of each size (a power of two of tokens) are timed both ways, in turns. The fastest ones decide:
-        other work on the machine only makes steps slower. The first step of a way does not count: it sets things up,
+        first steps of each size (a power of two of tokens) are timed both ways, in turns. The fastest ones for what
+        their tokens chose decide: other work on the machine only makes steps slower. The first step of a way does not count: it sets things up,
         and a warm-up's tokens, all equal, choose few experts."""
-        self._size, self._began = tokens.bit_length(), time.perf_counter()
+        self._size, self._began, self._chosen = tokens.bit_length(), time.perf_counter(), 0
         trials = self._trials.get(self._size)
         if trials is None or trials.steps == _AGAIN:
             trials = self._trials[self._size] = _Trials()
@@ -186,7 +189,11 @@ class PromptShare:
         times = trials.with_host if self.active else trials.without
         if len(times) <= _TRIALS:
             self._device.synchronize()
-            times.append(time.perf_counter() - self._began)
+            times.append((time.perf_counter() - self._began) / max(1, self._chosen))
+
+    def note_chosen(self, nbytes: int) -> None:
+        """The step's tokens have chosen experts of so many bytes in a streamed layer."""
+        self._chosen += nbytes
 
     def choose(self, nbytes: int, missing: Indices, rows: Indices, under_way: float = 0.0) -> Indices:
         """The experts that the host computes, those with the fewest rows first.

@@ -242,6 +242,8 @@ class StreamedLayers:
                 numbers, copied = here.numpy(), slots.residents.copied
                 rows = np.bincount(numbers.ravel(), minlength=slots.experts)
                 prefetch.note_routing(path, tokens, rows)
+                if share is not None:
+                    share.note_chosen(slots.nbytes * np.count_nonzero(rows))
                 if share is not None and copies:
                     (missing,) = (absent := place.absent(rows)).nonzero()
                     part = share.choose(slots.nbytes, missing, absent[missing], prefetch.under_way)
