@@ -165,8 +165,9 @@ class PromptShare:
     def begin(self, tokens: int) -> None:
         """A step of so many tokens begins, or reaches its first streamed layer: settle whether the host takes part. The
         first steps of each size (a power of two of tokens) are timed both ways, in turns. The fastest ones for what
-        their tokens chose decide: other work on the machine only makes steps slower. The first step of a way does not count: it sets things up,
-        and a warm-up's tokens, all equal, choose few experts."""
+        their tokens chose decide: other work on the machine only makes steps slower. The first step of a way does not
+        count: it sets things up, and a warm-up's tokens, all equal, choose few experts.
+        """
         self._size, self._began, self._chosen = tokens.bit_length(), time.perf_counter(), 0
         trials = self._trials.get(self._size)
         if trials is None or trials.steps == _AGAIN:
