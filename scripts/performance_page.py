@@ -46,7 +46,7 @@ DEVICES: Mapping[str, Device] = {
     "h200": Device("NVIDIA H200", ("h200", "h200-fp8", "h200-four-bits", "h200-first-start")),
     "h200-x2": Device("2 × NVIDIA H200", ("h200-x2",)),
     "h100": Device("NVIDIA H100", ("h100-first-token", "h100-fp8")),
-    "h200-and-host": Device("NVIDIA H200", ("h100-hybrid",)),
+    "h200-and-host": Device("NVIDIA H200", ("h100-hybrid", "h100-stages")),
     "h100-and-host": Device("NVIDIA H100", ("h100-hybrid", "h100-stages")),
     "cpu-zen4": Device("AMD EPYC (Zen 4)", ("cpu-zen4", "cpu-kv-files")),
     "cpu-zen5": Device("AMD EPYC (Zen 5)", ("cpu-zen5",)),
