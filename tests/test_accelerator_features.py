@@ -257,6 +257,26 @@ def test_captured_steps_call_the_host_for_its_experts_and_change_no_token(
             assert steps > 10 if captured and accelerator.device.capabilities.host_calls else not steps
 
 
+@pytest.mark.parametrize("family", EXPERTS)
+def test_captured_steps_with_some_experts_on_the_device_change_no_token(
+    accelerator: Subject, family: str, tmp_path: Path
+) -> None:
+    """The host computes those that are not there, in the run's dtype: float32."""
+    if not accelerator.device.capabilities.host_calls:
+        pytest.skip(f"{accelerator.name} does not call the host")
+    (shape, layers), long = EXPERTS[family], dict[str, Any]({"infer.max_seq_len": 256})
+    if family == "GptOss":  # as above
+        model, long["load"] = small_config(tmp_path / "model", family, shape, **LIMITS), "dummy"
+    else:
+        model = lively(tmp_path / "model", family, shape)
+    with opened(with_keys(model, accelerator, **long)) as plain:
+        expected = play(plain, **traffic())
+    keys = {"infer.cpu_layer_num": layers, "infer.resident_experts": 3, "offload.host_when_sooner": "auto"}
+    with opened(with_keys(model, accelerator, **long, **keys, **{"infer.use_cuda_graph": True})) as controller:
+        assert_same(play(controller, **traffic()), expected)
+        assert controller.scheduler.stats.counters["host_expert_captured_steps"] > 10
+
+
 def test_a_failure_of_the_host_in_a_captured_step_ends_the_engine(
     accelerator: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

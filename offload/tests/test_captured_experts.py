@@ -188,7 +188,7 @@ def test_rows_of_a_replay_belong_to_it_though_the_next_one_is_submitted_before_i
     captured.replayed(3)
     captured.replayed(1)
     for begins in (True, False, True, False, True):
-        captured._call(begins, seen.append, 0, np.zeros((4, 2), np.int32))
+        captured._call(begins, seen.append, 0, np.zeros((4, 2), np.int32), np.ones(8, np.int32))
     assert seen == [3, 3, 1, 1, 4], "a step without a number has no padding"
 
 

@@ -2,35 +2,36 @@
 layers, or keeps those that the device does not need now. Torch-free. ``evener_kv`` has the blocks that leave the prefix
 cache, ``evener_stages`` pipeline stages on different kinds of devices, ``evener_weights`` sleep mode and new weights.
 
-====================  ======================================================================================
-module                holds
-====================  ======================================================================================
-``layers``            which layers' experts are in host memory
-``automatic``         what ``auto`` counts with
-``placed_layers``     their call sites and weights, and the placement that these get
-``host_backend``      the host's backend beside the device's: its kernels and packings
-``numa``              pages of host memory on machines with several NUMA nodes
-``host_experts``      experts that the host computes, and the copies to and from it
-``captured_experts``  the same in captured steps, in which the device calls the host
-``half_plans``        a step's rows, divided into two halves
-``halves``            two halves in turns, and the thread in which the host computes meanwhile
-``halving``           which steps are computed in halves: decided, or measured
-``residents``         which experts of a layer are on the device: the last used ones
-``passing_experts``   the same in slots through which those of several layers pass
-``prefetch``          experts that are copied before the routing of their layer is known
-``expert_ranks``      expert parallelism: a rank holds some of a layer's experts
-``second_layout``     the same experts a second time, in a layout that another backend reads
-``device_packing``    weights of host memory that the device packs
-``expert_slots``      stacks of experts in host memory, and their slots on the device
-``resident_layer``    the slots of one or several layers; the order of copies to them and products with them
-``slot_products``     what the device computes with experts in slots
-``streamed_layers``   experts of host layers that pass through the device in large steps
-``prompt_share``      experts of such steps that the host computes meanwhile
-``next_router``       which experts the next layer will probably need
-``expert_costs``      what is sooner: computing experts on the host, or copying them
-``host_share``        the host's part of experts that the device computes
-``resident_experts``  experts that the device computes, some after they were copied to it
-====================  ======================================================================================
+======================  ======================================================================================
+module                  holds
+======================  ======================================================================================
+``layers``              which layers' experts are in host memory
+``automatic``           what ``auto`` counts with
+``placed_layers``       their call sites and weights, and the placement that these get
+``host_backend``        the host's backend beside the device's: its kernels and packings
+``numa``                pages of host memory on machines with several NUMA nodes
+``host_experts``        experts that the host computes, and the copies to and from it
+``captured_experts``    the same in captured steps, in which the device calls the host
+``captured_residents``  captured steps in which the device computes the experts that it has
+``half_plans``          a step's rows, divided into two halves
+``halves``              two halves in turns, and the thread in which the host computes meanwhile
+``halving``             which steps are computed in halves: decided, or measured
+``residents``           which experts of a layer are on the device: the last used ones
+``passing_experts``     the same in slots through which those of several layers pass
+``prefetch``            experts that are copied before the routing of their layer is known
+``expert_ranks``        expert parallelism: a rank holds some of a layer's experts
+``second_layout``       the same experts a second time, in a layout that another backend reads
+``device_packing``      weights of host memory that the device packs
+``expert_slots``        stacks of experts in host memory, and their slots on the device
+``resident_layer``      the slots of one or several layers; the order of copies to them and products with them
+``slot_products``       what the device computes with experts in slots
+``streamed_layers``     experts of host layers that pass through the device in large steps
+``prompt_share``        experts of such steps that the host computes meanwhile
+``next_router``         which experts the next layer will probably need
+``expert_costs``        what is sooner: computing experts on the host, or copying them
+``host_share``          the host's part of experts that the device computes
+``resident_experts``    experts that the device computes, some after they were copied to it
+======================  ======================================================================================
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ descriptor = Descriptor(
         "host_when_sooner": Option(
             type=str, default="off", help="infer.resident_experts: the host computes missing experts of small steps if "
             "that is sooner than copying them: off, auto (measured at the start), or a number: those with at most so "
-            "many rows."
+            "many rows. Unless off, it computes all that are missing in captured decode steps."
         ),
         "numa": Option(
             type=str, default="auto", help="Experts in host memory, on a machine with several NUMA nodes: auto (their "

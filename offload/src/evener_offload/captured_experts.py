@@ -22,10 +22,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from evener.config.resolve import ResolvedConfig
 from evener.contracts.device import Device
 from evener.contracts.ops import OpFunction
 from evener.contracts.weights import MoEWeights
 from evener.errors import EngineError
+from evener.plugins.discover import installed_catalog
 from evener.resolution.attribution import Attribution
 
 log = logging.getLogger("evener.worker")
@@ -153,7 +155,7 @@ class CapturedExperts:
     ) -> None:
         self._device, self._host, self._attribution = device, host, attribution
         self._threads = threads
-        self._first, self._work, self.steps = first, work, 0
+        self._first, self.work, self.steps = first, work, 0
         self._buffers: dict[Any, _Buffers] = {}
         #: The functions that captures call, which know only their addresses.
         self._calls: list[HostCall] = []
@@ -195,12 +197,14 @@ class CapturedExperts:
         device, inputs = self._device, [x, ids, weights]
         to, result = self._buffers_for(inputs), torch.empty_like(x)
         begins = path == self._first
-        run = partial(self._call, begins, _bound(compute, to, experts), expert_bytes, to.ids.numpy())
+        run = partial(
+            self._call, begins, _bound(compute, to, experts), expert_bytes, to.ids.numpy(), experts.copies.numpy()
+        )  # fmt: skip
         asked: Any = getattr(compute, "asked", None)
         answers: Any = getattr(compute, "answers", None)
         ask = None if asked is None else partial(asked, *to[:3], experts, to.found, expert_bytes)
         threads = self._threads - (self._threads >= SPARING)
-        call = HostCall(run, begins, ask, partial(_Step, answers, self._progress, self._work, threads))
+        call = HostCall(run, begins, ask, partial(_Step, answers, self._progress, self.work, threads))
         self._calls.append(call)
         beside = self._beside()
         before, after = (None, None) if beside is None else (device.new_event(), device.new_event())
@@ -227,8 +231,11 @@ class CapturedExperts:
 
         return wait
 
-    def _call(self, begins: bool, compute: Callable[[int], None], expert_bytes: int, ids: np.ndarray[Any, Any]) -> None:
-        """The function that the device calls."""
+    def _call(
+        self, begins: bool, compute: Callable[[int], None], expert_bytes: int, ids: np.ndarray[Any, Any],
+        copies: np.ndarray[Any, Any],
+    ) -> None:  # fmt: skip
+        """The function that the device calls. ``copies``: of each expert in the host's memory."""
         progress = self._progress
         if begins:
             progress.begin()
@@ -243,8 +250,9 @@ class CapturedExperts:
             self._host.limit_threads(self._threads - (self._threads >= SPARING))
             compute(rows)
             self._host.limit_threads(self._threads)
-            self._work.nanoseconds += time.perf_counter_ns() - began
-            self._work.read_bytes += expert_bytes * len(set(ids[:rows].ravel().tolist()))
+            self.work.nanoseconds += time.perf_counter_ns() - began
+            chosen = np.bincount(ids[:rows].ravel(), minlength=len(copies)) > 0
+            self.work.read_bytes += expert_bytes * int(np.count_nonzero(chosen & (copies > 0)))
         except Exception as error:  # raised by ``check``: nothing could catch it here
             progress.failure = error
         finally:
@@ -276,6 +284,21 @@ class CapturedExperts:
         raw = next(iter(self._device.pinned_buffers(1, nbytes)), None)
         raw = torch.empty(nbytes, dtype=torch.uint8) if raw is None else raw
         return raw.zero_().view(like.dtype).view(like.shape)
+
+
+def follows_drafter(config: ResolvedConfig) -> bool:
+    """Whether a drafter follows each step."""
+    return config.config.infer.proposes in installed_catalog().lazy_imports("worker drafter")
+
+
+def why_eager(config: ResolvedConfig, device: Device, drafted: bool) -> str | None:
+    """Why steps with experts on the host cannot be captured, as ``Placement.eager``; None if they can."""
+    infer = config.config.infer
+    if not device.capabilities.host_calls:
+        return f", and {device.name} does not call the host (DeviceCapabilities.host_calls)"
+    if infer.tp_size * infer.pp_size > 1:
+        return ", and of several ranks one could not end the others' step if it fails there"
+    return ", and a drafter follows each step" if drafted else None
 
 
 class _Step:

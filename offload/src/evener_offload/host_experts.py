@@ -31,10 +31,9 @@ from evener.engine.worker.memory import memory_demand
 from evener.engine.worker.runner import ForwardStep, Runner
 from evener.engine.worker.step_layout import StepLayout
 from evener.layers.builder import Builder
-from evener.plugins.discover import installed_catalog
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
-from evener_offload.captured_experts import SPARING, CapturedExperts, HostWork
+from evener_offload.captured_experts import SPARING, CapturedExperts, HostWork, follows_drafter, why_eager
 from evener_offload.device_packing import PackedByDevice
 from evener_offload.half_plans import half_plans
 from evener_offload.halves import Halves
@@ -105,9 +104,9 @@ class HostExperts(Placement):
         self._halves = Halves(select)
         mode = str(option(config, "halves"))
         self._halving = Halving(mode, Agreement(own.communicator, device.torch_device))
-        drafted = config.config.infer.proposes in installed_catalog().lazy_imports("worker drafter")
+        drafted = follows_drafter(config)
         when = "never, because a drafter follows them" if drafted else str(self._halving)
-        self.eager = _why_eager(config, device, mode, drafted)
+        self.eager = why_eager(config, device, drafted) or (", and offload.halves=on" if mode == "on" else None)
         first = sites[0].path if sites else ""
         self._captured = CapturedExperts(device, host, self._threads, self._resolver.attribution, first, self._work)
         self.replayed = self._captured.replayed
@@ -234,15 +233,3 @@ class HostExperts(Placement):
 def _distinct(ids: torch.Tensor, experts: int) -> int:
     """How many experts are chosen by some row of ``ids`` [T, k]."""
     return int(np.count_nonzero(np.bincount(ids.numpy().reshape(-1), minlength=experts)))
-
-
-def _why_eager(config: ResolvedConfig, device: Device, halves: str, drafted: bool) -> str | None:
-    """``Placement.eager``."""
-    infer = config.config.infer
-    if not device.capabilities.host_calls:
-        return f", and {device.name} does not call the host (DeviceCapabilities.host_calls)"
-    if infer.tp_size * infer.pp_size > 1:
-        return ", and of several ranks one could not end the others' step if it fails there"
-    if drafted:
-        return ", and a drafter follows each step"
-    return ", and offload.halves=on" if halves == "on" else None

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from evener.resolution.resolver import Resolver
 from evener_offload.expert_costs import ExpertCosts, host_share
 from evener_offload.host_backend import open_host, upload
 from evener_offload.resident_layer import ResidentLayer
-from evener_offload.second_layout import Stacks, keep, second_bytes, second_layout
+from evener_offload.second_layout import Stacks, expert_bytes, keep, second_bytes, second_layout
 from evener_offload.slot_products import MOST_TOKENS
 
 log = logging.getLogger("evener.worker")
@@ -53,7 +54,7 @@ class HostShare:
 
     Attributes:
         computed: experts that the host has computed.
-        packings: the host's.
+        host: its device. packings: the host's.
 
     Raises:
         ConfigError: the host does not compute in the run's dtype.
@@ -61,11 +62,11 @@ class HostShare:
 
     def __init__(self, config: ResolvedConfig, device: Device, resolver: Resolver, most_rows: int | None) -> None:
         self._device, self._most_rows, self.computed = device, most_rows, 0
-        host, self._resolver = open_host(config, resolver)
+        self.host, self._resolver = open_host(config, resolver)
         # If the host computed on all cores, the thread that shares its core with the one that submits would hold up the
         # others in every product.
-        host.limit_threads(config.threads - (config.threads >= _SPARING))
-        self._thread = ThreadPoolExecutor(1, "evener-host-share", initializer=host.select)
+        self.host.limit_threads(config.threads - (config.threads >= _SPARING))
+        self._thread = ThreadPoolExecutor(1, "evener-host-share", initializer=self.host.select)
         self._device_resolver, self.packings = resolver, self._resolver.packings_by_layout
         #: By path: what the host reads.
         self._stacks: dict[str, Stacks] = {}
@@ -100,7 +101,7 @@ class HostShare:
         top, (up_stack, down_stack) = static["top"], self._stacks[path]
 
         def use(part: str, sizes: dict[str, int], **inner: Any) -> OpFunction:
-            return self._resolver.resolve(part, f"{path} on the host", inner, bucket, sizes)
+            return self._resolve(part, f"{path} on the host", inner, bucket, sizes)
 
         gate_up = use("grouped_linear", {"K": top}, **linear_static(up_stack))
         act = use("act_and_mul", {"T": top}, inner=static["inner"],
@@ -116,14 +117,46 @@ class HostShare:
 
         return compute
 
+    def routed(self, path: str, static: Static, bucket: Bucket) -> OpFunction:
+        """``routed_experts`` of one layer on the host, for captured steps."""
+        gate_up, down = self._stacks[path]
+        inner = {**static, "gate_up": gate_up, "down": down, "placement": None}
+        return self._resolve("routed_experts", f"{path} on the host in captured steps", inner, bucket, {})
+
+    def _resolve(
+        self, op: str, path: str, static: Static, bucket: Bucket, sizes: Mapping[str, int]
+    ) -> OpFunction:  # fmt: skip
+        choices = self._resolver.manifest.choices
+        known = len(choices)
+        found = self._resolver.resolve(op, path, static, bucket, sizes)
+        # A capture holds a call of the host, not what the host does then.
+        choices[known:] = [replace(choice, capturable=True) for choice in choices[known:]]
+        return found
+
+    def weights(self, path: str, w: MoEWeights) -> MoEWeights:
+        """The weights of a layer as the host reads them; ``w`` are the device's."""
+        (gate_up, down), biases = self._stacks[path], self._biases_of(path, w)
+        assert gate_up.value is not None and down.value is not None, "weights are loaded"
+        return w._replace(
+            gate_up=gate_up.value, down=down.value, gate_up_bias=biases[0], down_bias=biases[1]
+        )  # fmt: skip
+
+    def expert_bytes(self, path: str) -> int:
+        """Bytes of an expert as the host reads it."""
+        return expert_bytes(self._stacks[path], self.packings)
+
+    def _biases_of(self, path: str, w: MoEWeights) -> list[torch.Tensor | None]:
+        if path not in self._biases:
+            both = w.gate_up_bias, w.down_bias
+            self._biases[path] = [None if b is None else self._device.readback(b).wait() for b in both]
+        return self._biases[path]
+
     def choose(
         self, layer: ResidentLayer, path: str, numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor,
         w: MoEWeights,
     ) -> list[int]:  # fmt: skip
         """The experts of ``numbers`` [T, k] that the host computes. ``x``: the step's rows, on the host."""
-        if path not in self._biases:
-            both = w.gate_up_bias, w.down_bias
-            self._biases[path] = [None if b is None else self._device.readback(b).wait() for b in both]
+        self._biases_of(path, w)
         experts, counts = np.unique(numbers, return_counts=True)
         held = layer.residents.slots
         absent = [each not in held for each in experts.tolist()]

@@ -7,12 +7,16 @@ waves: half of the slots are filled while the other half is computed with (``slo
 
 While a layer is computed, experts are copied that the next one will probably need (``next_router``). Once the next one
 has had all it needed for some steps, it is not guessed for until something is missing again.
+
+If the host may compute experts (``offload.host_when_sooner``), decode steps are captured, and it computes all that are
+not in slots (``captured_residents``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,11 +28,15 @@ from evener.contracts.device import Device
 from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.placement import Placement
 from evener.contracts.weights import MoEWeights
+from evener.engine.wire.plan import Plan
 from evener.engine.worker.assembly import Assembly
-from evener.errors import ConfigError
+from evener.engine.worker.runner import ForwardStep, Runner
+from evener.errors import ConfigError, EngineError
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
+from evener_offload.captured_experts import CapturedExperts, HostWork, follows_drafter, why_eager
+from evener_offload.captured_residents import CapturedResidents
 from evener_offload.host_backend import host_memory, new_stream, option
 from evener_offload.host_share import HostShare
 from evener_offload.layers import layer_number, ranges
@@ -87,6 +95,10 @@ class ResidentExperts(Placement):
             self.layer[site.path] = ResidentLayer(
                 [stacks(site)], site.static["experts"], own, resolver.packings_by_layout, count, device, stream
             )
+        #: Submits captured steps; None: steps run eagerly.
+        self.captured: CapturedResidents | None = None
+        self._eager = True
+        self.eager = ", and offload.host_when_sooner=off" if self.share is None else self._captures(config)
         shown = f"{count} experts of each of {len(sites)} layers are on the device, the others in host memory"
         resolver.manifest.notes.append(f"{shown}: {ranges(self.layers)}")
         #: By path: the router of the next layer with experts, and what that layer has, if some are in host memory.
@@ -98,13 +110,41 @@ class ResidentExperts(Placement):
                 for site, following in pairwise(every) if following.path in self.layer
             }  # fmt: skip
 
+    def _captures(self, config: ResolvedConfig) -> str | None:
+        """Prepare captured steps; why there are none, as ``Placement.eager``."""
+        share = self.share
+        if share is None or (why := why_eager(config, self._device, follows_drafter(config))) is not None:
+            return why
+        captured = CapturedExperts(
+            self._device, share.host, config.threads, self._resolver.attribution, next(iter(self.layer)), HostWork()
+        )
+        self.captured = CapturedResidents(self._device, self.layer, captured)
+        self.replayed, self.divided = self.captured.replayed, self._run_eagerly
+        self._eager = False
+        return None
+
+    def _run_eagerly(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
+        """As ``Placement.divided``, with all rows at once."""
+        assert self.captured is not None, "it is set where this is"
+        self.captured.before_eager_step()
+        self._eager = True
+        try:
+            return runner.model.forward(step)
+        finally:
+            self._eager = False
+
     def __str__(self) -> str:
         return "host memory"
 
     def counters(self) -> Mapping[str, int]:
-        """Over all layers: experts that were needed and on the device, or were not and were copied, or were
-        computed by the host; bytes that were copied; experts
-        that were guessed for a next layer, and that it needed; bytes that were copied for wrong guesses."""
+        """Over all layers, in eager steps: experts that were needed and on the device, or were not and were copied, or
+        were computed by the host; bytes that were copied; experts that were guessed for a next layer, and that it
+        needed; bytes that were copied for wrong guesses. Of captured steps: how many there were, bytes of experts that
+        the host read, microseconds that it computed, and experts that took another one's slot.
+
+        Raises:
+            EvenerError: the host failed in a captured step.
+        """
         layers = [(layer.residents, layer.nbytes) for layer in self.layer.values()]
         return {
             "expert_hits": sum(held.hits for held, _ in layers),
@@ -114,6 +154,7 @@ class ResidentExperts(Placement):
             "expert_guesses": sum(held.guesses for held, _ in layers),
             "expert_guess_hits": sum(held.right for held, _ in layers),
             "expert_wasted_bytes": sum(held.wasted * nbytes for held, nbytes in layers),
+            **({} if self.captured is None else self.captured.counters()),
         }
 
     def close(self) -> None:
@@ -141,11 +182,17 @@ class ResidentExperts(Placement):
         layer, device, following = self.layer[path], self._device, self._next.get(path)
         guess = following and following[0].resolve(self._resolver, bucket)
         products = SlotProducts(layer, 0, device, self._resolver, path, static, bucket, False)
-        share, on_host = self.share, None
+        share, on_host, captured, routed = self.share, None, self.captured, None
         if share is not None and bucket.high <= MOST_TOKENS:
             on_host = share.resolve(path, static, bucket)
+            routed = None if captured is None else share.routed(path, static, bucket)
 
         def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
+            if not self._eager:
+                if captured is None or share is None or routed is None:
+                    raise EngineError(f"experts in slots are captured in steps of up to {MOST_TOKENS} rows")
+                host_weights, nbytes = partial(share.weights, path, w), share.expert_bytes(path)
+                return captured.start(path, products, routed, nbytes, x, ids, weights, w, host_weights)
             chosen, guessed = device.readback(ids), None
             if guess is not None and following is not None and following[1].quiet < _QUIET:
                 guessed = device.readback(guess(x))

@@ -117,6 +117,19 @@ class ResidentLayer:
         self._copy(wave)
         return next((self._copied[slot] for slot in wave.slots.values()), None)
 
+    def exchange(self, pairs: Iterable[tuple[int, int | None]]) -> None:
+        """Copy the first expert of each pair over the second one, or to an empty slot (None), on the current stream. No
+        step runs."""
+        self._submit(self.residents.exchange(pairs))
+
+    def note_use_of_all(self, event: Any) -> None:
+        """``event`` is after the last work with any of the slots."""
+        self._used = [event] * len(self._used)
+
+    def forget_events(self) -> None:
+        """All copies and products have ended."""
+        self._used, self._copied = ([None] * self.residents.count for _ in range(2))
+
     def copy_again(self) -> None:
         """Copy one expert to where it is, to measure how long that takes. On the current stream."""
         expert, slot = next(iter(self.residents.slots.items()), (0, 0))

@@ -113,6 +113,10 @@ class Residents:
         leaves = [None] * min(empty, len(absent)) + list(leaving)
         return {expert: self._place(expert, each) for expert, each in zip(absent, leaves, strict=False)}
 
+    def exchange(self, pairs: Iterable[tuple[int, int | None]]) -> Wave:
+        """Give the first expert of each pair the slot of the second one, or an empty one (None)."""
+        return Wave.of_copies({expert: self._place(expert, leaves) for expert, leaves in pairs})
+
     def learn(self, expert: int, needed: Collection[int]) -> Wave:
         """Give an absent expert the slot of the least recently used one that this step has not ``needed``, if any."""
         leaves = None

@@ -21,6 +21,7 @@ import torch
 from evener.contracts.device import Device
 from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.weights import MoEWeights
+from evener.errors import EngineError
 from evener.ops.composites import linear_static
 from evener.resolution.resolver import Resolver
 from evener_offload.resident_layer import ResidentLayer
@@ -112,6 +113,22 @@ class SlotProducts:
         if together:
             return total
         return self._mix(total.view(*numbers.shape, -1), weights)  # type: ignore[no-any-return]
+
+    def at_once(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        """The sum of the experts that are in slots now, [T, hidden], in one call, which a capture may hold.
+
+        Args:
+            places: as of ``ResidentLayer.places``; experts without a slot are left out.
+
+        Raises:
+            EngineError: steps of so many rows are computed in waves.
+        """
+        if self._whole is None:
+            raise EngineError(f"experts in slots are computed at once in steps of up to {MOST_TOKENS} rows")
+        return self._whole(x, ids, weights, self._weights(w, *places))  # type: ignore[no-any-return]
 
     def _maps(self, waves: Sequence[Wave]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Of each wave: int32 [waves, experts], the slot of each expert, -1 if it is not in the wave; and

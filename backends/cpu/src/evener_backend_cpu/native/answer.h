@@ -18,15 +18,16 @@ struct Answered {
   int64_t nanoseconds, read_bytes;  // of products; each expert's bytes once a call
 };
 
-// Experts that some row chooses; all ids are in range.
-static int64_t distinct(const int32_t* ids, int64_t count, int64_t experts) {
+// Experts that some row of the call chooses and that are in this memory; all ids are in range.
+static int64_t experts_read(const Routed& call) {
   static thread_local uint64_t seen[MOST_EXPERTS / 64];
-  memset(seen, 0, (experts + 63) / 64 * 8);
+  memset(seen, 0, (call.e->count + 63) / 64 * 8);
   int64_t found = 0;
-  for (int64_t i = 0; i < count; i++) {
-    uint64_t bit = 1ul << ids[i] % 64;
-    found += !(seen[ids[i] / 64] & bit);
-    seen[ids[i] / 64] |= bit;
+  for (int64_t i = 0; i < call.tokens * call.e->top; i++) {
+    int32_t id = call.ids[i];
+    uint64_t bit = 1ul << id % 64;
+    found += call.e->copies[id] > 0 && !(seen[id / 64] & bit);
+    seen[id / 64] |= bit;
   }
   return found;
 }
@@ -49,7 +50,7 @@ static int answer(Run run, const Asked* asked, int64_t count, int64_t rows, int6
       int64_t began = Aside::now();
       result = rows <= one.call.tokens ? run(call) : wrong("%ld rows of %ld were asked for", (long)rows, (long)one.call.tokens);
       spent->nanoseconds += Aside::now() - began;
-      if (result == DONE) spent->read_bytes += one.expert_bytes * distinct(call.ids, call.tokens * call.e->top, call.e->count);
+      if (result == DONE) spent->read_bytes += one.expert_bytes * experts_read(call);
     }
     __atomic_store_n(one.done, 1, __ATOMIC_RELEASE);
   }

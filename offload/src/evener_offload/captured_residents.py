@@ -1,0 +1,214 @@
+"""Experts in slots in captured steps: the device computes those that are in slots, and calls the host for the others
+(``captured_experts``). Nobody waits for copies of experts, and the host submits no layer by itself.
+
+Maps say where experts are: on the device those in slots, on the host the others. Captures read the maps where they are,
+so they are written only while no step runs. The device counts which experts are chosen. From time to time, the most
+chosen ones on the host take the slots of the least chosen ones, as far as a part of the time allows (least frequently
+used, with counts that age).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from evener.contracts.device import Device, Readback
+from evener.contracts.ops import OpFunction
+from evener.contracts.weights import MoEWeights
+from evener_offload.captured_experts import CapturedExperts
+from evener_offload.resident_layer import ResidentLayer
+from evener_offload.slot_products import SlotProducts
+
+#: Steps after which counts are looked at, and what the older ones count for then.
+_REVIEW, _AGEING = 16, 0.5
+#: An expert takes another one's slot if it was chosen so many times as often, and at least so many times more.
+_MORE_OFTEN, _MORE = 1.5, 2.0
+#: Part of the time that copies may take; experts that are copied before it is known how long one takes.
+_PART, _FIRST = 0.1, 4
+
+
+class _Maps:
+    """Where the experts of one layer are.
+
+    Args:
+        whole: int32 on the device, a part of which is this layer's: places of experts, whether they have one, and
+            experts of the slots.
+        at: where that part begins.
+        on_host: the layer's weights as the host reads them.
+
+    Attributes:
+        on_host: the same with a map that only has the experts without a slot.
+    """
+
+    def __init__(self, layer: ResidentLayer, whole: torch.Tensor, at: int, on_host: MoEWeights) -> None:
+        experts, count = layer.experts, layer.residents.count
+        self._layer, self.at, self.size = layer, at, 2 * experts + count
+        self.slots = whole[at : at + experts].view(-1, 1)
+        self.copies = whole[at + experts : at + 2 * experts]
+        self.experts = whole[at + 2 * experts : at + self.size]
+        slots = torch.full((experts, 1), -1, dtype=torch.int32)
+        self.on_host = on_host._replace(slots=slots, copies=torch.zeros(experts, dtype=torch.int32))
+
+    def write(self, into: np.ndarray[Any, Any]) -> None:
+        """Write the map of the device into its part of an array, and that of the host."""
+        layer, held = self._layer, self._layer.residents.slots
+        slot_of, expert_of = np.full(layer.experts, -1, dtype=np.int32), np.zeros(layer.residents.count, dtype=np.int32)
+        there = list(held.values())
+        slot_of[list(held)], expert_of[there] = there, list(held)
+        into[self.at : self.at + self.size] = np.concatenate([slot_of, slot_of >= 0, expert_of])
+        absent = slot_of < 0
+        self.on_host.slots.numpy()[:, 0] = np.where(absent, np.arange(layer.experts), -1)
+        self.on_host.copies.numpy()[:] = absent
+
+
+class CapturedResidents:
+    """Submits the work of layers with experts in slots.
+
+    Args:
+        layers: by path of the call site.
+        captured: submits the host's part.
+
+    Attributes:
+        exchanged: experts that took another one's slot.
+    """
+
+    def __init__(self, device: Device, layers: Mapping[str, ResidentLayer], captured: CapturedExperts) -> None:
+        self._device, self._layers, self._captured, self.exchanged = device, layers, captured, 0
+        sizes = [2 * layer.experts + layer.residents.count for layer in layers.values()]
+        self._at = dict(zip(layers, [0, *np.cumsum(sizes).tolist()], strict=False))
+        self._host_map = np.zeros(sum(sizes), dtype=np.int32)
+        self._map: torch.Tensor | None = None
+        self._maps: dict[str, _Maps] = {}
+        #: Of each layer, how often each expert was chosen: on the device, by the last look, and with ageing.
+        self._number = {path: number for number, path in enumerate(layers)}
+        most = max(layer.experts for layer in layers.values())
+        self._counts: torch.Tensor | None = None
+        self._seen, self._scores = (np.zeros((len(layers), most), dtype=np.float32) for _ in range(2))
+        self._reading: Readback | None = None
+        self._steps, self._looked, self._copy_s = 0, time.perf_counter(), 0.0
+        #: Whether an eager step has changed what is in slots; whether captured steps may be under way.
+        self._stale, self._under_way = True, False
+
+    def counters(self) -> Mapping[str, int]:
+        """Captured steps, bytes of experts that the host read, microseconds that it computed, experts that took another
+        one's slot.
+
+        Raises:
+            EvenerError: the host failed in a captured step.
+        """
+        self._captured.check()
+        work = self._captured.work
+        return {
+            "host_expert_captured_steps": self._captured.steps,
+            "host_expert_read_bytes": work.read_bytes,
+            "host_expert_microseconds": work.nanoseconds // 1000,
+            "expert_exchanges": self.exchanged,
+        }
+
+    def before_eager_step(self) -> None:
+        """An eager step is submitted next. Its copies wait for captured steps that read the slots."""
+        self._stale = True
+        if self._under_way:
+            self._under_way = False
+            event = self._device.new_event()
+            event.record()
+            for layer in self._layers.values():
+                layer.note_use_of_all(event)
+
+    def replayed(self, rows: int) -> None:
+        """As ``Placement.replayed``.
+
+        Raises:
+            EvenerError: the host failed in an earlier step.
+        """
+        self._captured.replayed(rows)
+        self._steps, self._under_way = self._steps + 1, True
+        if self._counts is not None and self._steps % _REVIEW == 0 and self._reading is None:
+            self._reading = self._device.readback(self._counts)
+        elif self._reading is not None and self._reading.ready():
+            self._review(self._reading.wait().numpy())
+            self._reading = None
+        if self._stale:
+            self._device.synchronize()
+            self._write()
+
+    def start(
+        self, path: str, products: SlotProducts, compute: OpFunction, expert_bytes: int, x: torch.Tensor,
+        ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights, on_host: Callable[[], MoEWeights],
+    ) -> Callable[[], torch.Tensor]:  # fmt: skip
+        """Submit a layer; returns what makes the device wait for the result [T, hidden].
+
+        Args:
+            compute: ``routed_experts`` on the host.
+            expert_bytes: of the weights of one expert, as the host reads them.
+            on_host: returns the layer's weights as the host reads them.
+
+        Raises:
+            EngineError: steps of so many rows are not computed at once.
+        """
+        maps = self._maps_of(path, on_host)
+        wait = self._captured.start(path, compute, expert_bytes, x, ids, weights, maps.on_host)
+        assert self._counts is not None, "made with the maps"
+        chosen = ids.flatten()  # rows of padding count, too: they are few, and choose the same experts each time
+        self._counts[self._number[path]].index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float32))
+        y = products.at_once(x, ids, weights, w, (maps.slots, maps.copies, maps.experts))
+        return lambda: y.add_(wait())
+
+    def _maps_of(self, path: str, on_host: Callable[[], MoEWeights]) -> _Maps:
+        if self._map is None:
+            self._map = self._device.upload(self._host_map)
+            self._counts = self._device.upload(self._seen)
+        if path not in self._maps:
+            self._maps[path] = _Maps(self._layers[path], self._map, self._at[path], on_host())
+            self._device.synchronize()
+            self._write()
+        return self._maps[path]
+
+    def _write(self) -> None:
+        """Write all maps. No step runs."""
+        for path, maps in self._maps.items():
+            self._layers[path].forget_events()
+            maps.write(self._host_map)
+        if self._map is not None:
+            self._map.copy_(self._device.upload(self._host_map))
+        self._stale = False
+
+    def _review(self, counts: np.ndarray[Any, Any]) -> None:
+        """Let the most chosen experts on the host take the slots of the least chosen ones."""
+        now, most = time.perf_counter(), _FIRST
+        if self._copy_s:
+            most = int(_PART * (now - self._looked) / self._copy_s)
+        self._scores = self._scores * _AGEING + (counts - self._seen)
+        self._seen, self._looked = counts.copy(), now
+        chosen = dict[str, list[tuple[int, int | None]]]()
+        for _, path, expert, leaves in sorted(self._worth(), reverse=True)[:most]:
+            chosen.setdefault(path, []).append((expert, leaves))
+        if not chosen:
+            return
+        self._device.synchronize()
+        began = time.perf_counter()
+        for path, pairs in chosen.items():
+            self._layers[path].exchange(pairs)
+        self._device.synchronize()
+        count = sum(map(len, chosen.values()))
+        self._copy_s, self.exchanged = (time.perf_counter() - began) / count, self.exchanged + count
+        self._write()
+
+    def _worth(self) -> list[tuple[float, str, int, int | None]]:
+        """How much more often an expert was chosen than one that is in a slot of its layer, and both; by layer, the
+        most chosen expert with the least chosen one, and so on. None: the slot is empty."""
+        found = []
+        for scores, (path, layer) in zip(self._scores, self._layers.items(), strict=True):
+            held = layer.residents.slots
+            there = [*[None] * (layer.residents.count - len(held)), *sorted(held, key=scores.__getitem__)]
+            absent = sorted(set(range(layer.experts)) - set(held), key=scores.__getitem__, reverse=True)
+            for expert, leaves in zip(absent, there, strict=False):
+                more, less = float(scores[expert]), 0.0 if leaves is None else float(scores[leaves])
+                if more < _MORE_OFTEN * less or more < less + _MORE:
+                    break
+                found.append((more - less, path, expert, leaves))
+        return found
