@@ -91,6 +91,8 @@ class StateManager:
         #: Whether one step computes all tokens of a request.
         self.undivided = any(kind.undivided for kind in self._kinds)
         self.prefix_cache = prefix_cache
+        #: Groups of which blocks die. The first live block never moves back, so one look far ahead tells.
+        self._mortal = [group for group in range(len(self.specs)) if self.first_live_block(group, 1 << 40)]
 
     def blocks_for(self, tokens: int, step_tokens: int) -> int:
         """Slabs that a request of ``tokens`` tokens holds at most, if a step adds at most ``step_tokens`` of them."""
@@ -209,7 +211,7 @@ class StateManager:
                             and self.pool.set_key(blocks[column], key) and self.pool.listeners):  # fmt: skip
                         self._announce(table, key, column, tokens)
             table.cached_blocks = columns
-        for group in range(len(self.specs)):
+        for group in self._mortal:
             first = self.first_live_block(group, computed)
             if first > table.first_live[group]:
                 blocks = table.blocks[group]
