@@ -187,6 +187,18 @@ def test_a_copy_goes_its_own_way(library: GrammarLibrary) -> None:
     assert (allowed(first), allowed(second)) == ([ord("x")], [ord("y")])
 
 
+def test_the_mask_of_a_step_is_not_copied_until_the_text_goes_on(library: GrammarLibrary) -> None:
+    matcher = library.compile(spec("choice", ["ab", "cd"]))
+    kept, (sent,) = matcher.mask(), matcher.masks([])
+    assert isinstance(kept, bytes) and sent == kept
+    other = matcher.copy()
+    other.accept(ord("a"))
+    assert other.masks([])[0] != sent == kept, "two texts share memory"
+    matcher.accept(ord("c"))
+    assert matcher.masks([])[0] == matcher.mask() != kept
+    assert matcher.masks([ord("d")])[0] == matcher.mask(), "the mask behind a proposed token is written over it"
+
+
 def test_a_wrong_token_is_found_at_the_next_mask(library: GrammarLibrary) -> None:
     matcher = library.compile(spec("choice", ["ab"]))
     matcher.accept(ord("z"))

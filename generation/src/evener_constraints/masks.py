@@ -147,20 +147,23 @@ class GrammarMasks(Grammars):
         unknown = newest.drafts and any(BY_WORKER in newest.drafts.get(row, ()) for row in rows)
         if not unknown and unread.isdisjoint(plan.slots[row] for row in rows):
             self.owed = None
-            masks = [mask for row in rows for mask in self._masks(newest, row, newest.drafts.get(row, []))]
+            masks: list[object] = [
+                mask for row in rows for mask in self._masks(newest, row, newest.drafts.get(row, []))
+            ]
             executor.submit(StepMasks(plan=plan.id, masks=masks))
 
-    def _masks(self, of: _Submitted, row: int, drafts: list[int]) -> list[bytes]:
+    def _masks(self, of: _Submitted, row: int, drafts: list[int]) -> Iterable[bytes | memoryview]:
         """The masks of a row, after its last certain token and after each proposed one."""
         slot = of.plan.slots[row]
         try:
-            found = self._matchers[slot].masks([id for id in drafts if id >= 0])  # the worker may have made none
+            made = [id for id in drafts if id >= 0] if drafts else drafts  # the worker may have made none
+            found = self._matchers[slot].masks(made)
         except Exception as error:  # also where a text has ended, and a plan that was made before goes on with it
             self._failed[slot] = f"the text cannot follow its grammar any further: {error}"
             found = [b""]
         of.usable[row] = len(found) - 1
         missing = len(drafts) + 1 - len(found)
-        return found + [b""] * missing if missing else found
+        return [*found, *[b""] * missing] if missing else found
 
     def read(self, executor: Executor) -> StepResult:
         while (result := executor.read()).proposed:

@@ -73,7 +73,8 @@ class NoRepeats(Matcher):
         return self._inner.fitting(tokens)
 
     def masks(self, tokens: list[int]) -> list[bytes]:
-        inner, (of_all, of_prompt) = self._inner.masks(tokens), self._ahead()
+        inner: Sequence[bytes | memoryview] = self._inner.masks(tokens)
+        of_all, of_prompt = self._ahead()
         found = [self._masked(inner[0], of_all, of_prompt)]
         for token, mask in zip(tokens, inner[1:], strict=False):
             if not found[-1][token >> 3] >> (token & 7) & 1:
@@ -91,7 +92,7 @@ class NoRepeats(Matcher):
         of_all, of_prompt = self._catch_up()
         return of_all.behind(), of_prompt.behind()
 
-    def _masked(self, inner: bytes, *ahead: _Sequences) -> bytes:
+    def _masked(self, inner: bytes | memoryview, *ahead: _Sequences) -> bytes:
         """The other matcher's mask without what would complete a sequence: of the text, of those ``ahead``, or of the
         prompt.
 

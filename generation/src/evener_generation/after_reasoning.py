@@ -137,7 +137,7 @@ class AfterReasoning(Matcher):
             return list((self._reasoning.begin if state.where == "begin" else state.end)[state.place :])
         return forced_by(answer) if state.where == "answer" else []
 
-    def masks(self, tokens: list[int]) -> list[bytes]:
+    def masks(self, tokens: list[int]) -> list[bytes] | list[memoryview]:
         if self._state.where == "answer" and self._answer is not None:
             return self._answer.masks(tokens)
         return masks_behind(self.copy(), tokens)  # the answer has not begun, so a copy is small

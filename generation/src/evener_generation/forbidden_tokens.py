@@ -54,7 +54,8 @@ class ForbiddenTokens(Matcher):
         return len(tokens) if self._inner is None else self._inner.fitting(tokens)
 
     def masks(self, tokens: list[int]) -> list[bytes]:
-        inner = [self._any] * (1 + len(tokens)) if self._inner is None else self._inner.masks(tokens)
+        inner: Sequence[bytes | memoryview] = [self._any] * (1 + len(tokens))
+        inner = inner if self._inner is None else self._inner.masks(tokens)
         found, node = [_without(inner[0], self._node)], self._node
         for token, mask in zip(tokens, inner[1:], strict=False):
             if not allows(found[-1], token):
@@ -72,7 +73,7 @@ class ForbiddenTokens(Matcher):
         self._node = _next(self._node, token)
 
 
-def _without(mask: bytes, node: _Node | None) -> bytes:
+def _without(mask: bytes | memoryview, node: _Node | None) -> bytes:
     """``mask`` without what would complete a sequence.
 
     Raises:

@@ -83,17 +83,21 @@ class _LlguidanceMatcher(Matcher):
         self._matcher, self._mask_bytes, self._text = matcher, mask_bytes, list(text)
         self._start = start or matcher.deep_copy()
         # Written in place: the library's own bytes take half as long again.
-        self._bits = np.zeros(mask_bytes, np.uint8)
-        self._address = self._bits.ctypes.data
+        bits = np.zeros(mask_bytes, np.uint8)
+        self._bits, self._address = memoryview(bits), bits.ctypes.data
 
     def copy(self) -> Matcher:
         return _LlguidanceMatcher(self._matcher.deep_copy(), self._mask_bytes, self._start, self._text)
 
     def mask(self) -> bytes:
+        return bytes(self._write())
+
+    def _write(self) -> memoryview:
+        """The mask, in the memory that every mask of this matcher is written into."""
         self._matcher.unsafe_compute_mask_ptr(self._address, self._mask_bytes)
         if self._matcher.is_error():
             raise ValueError(_first_line(self._matcher.get_error()))
-        return bytes(self._bits)
+        return self._bits
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
@@ -108,10 +112,10 @@ class _LlguidanceMatcher(Matcher):
         # The library leaves out the last tokens of the text that must come, if they could be joined with what follows.
         return [] if self._matcher.is_error() else list(self._matcher.compute_ff_tokens())
 
-    def masks(self, tokens: list[int]) -> list[bytes]:
-        found = [self.mask()]
+    def masks(self, tokens: list[int]) -> list[bytes] | list[memoryview]:
         if not tokens:
-            return found
+            return [self._write()]  # not copied: masks of all rows fill the processor's caches
+        found = [self.mask()]
         for token in tokens[: self.fitting(tokens)]:
             self._matcher.consume_token(token)
             try:

@@ -394,8 +394,8 @@ class Frontend:
 
 def _named(event: wire.Tokens) -> tuple[list[dict[int, float]], list[dict[int, float]], bytes]:
     """As ``read`` of what reads rows: the log-probabilities that the engine names, and what it sends beside them."""
-    both = event.logprobs or (), event.prompt_logprobs or ()
-    samples, prompt = [[dict(zip(each.ids, each.values, strict=True)) for each in entries] for entries in both]
+    samples = [dict(zip(e.ids, e.values, strict=True)) for e in event.logprobs] if event.logprobs else []
+    prompt = [dict(zip(e.ids, e.values, strict=True)) for e in event.prompt_logprobs] if event.prompt_logprobs else []
     return samples, prompt, event.pooled
 
 

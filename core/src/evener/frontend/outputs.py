@@ -17,7 +17,7 @@ class OutputBuilder:
 
     def add(self, delta: Delta) -> None:
         """Add the next delta."""
-        sample = self._output.outputs[delta.index]
+        output, sample = self._output, self._output.outputs[delta.index]
         self._texts[delta.index].append(delta.text)
         sample.token_ids += delta.token_ids
         sample.pooled += delta.pooled
@@ -25,13 +25,13 @@ class OutputBuilder:
             sample.logprobs = sample.logprobs or []
             sample.logprobs += delta.logprobs
         if delta.prompt_logprobs is not None:
-            self._output.prompt_logprobs = (self._output.prompt_logprobs or []) + delta.prompt_logprobs
-        self._output.num_cached_tokens = max(self._output.num_cached_tokens, delta.num_cached_tokens)
-        self._output.error = self._output.error or delta.error
+            output.prompt_logprobs = (output.prompt_logprobs or []) + delta.prompt_logprobs
+        output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
+        output.error = output.error or delta.error
         if delta.finish_reason is not None:
             sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
             self._open -= 1
-            self._output.finished = self._open == 0
+            output.finished = self._open == 0
 
     @property
     def finished(self) -> bool:

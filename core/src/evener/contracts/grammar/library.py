@@ -65,9 +65,12 @@ class Matcher(ABC):
         not computed; a library may say too many. Takes microseconds. Default: none, so that nothing is proposed."""
         return 0
 
-    def masks(self, tokens: list[int]) -> list[bytes]:
+    def masks(self, tokens: list[int]) -> list[bytes] | list[memoryview]:
         """(optional) The mask, and those behind each of ``tokens``, as if they came. Ends at the first that may not
         come, or behind which the text cannot go on. The state stays as it is. Default: the mask alone.
+
+        What a memoryview shows may change with the matcher's next mask: that is made when a step with this one was
+        read.
 
         Raises:
             ValueError: as ``mask``.

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -344,7 +344,7 @@ class Scheduler:
         if the pool has too few blocks."""
         assert request.table is not None, "a running request has a table"
         drafted = drafted or []
-        samples = 1 + len(drafted) if request.planned + count == request.length else 0
+        samples = 1 + len(drafted) if request.planned + count == len(request.tokens) + request.unread else 0
         again, count = request.checked and max(0, request.checked - request.planned), count + len(drafted)
         if (growth := self.state.grow(request.table, request.planned + count, len(drafted))) is None:
             return False
@@ -431,13 +431,13 @@ class Scheduler:
             if row.drafts and result.drafts:
                 row = submitted.rows[index] = msgspec.structs.replace(row, drafts=next(proposed))
             request, ids = row.request, row.accepted(result.ids[first : first + row.samples])
-            vector = next(pooled, b"") if row.samples else b""
+            vector = next(pooled, b"") if result.pooled and row.samples else b""
             parts = [part[: len(part) // of.count * len(ids)] if of.kind == "sampled" else part
-                     for of, part in outputs if of.row == index] if outputs else []  # fmt: skip
+                     for of, part in outputs if of.row == index] if outputs else ()  # fmt: skip
             if request.finish is None:
-                found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs] if logprobs else []
+                found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs] if logprobs else ()
                 self._extend(row, ids)
-                events.extend(self._report(request, ids, found, scored.get(index), vector, b"".join(parts)))
+                events += self._report(request, ids, found, scored.get(index), vector, b"".join(parts))
             first, made = first + row.samples, made + len(ids)
         self.drafts.record(submitted.rows, submitted.drafts, made)
         self._release_finished(plan.id)
@@ -460,24 +460,24 @@ class Scheduler:
         self.state.commit(request.table, request.tokens, computed)
 
     def _report(
-        self, request: Request, ids: list[int], logprobs: list[TokenLogprobs], scores: list[TokenLogprobs] | None,
+        self, request: Request, ids: list[int], logprobs: Sequence[TokenLogprobs], scores: list[TokenLogprobs] | None,
         vector: bytes, rows: bytes,
-    ) -> Iterator[FromController]:  # fmt: skip
+    ) -> list[FromController]:  # fmt: skip
         if not ids and scores is None and not rows:
-            return
-        sampling = request.message.sampling
+            return []
+        s = request.message.sampling
         request.scored += len(scores or ())
-        yield Tokens(
+        tokens = Tokens(
             id=request.id, ids=[] if vector else ids, cached=request.cached, pooled=vector + rows,
             queued=request.started - request.arrived,
             # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
-            logprobs=[each.likeliest(len(sampling.logprob_ids) or sampling.logprobs or 0) for each in logprobs] or None,
-            prompt_logprobs=None if scores is None else [s.likeliest(sampling.prompt_logprobs or 0) for s in scores],
+            logprobs=[e.likeliest(len(s.logprob_ids) or s.logprobs or 0) for e in logprobs] if logprobs else None,
+            prompt_logprobs=None if scores is None else [e.likeliest(s.prompt_logprobs or 0) for e in scores],
         )  # fmt: skip
-        if ids and ids[-1] in request.stop_ids:
-            yield self._finish(request, "stop")
-        elif ids and len(request.tokens) >= request.limit:
-            yield self._finish(request, "length")
+        stopped = bool(ids) and ids[-1] in request.stop_ids
+        if stopped or (ids and len(request.tokens) >= request.limit):
+            return [tokens, self._finish(request, "stop" if stopped else "length")]
+        return [tokens]
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None, status: int = 503) -> Finished:
         request.finish = reason

@@ -16,7 +16,8 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from evener.contracts.media import MediaItem
 from evener.contracts.state import StateKind, StateSpec
@@ -55,7 +56,7 @@ class BlockTable:
         return len(self.blocks[0]) if self.blocks else 0
 
 
-class Growth(NamedTuple):
+class Growth(msgspec.Struct, frozen=True):
     """New entries of a table: for each group the block ids from column ``start`` on."""
 
     start: int
@@ -90,6 +91,8 @@ class StateManager:
         #: Whether one step computes all tokens of a request.
         self.undivided = any(kind.undivided for kind in self._kinds)
         self.prefix_cache = prefix_cache
+        #: Groups of which blocks die. The first live block never moves back, so one look far ahead tells.
+        self._mortal = [group for group in range(len(self.specs)) if self.first_live_block(group, 1 << 40)]
 
     def blocks_for(self, tokens: int, step_tokens: int) -> int:
         """Slabs that a request of ``tokens`` tokens holds at most, if a step adds at most ``step_tokens`` of them."""
@@ -158,10 +161,9 @@ class StateManager:
         proposed: a later step may begin or end at each of these. Returns None, and changes nothing, when the pool has
         too few free blocks."""
         start = table.columns()
-        count = -(-tokens // self.block_size) - start
-        if count <= 0:
+        if tokens <= start * self.block_size:
             return Growth(start, ())
-        columns, ends = range(start, start + count), max(0, tokens - drafts - 1) // self.block_size
+        columns, ends = range(start, -(-tokens // self.block_size)), max(0, tokens - drafts - 1) // self.block_size
         needs = [[kind.needs(spec, at, at if at >= ends else columns[-1], self.block_size) for at in columns]
                  for spec, kind in zip(self.specs, self._kinds, strict=True)]  # fmt: skip
         taken = self.pool.allocate_all([(sum(group), span) for group, span in zip(needs, self.spans, strict=True)])
@@ -209,7 +211,7 @@ class StateManager:
                             and self.pool.set_key(blocks[column], key) and self.pool.listeners):  # fmt: skip
                         self._announce(table, key, column, tokens)
             table.cached_blocks = columns
-        for group in range(len(self.specs)):
+        for group in self._mortal:
             first = self.first_live_block(group, computed)
             if first > table.first_live[group]:
                 blocks = table.blocks[group]

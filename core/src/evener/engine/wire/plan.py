@@ -135,12 +135,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
 
 
 class StepMasks(msgspec.Struct, frozen=True, kw_only=True, tag="masks"):
-    """Which ids the rows ``Plan.masked`` of a plan may take, one mask for each, as a ``Matcher`` of
-    ``evener.contracts.grammar`` packs them. Sent after the plan and before the next one: a mask depends on the token
+    """Which ids the rows ``Plan.masked`` of a plan may take, one mask for each, bytes or a memoryview, as a ``Matcher``
+    of ``evener.contracts.grammar`` packs them. Sent after the plan and before the next one: a mask depends on the token
     before it, which is read while the worker computes the hidden states."""
 
     plan: int
-    masks: list[bytes]
+    masks: list[object]
 
 
 #: What the controller sends the worker.
