@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Namespace:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
+        self._listing = threading.Lock()
         for name in ("used", "peak", "capacity"):
             getattr(self._library, f"evener_{name}").restype = ctypes.c_int64
         self._library.evener_set_capacity.argtypes = (ctypes.c_int, ctypes.c_int64)
@@ -104,7 +106,8 @@ class Namespace:
 
     def on_host(self) -> dict[str, int]:
         """How often each torch op ran on the host because the chip has no kernel for it."""
-        lines = self._library.evener_on_host().decode().splitlines()
+        with self._listing:  # the library's text is valid until the next call, which another rank may make
+            lines = self._library.evener_on_host().decode().splitlines()
         return {name: int(count) for name, _, count in (line.partition(" ") for line in lines)}
 
     def reads(self) -> int:
