@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from expert_families import FEW_BLOCKS, Configured, on_the_cpu, worker_of
 from harsh_traffic import assert_same, assert_some, shrink, some, traffic
 from test_captured_experts import Asking, chip
@@ -139,6 +140,16 @@ def test_an_expert_is_worth_a_slot_if_it_was_chosen_clearly_more_often(configure
     (first, second) = found._worth()
     assert first == (28.0, path, absent[1], held[3])
     assert second[0] == 10.0 and second[2] == absent[0] and second[3] in held
+
+
+def test_counts_that_begin_anew_are_told_apart(configured: Configured) -> None:
+    """A server runs for longer than an int32 counts."""
+    controller, _ = build_controller(configured(**KEYS))
+    found = captured(controller)
+    found._seen[:] = 2**31 - 3
+    with torch.inference_mode():  # as steps are
+        found._review(np.full_like(found._seen, -(2**31) + 2))
+    assert (found._scores == 5).all()
 
 
 def test_larger_steps_than_are_computed_at_once_run_eagerly(

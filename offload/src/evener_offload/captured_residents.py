@@ -83,11 +83,13 @@ class CapturedResidents:
         self._host_map = np.zeros(sum(sizes), dtype=np.int32)
         self._map: torch.Tensor | None = None
         self._maps: dict[str, _Maps] = {}
-        #: Of each layer, how often each expert was chosen: on the device, by the last look, and with ageing.
         self._number = {path: number for number, path in enumerate(layers)}
         most = max(layer.experts for layer in layers.values())
+        #: Of each layer, how often each expert was chosen: on the device and by the last look, which begin anew after
+        #: 2^32, and with ageing.
         self._counts: torch.Tensor | None = None
-        self._seen, self._scores = (np.zeros((len(layers), most), dtype=np.float32) for _ in range(2))
+        self._seen = np.zeros((len(layers), most), dtype=np.int32)
+        self._scores = np.zeros(self._seen.shape, dtype=np.float32)
         self._reading: Readback | None = None
         self._steps, self._looked, self._copy_s = 0, time.perf_counter(), 0.0
         #: Whether an eager step has changed what is in slots; whether captured steps may be under way.
@@ -154,7 +156,7 @@ class CapturedResidents:
         wait = self._captured.start(path, compute, expert_bytes, x, ids, weights, maps.on_host)
         assert self._counts is not None, "made with the maps"
         chosen = ids.flatten()  # rows of padding count, too: they are few, and choose the same experts each time
-        self._counts[self._number[path]].index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float32))
+        self._counts[self._number[path]].index_add_(0, chosen, torch.ones_like(chosen))
         y = products.at_once(x, ids, weights, w, (maps.slots, maps.copies, maps.experts))
         return lambda: y.add_(wait())
 
