@@ -156,14 +156,14 @@ def test_the_backend_delivers_the_ops_that_it_announces(option: str) -> None:
     assert {each.op for each in evener_kernels(hopper(), {"one_launch": option})} == set(descriptor.ops)
 
 
-def test_kernels_that_no_card_has_timed_are_used_only_if_asked_for() -> None:
+def test_the_user_may_leave_out_the_kernels_of_large_layers() -> None:
     static = qwen(4096, 12288, 32)
     static["attention"]["state"].provider = PagedState(TUNING)
     reasons = {}
     for option in CHOICES:
         kernels = evener_kernels(hopper(), {"one_launch": option})
         reasons[option] = {str(each.supports(call(static))) for each in kernels if type(each) is OneTokenLayers}
-    assert descriptor.options["one_launch"].default == "small"
+    assert descriptor.options["one_launch"].default == "all"
     assert reasons["small"] == {"is used with cuda.one_launch=all"} and reasons["small"] != reasons["all"]
 
 

@@ -20,10 +20,10 @@ descriptor = Descriptor(
     options={
         "one_launch": Option(
             type=str,
-            default="small",
+            default="all",
             choices=("small", "all"),
-            help="Layers that one token passes in one launch: small ones in bfloat16, or also large ones, those in "
-            "float8, and attention before experts, and several at once, which no card has timed in a whole model yet.",
+            help="Layers that one token passes in one launch: all that can, also large ones, those in float8, attention "
+            "before experts, and several at once; or only small ones in bfloat16, each by itself.",
         ),
     },
     aliases={

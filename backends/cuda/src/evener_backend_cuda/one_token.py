@@ -9,9 +9,8 @@ parts. The next layer takes the stream from messages too. In a captured graph, l
 one launch, whose ring goes on with the next layer's weights. docs/lab/one-token-kernel.md has measurements.
 
 Two such launches share the multiprocessors: the next one's programs start while this one's compute (programmatic
-dependent launch). With ``cuda.one_launch=all`` a program has a multiprocessor and a longer ring, for layers of any
-size, weights in e4m3, and attention alone. Captured graphs of eight to 28 layers ran on a card that way, and no step of
-a whole model.
+dependent launch). For layers of any size, weights in e4m3, and attention alone, a program has a multiprocessor and a
+longer ring; ``cuda.one_launch=small`` leaves these out.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
-    """A whole layer of one token; those for large layers and for attention before experts, which the user has to ask
-    for; and kernels of libraries, which the user has to name."""
-    off = None if options.get("one_launch") == "all" else "is used with cuda.one_launch=all"
+    """A whole layer of one token; those for large layers and for attention before experts, which the user may leave
+    out; and kernels of libraries, which the user has to name."""
+    off = "is used with cuda.one_launch=all" if options.get("one_launch") == "small" else None
     large = [OneTokenLayers(device, off=off), OneTokenAttention(device, off=off)]
     return [DeepGemmLinear(), DeepGemmGroupedLinear(), OneTokenLayer(device), *large]
 
