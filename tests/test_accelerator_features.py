@@ -38,6 +38,7 @@ from evener_conformance.reference.engine import RunResult, play, small_config
 from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.ngram_drafter import NgramDrafter
 from evener_generation.drafting.speculation import Speculation
+from evener_offload.captured_prompts import CapturesPieces
 
 __all__ = ["accelerator"]
 
@@ -255,6 +256,31 @@ def test_captured_steps_call_the_host_for_its_experts_and_change_no_token(
             assert_same(play(controller, **traffic()), expected)
             steps = controller.scheduler.stats.counters["host_expert_captured_steps"]
             assert steps > 10 if captured and accelerator.device.capabilities.host_calls else not steps
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("least", ["8", "auto"])
+def test_prompts_captured_but_for_experts_on_the_host_change_no_token(
+    accelerator: Subject, least: str, family: str, tmp_path: Path
+) -> None:
+    """Those experts are copied to the device or, where measured costs decide, computed on the host."""
+    if not isinstance(accelerator.device, CapturesPieces):
+        pytest.skip(f"{accelerator.name} does not capture in pieces")
+    (shape, layers), long = EXPERTS[family], dict[str, Any]({"infer.max_seq_len": 256})
+    if family == "GptOss":  # as above
+        model, long["load"] = small_config(tmp_path / "model", family, shape, **LIMITS), "dummy"
+    else:
+        model = lively(tmp_path / "model", family, shape)
+    with opened(with_keys(model, accelerator, **long)) as plain:
+        expected = play(plain, **traffic())
+    keys = {"infer.cpu_layer_num": layers, "offload.stream_prompts": least, "infer.use_cuda_graph": True}
+    with opened(with_keys(model, accelerator, **long, **keys)) as controller:
+        assert_same(play(controller, **traffic()), expected)
+        worker = controller.executor.worker  # type: ignore[attr-defined]  # the inline executor's
+        worker.assembly.placement.streamed._least = 8  # whatever was measured
+        assert_same(play(controller, **traffic()), expected)
+        captured, latent = controller.scheduler.stats.counters["host_expert_captured_prompts"], family == "DeepseekV3"
+        assert captured == 0 if latent else captured > 1
 
 
 @pytest.mark.parametrize("family", EXPERTS)

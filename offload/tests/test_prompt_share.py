@@ -123,6 +123,10 @@ def test_a_block_is_that_of_one_device_up_to_rounding(configured: Configured, wa
     assert both[0][0].path == both[1][0].path
     draw_biases(both, draw)
     placement: Any = few.placement
+    site, weights = both[1]
+    there = placement.streamed.biases[site.path]
+    there.gate_up.value.copy_(weights.gate_up_bias)
+    there.down.value.copy_(weights.down_bias)
     share = share_of(placement, way)
     placement._eager = True
     for tokens in (12, 24):

@@ -60,7 +60,9 @@ def test_large_steps_on_the_device_and_small_ones_on_the_host_give_the_tokens_of
     assert any(early), "and those of the first one when a step begins"
     memory = ready.info.memory
     assert memory.measured_host == memory.host == once["host"] + placement.streamed.second_bytes
-    assert memory.measured_weights == memory.weights == once["weights"] + SLOTS * slots.nbytes
+    biases = sum(each.value.nbytes for both in placement.streamed.biases.values() for each in both if each)
+    assert memory.measured_weights == memory.weights == once["weights"] + SLOTS * slots.nbytes + biases
+    assert (biases > 0) == (family == "GptOss"), "products on the device read biases there"
     assert "for large steps: those with 16 tokens or more" in "\n".join(ready.info.manifest.notes)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from evener.errors import EngineError
-from evener_backend_parts.graphs import TorchGraphs
+from evener_backend_parts.graphs import PieceGraphs, TorchGraphs
 
 
 class Graph:
@@ -34,7 +34,7 @@ class Graph:
         self.said.append("reset")
 
 
-def graphs(made: list[Graph], fails: bool = False) -> TorchGraphs:
+def graphs(made: list[Graph], fails: bool = False, kind: type[TorchGraphs] = TorchGraphs) -> Any:
     def make() -> Graph:
         made.append(Graph(fails))
         return made[-1]
@@ -44,7 +44,7 @@ def graphs(made: list[Graph], fails: bool = False) -> TorchGraphs:
         module=SimpleNamespace(stream=lambda stream: nullcontext()),
     )  # fmt: skip
     pools = count(1)
-    return TorchGraphs(device, make, lambda: f"pool {next(pools)}")
+    return kind(device, make, lambda: f"pool {next(pools)}")
 
 
 def test_captures_share_a_pool_until_they_are_released_and_no_later_one_uses_it_L3() -> None:
@@ -84,3 +84,37 @@ def test_an_error_in_the_segment_ends_the_capture_L3() -> None:
     with pytest.raises(ValueError, match="ours"):
         graphs(made).capture(segment)
     assert made[0].said[-1] == "end"
+
+
+def test_what_is_left_out_is_called_between_the_pieces_of_each_replay_L3() -> None:
+    made: list[Graph] = []
+    capture, ran = graphs(made, kind=PieceGraphs), list[str]()
+
+    def segment() -> None:
+        capture.leave_out(lambda: ran.append(f"first behind {[g.said[-1] for g in made]}"))
+        capture.leave_out(lambda: ran.append(f"second behind {[g.said[-1] for g in made]}"))
+
+    replay = capture.capture(segment)
+    assert not ran and [g.said for g in made] == [[("begin", "pool 1"), "end"]] * 3
+    replay()
+    assert ran == ["first behind ['replay', 'end', 'end']", "second behind ['replay', 'replay', 'end']"]
+    assert [g.said[-1] for g in made] == ["replay"] * 3
+    capture.capture(lambda: None)()
+    assert made[-1].said == [("begin", "pool 1"), "end", "replay"] and len(ran) == 2
+    capture.release()
+    assert [g.said[-1] for g in made] == ["reset"] * 4
+
+
+def test_a_piece_that_cannot_be_captured_fails_the_capture_L3() -> None:
+    made: list[Graph] = []
+    capture = graphs(made, kind=PieceGraphs)
+
+    def segment() -> None:
+        made[-1].fails = True
+        capture.leave_out(lambda: None)
+
+    with pytest.raises(EngineError, match="a device cannot capture it: operation not permitted"):
+        capture.capture(segment)
+    assert made[0].said == [("begin", "pool 1"), "end"] and len(made) == 1
+    capture.capture(lambda: capture.leave_out(lambda: None))()
+    assert [g.said for g in made[1:]] == [[("begin", "pool 2"), "end", "replay"]] * 2

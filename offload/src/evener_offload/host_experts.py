@@ -1,6 +1,7 @@
 """Experts on the host. In each step, a layer's normed rows, expert ids and weights are copied to the host; its result
 is copied back. Meanwhile the device computes the layer's shared experts, and the other half of the step's rows if it is
-computed in two halves (``halves``). In captured decode steps the device calls the host (``captured_experts``).
+computed in two halves (``halves``). In captured decode steps the device calls the host (``captured_experts``). Single
+prompts are captured but for these experts (``captured_prompts``).
 
 The weights are packed by the host's backend. In steps of many tokens they pass through slots on the device if that is
 faster (``streamed_layers``). With tensor parallelism each rank computes its own part of each expert on its own threads,
@@ -34,6 +35,7 @@ from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.captured_experts import SPARING, CapturedExperts, HostWork, follows_drafter, why_eager
+from evener_offload.captured_prompts import captured_prompts
 from evener_offload.device_packing import PackedByDevice
 from evener_offload.half_plans import half_plans
 from evener_offload.halves import Halves
@@ -110,6 +112,12 @@ class HostExperts(Placement):
         first = sites[0].path if sites else ""
         self._captured = CapturedExperts(device, host, self._threads, self._resolver.attribution, first, self._work)
         self.replayed = self._captured.replayed
+        #: Captures of prompts whose experts are copied to the device; None: they run eagerly.
+        self._prompts = None
+        if streamed and self.eager is None and config.use_cuda_graph:
+            self._prompts = captured_prompts(device, config.max_reqs, config.max_seq_len, config.step_tokens)
+        if self._prompts is not None:
+            resolver.manifest.notes.append(str(self._prompts))
         #: Whether a step is being submitted that is not captured.
         self._eager = False
         resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}; "
@@ -120,8 +128,8 @@ class HostExperts(Placement):
 
     def counters(self) -> Mapping[str, int]:
         """Bytes of experts that the host has read, each once in a layer's step or half of it; microseconds that it
-        computed; steps that were computed in two halves; captured steps; tokens of steps whose experts were copied to
-        the device, for each layer, and bytes of these experts.
+        computed; steps that were computed in two halves; captured steps; captured prompts; tokens of steps whose
+        experts were copied to the device, for each layer, and bytes of these experts.
 
         Raises:
             EvenerError: the host failed in a captured step.
@@ -132,12 +140,15 @@ class HostExperts(Placement):
             "host_expert_microseconds": self._work.nanoseconds // 1000,
             "host_expert_halved_steps": self._work.halved,
             "host_expert_captured_steps": self._captured.steps,
+            "host_expert_captured_prompts": 0 if self._prompts is None else self._prompts.steps,
             "host_expert_streamed_tokens": self.streamed.tokens,
             "host_expert_streamed_bytes": self.streamed.copied,
         }
 
     def close(self) -> None:
         self._halves.close()
+        if self._prompts is not None:
+            self._prompts.close()
         if self._share is not None:
             self._share.close()
 
@@ -153,6 +164,10 @@ class HostExperts(Placement):
 
     def _divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
         self.streamed.begin(sum(plan.counts))
+        if self._prompts is not None and self.streamed.takes(sum(plan.counts)):
+            captured = self._prompts.run(runner, plan)
+            if captured is not None:
+                return captured
         whole = not self.layers or step.embedding_overrides is not None or runner.after is not None
         whole = whole or self.streamed.takes(sum(plan.counts)) is not False
         if whole or (plans := half_plans(plan, runner.geometry.block_size)) is None:
@@ -206,6 +221,8 @@ class HostExperts(Placement):
         def start(
             x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights
         ) -> Callable[[], torch.Tensor]:
+            if stream is not None and self._prompts is not None and self._prompts.recording:
+                return self._prompts.start(stream, x, ids, weights, experts)
             if not self._eager:
                 return self._captured.start(path, compute, nbytes, x, ids, weights, experts)
             if stream is not None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from evener.config.resolve import ResolvedConfig
 from evener.config.stages import has_unlike_stages
-from evener.contracts.declared import CallSite, StackedWeight, WeightGroup
+from evener.contracts.declared import CallSite, StackedWeight, Weight, WeightGroup
 from evener.contracts.placement import Placement
+from evener.contracts.weights import MoEWeights
 from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener_offload.layers import chosen_layers, layer_number
@@ -42,6 +45,32 @@ def place(site: CallSite, own: Builder, placement: Placement, names: Sequence[st
 def stacks(site: CallSite) -> tuple[StackedWeight, StackedWeight]:
     """Its stacks of gate and up, and of down projections."""
     return site.static["gate_up"], site.static["down"]
+
+
+class Biases(NamedTuple):
+    """Biases of the experts of one layer, as the device reads them; None where the family has none."""
+
+    gate_up: Weight | None
+    down: Weight | None
+
+    def on_device(self, w: MoEWeights) -> MoEWeights:
+        """``w`` with these."""
+        gate_up, down = (None if each is None else each.value for each in self)
+        return w if gate_up is down is None else w._replace(gate_up_bias=gate_up, down_bias=down)
+
+
+def biases_for_device(site: CallSite, own: Builder) -> Biases:
+    """A second copy, on the device, of the placed biases of ``site``: part of the memory plan, and loaded."""
+
+    def copied(name: str) -> Weight | None:
+        placed = _group(site, own).fields[name]
+        if not isinstance(placed, Weight):
+            return None
+        found = replace(placed, name=f"{placed.name} for the device", placement=None)
+        own.weights.append(found)
+        return found
+
+    return Biases(copied("gate_up_bias"), copied("down_bias"))
 
 
 def _group(site: CallSite, own: Builder) -> WeightGroup:

@@ -34,7 +34,7 @@ from evener.resolution.resolver import Resolver
 from evener_offload.expert_costs import least_streamed
 from evener_offload.next_router import NextRouter
 from evener_offload.passing_experts import PassingExperts
-from evener_offload.placed_layers import stacks
+from evener_offload.placed_layers import Biases, biases_for_device, stacks
 from evener_offload.prefetch import Place, Prefetch
 from evener_offload.prompt_share import PromptShare
 from evener_offload.resident_layer import ResidentLayer
@@ -124,6 +124,7 @@ class StreamedLayers:
         groups: the slots of each group of equal layers.
         second_bytes: bytes of experts that are in host memory a second time, as the device reads them.
         tokens: so many that were computed by streamed layers, each layer's counted.
+        biases: by path, those of experts, on the device.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class StreamedLayers:
         #: Paths of the layers that a step reaches first and last.
         self._ends = (sites[0].path, sites[-1].path) if sites else ("", "")
         self._next: dict[str, NextRouter] = {}
+        self.biases = dict[str, Biases]()
         #: Whether ``begin`` has told ``share`` of this step.
         self._begun = False
         self.groups: list[ResidentLayer] = []
@@ -150,6 +152,7 @@ class StreamedLayers:
         groups: dict[Any, list[tuple[CallSite, Stacks]]] = {}
         for site, others in found:
             keep(site, others, own, placement)
+            self.biases[site.path] = biases_for_device(site, own)
             same = tuple((s.layout, s.rows, s.columns, s.experts, tuple(p.format for p in s.parts)) for s in others)
             groups.setdefault(same, []).append((site, others))
         places = dict[str, Place]()
@@ -226,7 +229,7 @@ class StreamedLayers:
             guess = self._next[path].resolve(self._resolver, bucket)
 
         share, prefetch, first = self._share, self._prefetch, place.number * slots.experts
-        begins, ends = path == self._ends[0], path == self._ends[1]
+        begins, ends, biases = path == self._ends[0], path == self._ends[1], self.biases[path]
 
         def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
             tokens = x.shape[0]
@@ -257,7 +260,7 @@ class StreamedLayers:
                     if following is not None and guessed is not None:
                         self._ahead(following, guessed.wait().numpy(), last if following.slots is slots else None)
 
-                y = products(x, ids, weights, w, numbers, others, ahead)
+                y = products(x, ids, weights, biases.on_device(w), numbers, others, ahead)
                 y = y if beside is None else beside(y)
                 if share is not None and ends:
                     share.end()

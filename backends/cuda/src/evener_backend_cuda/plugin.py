@@ -30,6 +30,7 @@ from evener_backend_cuda.many_copies import ManyCopies, Numbers
 from evener_backend_cuda.one_token import OneTokenAttention, OneTokenLayer, OneTokenLayers
 from evener_backend_cuda.scaled import scaled_features
 from evener_backend_parts.gpu import GpuDevice, gpu_graphs
+from evener_backend_parts.graphs import PieceGraphs
 
 
 class CudaDevice(GpuDevice):
@@ -55,6 +56,10 @@ class CudaDevice(GpuDevice):
         if self._order is None:
             self._order = torch.zeros(1, dtype=torch.int32, device=self.torch_device)
         exchange(self.host_calls, self._order, inputs, to, work, found, result)
+
+    def piece_capture(self) -> PieceGraphs:
+        """Captures in pieces, whose memory is their own."""
+        return gpu_graphs(self, PieceGraphs)
 
     def copy_many(
         self, to: Numbers, sources: Numbers, sizes: Numbers, stream: torch.cuda.Stream | None = None

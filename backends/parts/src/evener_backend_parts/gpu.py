@@ -6,7 +6,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,7 +14,6 @@ from evener.backend.torch_communicator import TorchCommunicator, open_torch_comm
 from evener.backend.torch_device import TorchDevice
 from evener.contracts.communicator import Communicator, CommunicatorCapabilities
 from evener.contracts.device import Device, DeviceCapabilities
-from evener.contracts.graph import GraphCapture
 from evener_backend_parts.graphs import TorchGraphs
 
 #: The namespace of torch, and the backend string of ``torch.distributed``. Vendors' builds keep both names.
@@ -73,7 +72,11 @@ def _launch(library: str, name: str) -> Any:
     return function
 
 
-def gpu_graphs(device: Device, kind: type[TorchGraphs] = TorchGraphs) -> GraphCapture:
+#: How steps are captured.
+Graphs = TypeVar("Graphs", bound=TorchGraphs)
+
+
+def gpu_graphs(device: Device, kind: type[Graphs] = TorchGraphs) -> Graphs:  # type: ignore[assignment]  # the default
     """Captures of steps in one memory pool."""
     assert isinstance(device, TorchDevice), "it is this backend's device"
     # Other threads move state while a step is captured; what they do must not end the capture.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from evener.backend.torch_device import TorchDevice
@@ -70,3 +70,61 @@ class TorchGraphs(GraphCapture):
         for graph in self._held:
             graph.reset()
         self._held, self._shared_pool = [], None  # torch cannot reuse a pool after all its captures are released
+
+
+class PieceGraphs(TorchGraphs):
+    """Captures a segment in pieces: a graph ends where the segment leaves work out, and another one begins."""
+
+    def __init__(self, device: TorchDevice, graph: Callable[[], Any], pool: Callable[[], Any], **begin: Any) -> None:
+        super().__init__(device, graph, pool, **begin)
+        self._calls: list[Callable[[], None]] = []
+        #: The graph that records now, and its pool.
+        self._open: tuple[Any, Any] | None = None
+
+    def capture(self, segment: Callable[[], None]) -> Replay:
+        self._calls = []
+        super().capture(segment)
+        return _PieceReplay(self._calls)
+
+    def record(self, graph: Any, pool: Any, segment: Callable[[], None]) -> None:
+        self._stream = self._stream or self.device.new_stream()
+        with self.device.module.stream(self._stream):
+            self._begin_piece(graph, pool)
+            try:
+                segment()
+            finally:
+                if self._open is not None:
+                    self._end_piece()
+
+    def leave_out(self, work: Callable[[], None]) -> None:
+        """Do not capture ``work``, and do not call it now: each replay calls it between the pieces.
+
+        Raises:
+            RuntimeError: what was captured before it cannot be recorded.
+        """
+        pool = self._end_piece()
+        self._calls.append(work)
+        graph = self._graph()
+        self._held.append(graph)
+        self._begin_piece(graph, pool)
+
+    def _begin_piece(self, graph: Any, pool: Any) -> None:
+        graph.capture_begin(pool=pool, **self._begin)
+        self._open = graph, pool
+
+    def _end_piece(self) -> Any:
+        """End the graph that records now; returns its pool."""
+        assert self._open is not None, "a segment is captured"
+        (graph, pool), self._open = self._open, None
+        graph.capture_end()
+        self._calls.append(graph.replay)
+        return pool
+
+
+class _PieceReplay(Replay):
+    def __init__(self, calls: Sequence[Callable[[], None]]) -> None:
+        self._calls = calls
+
+    def __call__(self) -> None:
+        for call in self._calls:
+            call()

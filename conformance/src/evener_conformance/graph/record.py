@@ -101,6 +101,10 @@ class Recorder(TorchDispatchMode):
         self.calls.append(call)
         return result
 
+    def leave_out(self, work: Callable[[], None]) -> None:
+        """Let replays call ``work`` here; it is not called now."""
+        self.calls.append(_Call(work, (), {}, len(self._alive)))
+
     def _reference(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value

@@ -40,6 +40,16 @@ class ChipCapture(RecordingCapture):
         return super().capture(segment)
 
 
+class PieceCapture(RecordingCapture):
+    """Captures that replays interrupt for what was left out."""
+
+    def leave_out(self, work: Callable[[], None]) -> None:
+        """Let replays call ``work`` here, which is not captured."""
+        recorder = active_recorder()
+        assert recorder is not None, "a segment is captured"
+        recorder.leave_out(work)
+
+
 class SimulatedDevice(TorchDevice):
     """One chip.
 
@@ -94,6 +104,10 @@ class SimulatedDevice(TorchDevice):
                 call()
             else:
                 recorder.record(call, (), {})
+
+    def piece_capture(self) -> PieceCapture:
+        """Captures in pieces, beside those of ``capture``."""
+        return PieceCapture(None, self.constraints.graph_update)
 
     def measure(self, work: Callable[[], None]) -> float:
         # The chip computes on the host and has no events that take times.

@@ -1,0 +1,160 @@
+"""Prompts that are captured but for experts on the host. A step of one prompt with streamed layers has few tokens for
+each expert, so the device is done with a layer before the host has submitted the next one: in Qwen3-30B-A3B, about 16
+launches for attention and router alone. What does not depend on values is captured, in pieces: a layer's routed experts
+are left out, and each replay submits them between two pieces, as eager steps do (PyTorch's compiler and vLLM call such
+captures piecewise).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from evener.contracts.device import Device
+from evener.contracts.graph import Replay
+from evener.engine.wire.plan import Plan
+from evener.engine.worker.captured_inputs import PromptInputs
+from evener.engine.worker.runner import Runner
+from evener.errors import EngineError
+from evener.resolution.buckets import LEAST_CAPTURED_PROMPT, capture_sizes
+
+log = logging.getLogger("evener.worker")
+#: Tokens of the largest prompt that is captured. The device is slower than the host's launches with more.
+MOST_TOKENS = 1024
+
+#: ``start(x, ids, weights, experts)`` submits experts, and returns what waits for their sums.
+Start = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], Callable[[], torch.Tensor]]
+
+
+class PieceCapture(Protocol):
+    """Captures a segment in pieces; the other methods are those of ``GraphCapture``."""
+
+    def capture(self, segment: Callable[[], None]) -> Replay: ...
+    def release(self) -> None: ...
+    def leave_out(self, work: Callable[[], None]) -> None:
+        """Do not capture ``work``, which is not run now: each replay calls it, between what was captured before and
+        what is captured after. Only while ``capture`` runs the segment."""
+
+
+@runtime_checkable
+class CapturesPieces(Protocol):
+    """A device that captures segments in pieces."""
+
+    def piece_capture(self) -> PieceCapture:
+        """A new capture, whose captures share memory of their own."""
+
+
+@dataclass
+class _CapturedPrompt:
+    """One size: its inputs, its replay, and what that writes: float32 [tokens, hidden]. ``segment`` keeps alive what
+    the replay reads."""
+
+    inputs: PromptInputs
+    segment: Callable[[], None]
+    hidden: torch.Tensor
+    replay: Replay
+
+
+class CapturedPrompts:
+    """Captures a prompt of each size when it first occurs, and replays it from then on.
+
+    Args:
+        capture: of the device.
+        spare: a row of the tables that belongs to no request.
+        length: tokens of the longest sequence.
+        step_tokens: of the largest step.
+
+    Attributes:
+        steps: replays so far.
+        recording: whether a segment runs that is captured, now or next.
+    """
+
+    def __init__(self, device: Device, capture: PieceCapture, spare: int, length: int, step_tokens: int) -> None:
+        self._device, self._capture, self._spare, self._length = device, capture, spare, length
+        most = min(MOST_TOKENS, length, step_tokens)
+        self._sizes = [size for size in capture_sizes(most) if size >= LEAST_CAPTURED_PROMPT]
+        self._captured: dict[int, _CapturedPrompt | None] = {}
+        self.steps, self.recording = 0, False
+        #: Whether what is recorded is captured, and not run before that; the tokens of the step that is replayed.
+        self._capturing, self._tokens = False, 0
+
+    def __str__(self) -> str:
+        return (
+            f"single prompts of up to {self._sizes[-1] if self._sizes else 0} tokens are captured but for experts, "
+            "where state can be captured"
+        )
+
+    def run(self, runner: Runner, plan: Plan) -> torch.Tensor | None:
+        """Hidden states [T, hidden] of a step, as ``Architecture.forward`` returns them; None, with nothing done, if it
+        must run eagerly."""
+        tokens = sum(plan.counts)
+        size = next((each for each in self._sizes if each >= tokens), None)
+        # Numbers below 0 are those of the warm-up, before the memory for state is set.
+        if size is None or plan.id < 0 or len(plan.slots) > 1 or plan.adapted or plan.drafts or plan.media is not None:
+            return None
+        if any(g.provider.graph != "any" or g.attention.split_decode for g in runner.geometry.groups):
+            return None
+        if size not in self._captured:
+            self._captured[size] = self._make(runner, size)
+        if (captured := self._captured[size]) is None:
+            return None
+        # Hidden states do not depend on what is sampled; a chunk samples nothing.
+        lengths = captured.inputs.fill(
+            Plan(id=plan.id, slots=plan.slots, starts=plan.starts, counts=plan.counts, samples=[0])
+        )
+        self.steps, self._tokens = self.steps + 1, tokens
+        if self._device.capabilities.graph_update:
+            captured.replay.update(*lengths)
+        captured.replay()
+        return captured.hidden[:tokens]
+
+    def start(
+        self, start: Start, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Any
+    ) -> Callable[[], torch.Tensor]:
+        """Let each replay ``start`` a layer's experts here and wait for them; returns what gives the sums [T, hidden],
+        which are 0 in rows of padding. Only while ``recording``."""
+        found = torch.zeros_like(x)
+
+        def work() -> None:
+            rows = slice(self._tokens)
+            found[rows].copy_(start(x[rows], ids[rows], weights[rows], experts)())
+
+        if self._capturing:
+            self._capture.leave_out(work)
+        return lambda: found
+
+    def close(self) -> None:
+        """Free the captures. Calling it again does nothing."""
+        self._captured.clear()
+        self._capture.release()
+
+    def _make(self, runner: Runner, size: int) -> _CapturedPrompt | None:
+        inputs, found = PromptInputs(self._device, size, self._spare, self._length), list[torch.Tensor]()
+
+        def segment() -> None:
+            step = runner.step(replace(inputs.shape), inputs.arrays)
+            found[:] = [runner.model.forward(step)]
+
+        self.recording = True
+        try:
+            segment()  # kernels must not be built during a capture
+            self._capturing = True
+            replay = self._capture.capture(segment)
+        except EngineError as error:
+            log.warning("a prompt of %d tokens with experts on the host cannot be captured and runs eagerly, which is "
+                        "slower: %s", size, error)  # fmt: skip
+            return None
+        finally:
+            self.recording = self._capturing = False
+        return _CapturedPrompt(inputs, segment, found[0], replay)
+
+
+def captured_prompts(device: Device, spare: int, length: int, step_tokens: int) -> CapturedPrompts | None:
+    """The captures of a device; None if it does not capture in pieces."""
+    if not isinstance(device, CapturesPieces):
+        return None
+    return CapturedPrompts(device, device.piece_capture(), spare, length, step_tokens)
