@@ -38,6 +38,7 @@ from evener_conformance.reference.engine import RunResult, play, small_config
 from evener_generation.drafting.model_drafter import ModelDrafter
 from evener_generation.drafting.ngram_drafter import NgramDrafter
 from evener_generation.drafting.speculation import Speculation
+from evener_offload import resident_experts, slot_products
 from evener_offload.captured_prompts import CapturesPieces
 
 __all__ = ["accelerator"]
@@ -285,9 +286,11 @@ def test_prompts_captured_but_for_experts_on_the_host_change_no_token(
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_captured_steps_with_some_experts_on_the_device_change_no_token(
-    accelerator: Subject, family: str, tmp_path: Path
+    accelerator: Subject, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host computes those that are not there, in the run's dtype: float32."""
+    """The host computes those that are not there, in the run's dtype: float32. Prompts are captured but for experts."""
+    for module in (slot_products, resident_experts):
+        monkeypatch.setattr(module, "MOST_TOKENS", 8)
     if not accelerator.device.capabilities.host_calls:
         pytest.skip(f"{accelerator.name} does not call the host")
     (shape, layers), long = EXPERTS[family], dict[str, Any]({"infer.max_seq_len": 256})
@@ -300,7 +303,10 @@ def test_captured_steps_with_some_experts_on_the_device_change_no_token(
     keys = {"infer.cpu_layer_num": layers, "infer.resident_experts": 3, "offload.host_when_sooner": "auto"}
     with opened(with_keys(model, accelerator, **long, **keys, **{"infer.use_cuda_graph": True})) as controller:
         assert_same(play(controller, **traffic()), expected)
-        assert controller.scheduler.stats.counters["host_expert_captured_steps"] > 10
+        counters, captured = controller.scheduler.stats.counters, isinstance(accelerator.device, CapturesPieces)
+        assert counters["host_expert_captured_steps"] > 10
+        # State of latent attention cannot be captured in prompts.
+        assert (counters.get("host_expert_captured_prompts", 0) > 3) == (captured and family != "DeepseekV3")
 
 
 def test_a_failure_of_the_host_in_a_captured_step_ends_the_engine(

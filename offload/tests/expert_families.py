@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from harsh_traffic import LIMITS, traffic
 
@@ -19,6 +21,8 @@ from evener.engine.processes.start import build_controller
 from evener.engine.worker.inline_executor import InlineExecutor
 from evener.engine.worker.worker import Worker
 from evener.layers.builder import Builder
+from evener_backend_cpu import experts
+from evener_conformance.graph.record import RecordedReplay
 from evener_conformance.reference.engine import RunResult, play, small_config
 
 #: ``configured("Qwen3Moe", **keys)``: the family on the simulated chip.
@@ -53,6 +57,31 @@ def on_the_cpu(family: str = "Qwen3Moe") -> RunResult:
 def worker_of(controller: Controller) -> Worker:
     assert isinstance(controller.executor, InlineExecutor)
     return controller.executor.worker
+
+
+def capture_prompts(controller: Controller) -> None:
+    """State of the simulated chip gets all lengths with each update of a replay, so it can be captured in prompts, too.
+    It does not say so, because it is for updates only."""
+    for group in worker_of(controller).assembly.geometry.groups:
+        group.provider.graph = "any"
+
+
+def refuse_in_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU's experts fail while a replay runs."""
+    real, bind, replaying = RecordedReplay.__call__, experts._Stacks.bind, threading.Event()
+
+    def replay(self: RecordedReplay) -> None:
+        replaying.set()
+        real(self)
+        replaying.clear()
+
+    def refused(*arguments: Any) -> Any:
+        if replaying.is_set():
+            raise ValueError("a wrong tensor")
+        return bind(*arguments)
+
+    monkeypatch.setattr(RecordedReplay, "__call__", replay)
+    monkeypatch.setattr(experts._Stacks, "bind", refused)
 
 
 def blocks_of(build: Builder) -> list[Block]:

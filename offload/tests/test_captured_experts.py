@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expert_families import FAMILIES, FEW_BLOCKS, HEADS, Configured, on_the_cpu, worker_of
+from expert_families import FAMILIES, FEW_BLOCKS, HEADS, Configured, on_the_cpu, refuse_in_replays, worker_of
 from harsh_traffic import LIMITS, assert_same, assert_some, shrink, some, traffic
 
 from evener.engine.controller.controller import Controller
@@ -18,7 +18,6 @@ from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import LogitBias, NewRequest, Ready, Sampling
 from evener.errors import PluginError
 from evener_backend_cpu import experts
-from evener_conformance.graph.record import RecordedReplay
 from evener_conformance.rank_threads import rank_threads
 from evener_conformance.reference.engine import play, small_config
 from evener_conformance.simulated.device import SimulatedDevice
@@ -196,22 +195,7 @@ def test_a_kernel_of_the_host_that_fails_in_a_replay_is_named(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller, _ = build_controller(configured(**host()))
-    real, replaying = RecordedReplay.__call__, threading.Event()
-
-    def replay(self: RecordedReplay) -> None:
-        replaying.set()
-        real(self)
-        replaying.clear()
-
-    bind = experts._Stacks.bind
-
-    def refused(*arguments: Any) -> Any:
-        if replaying.is_set():
-            raise ValueError("a wrong tensor")
-        return bind(*arguments)
-
-    monkeypatch.setattr(RecordedReplay, "__call__", replay)
-    monkeypatch.setattr(experts._Stacks, "bind", refused)
+    refuse_in_replays(monkeypatch)
     with pytest.raises(PluginError, match=r"kernel cpu/\S+ .* raised ValueError: a wrong tensor"):
         play(controller, traffic()["messages"][:2])
     with pytest.raises(PluginError, match="a wrong tensor"):

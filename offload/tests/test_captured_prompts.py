@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_families import FAMILIES, FEW_BLOCKS, Configured, on_the_cpu, worker_of
+from expert_families import FAMILIES, FEW_BLOCKS, Configured, capture_prompts, on_the_cpu, worker_of
 from harsh_traffic import GREEDY, assert_same, shrink, some, traffic
 from test_prompt_share import share_of
 
@@ -41,13 +41,9 @@ def prompts_of(controller: Controller) -> CapturedPrompts:
 
 @pytest.fixture
 def captured(configured: Configured) -> Started:
-    """State of the chip gets all lengths with each update of a replay, so it can be captured in prompts, too. It does
-    not say so, because it is for updates only."""
-
     def start(family: str = "Qwen3Moe", **more: Any) -> tuple[Controller, Ready]:
         controller, ready = build_controller(configured(family, **{**KEYS, **more}))
-        for group in worker_of(controller).assembly.geometry.groups:
-            group.provider.graph = "any"
+        capture_prompts(controller)
         return controller, ready
 
     return start

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from expert_families import FEW_BLOCKS, Configured, on_the_cpu, worker_of
+from expert_families import FEW_BLOCKS, Configured, capture_prompts, on_the_cpu, refuse_in_replays, worker_of
 from harsh_traffic import assert_same, assert_some, shrink, some, traffic
 from test_captured_experts import Asking, chip
 
@@ -17,8 +16,6 @@ from evener.engine.controller.controller import Controller
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import PluginError
-from evener_backend_cpu import experts
-from evener_conformance.graph.record import RecordedReplay
 from evener_conformance.reference.engine import play
 from evener_offload import captured_residents, resident_experts, slot_products
 from evener_offload.captured_residents import CapturedResidents
@@ -152,6 +149,22 @@ def test_counts_that_begin_anew_are_told_apart(configured: Configured) -> None:
     assert (found._scores == 5).all()
 
 
+@pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("GptOss", marks=pytest.mark.slow)])
+def test_prompts_captured_but_for_experts_give_the_tokens_of_a_device_that_holds_all(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """With chunks, preemption, prefix hits and aborts together. Prompts go on in waves, as experts exceed slots."""
+    for module in (slot_products, resident_experts):
+        monkeypatch.setattr(module, "MOST_TOKENS", 8)
+    controller, ready = build_controller(configured(family, **KEYS))
+    capture_prompts(controller)
+    shrink(controller, FEW_BLOCKS[family])
+    assert_same(play(controller, **traffic()), on_the_cpu(family))
+    counters = controller.scheduler.stats.counters
+    assert counters["host_expert_captured_prompts"] > 3 and counters["host_expert_captured_steps"] > 10
+    assert "single prompts of up to 24 tokens are captured but for experts" in "\n".join(ready.info.manifest.notes)
+
+
 def test_larger_steps_than_are_computed_at_once_run_eagerly(
     configured: Configured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,22 +179,7 @@ def test_a_kernel_of_the_host_that_fails_in_a_replay_is_named(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller, _ = build_controller(configured(**KEYS))
-    real, replaying = RecordedReplay.__call__, threading.Event()
-
-    def replay(self: RecordedReplay) -> None:
-        replaying.set()
-        real(self)
-        replaying.clear()
-
-    bind = experts._Stacks.bind
-
-    def refused(*arguments: Any) -> Any:
-        if replaying.is_set():
-            raise ValueError("a wrong tensor")
-        return bind(*arguments)
-
-    monkeypatch.setattr(RecordedReplay, "__call__", replay)
-    monkeypatch.setattr(experts._Stacks, "bind", refused)
+    refuse_in_replays(monkeypatch)
     with pytest.raises(PluginError, match=r"kernel cpu/\S+ .* raised ValueError: a wrong tensor"):
         play(controller, traffic()["messages"][:2])
     with pytest.raises(PluginError, match="a wrong tensor"):

@@ -9,7 +9,7 @@ While a layer is computed, experts are copied that the next one will probably ne
 has had all it needed for some steps, it is not guessed for until something is missing again.
 
 If the host may compute experts (``offload.host_when_sooner``), decode steps are captured, and it computes all that are
-not in slots (``captured_residents``).
+not in slots (``captured_residents``). Single prompts are captured but for experts (``captured_prompts``).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.captured_experts import CapturedExperts, HostWork, follows_drafter, why_eager
+from evener_offload.captured_prompts import CapturedPrompts, captured_prompts
 from evener_offload.captured_residents import CapturedResidents
 from evener_offload.host_backend import host_memory, new_stream, option
 from evener_offload.host_share import HostShare
@@ -97,10 +98,13 @@ class ResidentExperts(Placement):
             )
         #: Submits captured steps; None: steps run eagerly.
         self.captured: CapturedResidents | None = None
+        #: Captures of prompts that are larger than those steps; None: they run eagerly.
+        self._prompts: CapturedPrompts | None = None
         self._eager = True
         self.eager = ", and offload.host_when_sooner=off" if self.share is None else self._captures(config)
         shown = f"{count} experts of each of {len(sites)} layers are on the device, the others in host memory"
         resolver.manifest.notes.append(f"{shown}: {ranges(self.layers)}")
+        resolver.manifest.notes += [] if self._prompts is None else [str(self._prompts)]
         #: By path: the router of the next layer with experts, and what that layer has, if some are in host memory.
         self._next: dict[str, tuple[NextRouter, ResidentLayer]] = {}
         if stream is not None and option(config, "prefetch_experts"):
@@ -121,15 +125,20 @@ class ResidentExperts(Placement):
         self.captured = CapturedResidents(self._device, self.layer, captured)
         self.replayed, self.divided = self.captured.replayed, self._run_eagerly
         self._eager = False
+        if config.use_cuda_graph:
+            self._prompts = captured_prompts(self._device, config.max_reqs, config.max_seq_len, config.step_tokens)
         return None
 
     def _run_eagerly(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
-        """As ``Placement.divided``, with all rows at once."""
+        """As ``Placement.divided``, with all rows at once. Prompts are captured but for their experts, unless the host
+        computes some of these."""
         assert self.captured is not None, "it is set where this is"
         self.captured.before_eager_step()
-        self._eager = True
+        self._eager, hidden = True, None
         try:
-            return runner.model.forward(step)
+            if self._prompts is not None and sum(plan.counts) > MOST_TOKENS:
+                hidden = self._prompts.run(runner, plan)
+            return runner.model.forward(step) if hidden is None else hidden
         finally:
             self._eager = False
 
@@ -140,7 +149,7 @@ class ResidentExperts(Placement):
         """Over all layers, in eager steps: experts that were needed and on the device, or were not and were copied, or
         were computed by the host; bytes that were copied; experts that were guessed for a next layer, and that it
         needed; bytes that were copied for wrong guesses. Of captured steps: how many there were, bytes of experts that
-        the host read, microseconds that it computed, and experts that took another one's slot.
+        the host read, microseconds that it computed, and experts that took another one's slot. And captured prompts.
 
         Raises:
             EvenerError: the host failed in a captured step.
@@ -155,9 +164,12 @@ class ResidentExperts(Placement):
             "expert_guess_hits": sum(held.right for held, _ in layers),
             "expert_wasted_bytes": sum(held.wasted * nbytes for held, nbytes in layers),
             **({} if self.captured is None else self.captured.counters()),
+            **({} if self._prompts is None else {"host_expert_captured_prompts": self._prompts.steps}),
         }
 
     def close(self) -> None:
+        if self._prompts is not None:
+            self._prompts.close()
         if self.share is not None:
             self.share.close()
 
@@ -182,17 +194,22 @@ class ResidentExperts(Placement):
         layer, device, following = self.layer[path], self._device, self._next.get(path)
         guess = following and following[0].resolve(self._resolver, bucket)
         products = SlotProducts(layer, 0, device, self._resolver, path, static, bucket, False)
-        share, on_host, captured, routed = self.share, None, self.captured, None
+        share, on_host, captured, routed, prompts = self.share, None, self.captured, None, self._prompts
         if share is not None and bucket.high <= MOST_TOKENS:
             on_host = share.resolve(path, static, bucket)
             routed = None if captured is None else share.routed(path, static, bucket)
 
         def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
-            if not self._eager:
-                if captured is None or share is None or routed is None:
-                    raise EngineError(f"experts in slots are captured in steps of up to {MOST_TOKENS} rows")
-                host_weights, nbytes = partial(share.weights, path, w), share.expert_bytes(path)
-                return captured.start(path, products, routed, nbytes, x, ids, weights, w, host_weights)
+            if prompts is not None and prompts.recording:
+                return prompts.start(eagerly, x, ids, weights, w)
+            if self._eager:
+                return eagerly(x, ids, weights, w)
+            if captured is None or share is None or routed is None:
+                raise EngineError(f"experts in slots are captured in steps of up to {MOST_TOKENS} rows")
+            host_weights, nbytes = partial(share.weights, path, w), share.expert_bytes(path)
+            return captured.start(path, products, routed, nbytes, x, ids, weights, w, host_weights)
+
+        def eagerly(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
             chosen, guessed = device.readback(ids), None
             if guess is not None and following is not None and following[1].quiet < _QUIET:
                 guessed = device.readback(guess(x))
