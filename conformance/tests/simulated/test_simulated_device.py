@@ -47,6 +47,16 @@ def test_views_slices_and_strides_are_those_of_one_memory(device: SimulatedDevic
     assert torch.equal(x[:, ::2].t().contiguous().cpu(), want[:, ::2].t())
 
 
+def test_tensors_in_host_memory_are_no_inputs_but_for_numbers_and_indices(device: SimulatedDevice) -> None:
+    """As on other devices, so that a weight that was left in host memory is found here."""
+    x = torch.arange(4.0, device=device.torch_device)
+    assert (x * torch.tensor(2.0)).tolist() == [0.0, 2.0, 4.0, 6.0] and x[torch.tensor([3, 1])].tolist() == [3.0, 1.0]
+    with pytest.raises(RuntimeError, match=r"index_select was given .* in host memory, float \[4\]; a chip reads its"):
+        torch.ones(4).index_select(0, torch.zeros(2, dtype=torch.int32, device=device.torch_device))
+    with pytest.raises(RuntimeError, match="tensors to be on the same device, but found at least two devices"):
+        x * torch.ones(4)
+
+
 def test_resized_outputs_are_returned(device: SimulatedDevice) -> None:
     x = torch.tensor([3.0, 1.0, 2.0], device=device.torch_device)
     out = torch.empty(0, device=device.torch_device)

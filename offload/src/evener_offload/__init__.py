@@ -12,6 +12,7 @@ module                  holds
 ``numa``                pages of host memory on machines with several NUMA nodes
 ``host_experts``        experts that the host computes, and the copies to and from it
 ``captured_experts``    the same in captured steps, in which the device calls the host
+``captured_prompts``    prompts that are captured but for these experts
 ``captured_residents``  captured steps in which the device computes the experts that it has
 ``half_plans``          a step's rows, divided into two halves
 ``halves``              two halves in turns, and the thread in which the host computes meanwhile

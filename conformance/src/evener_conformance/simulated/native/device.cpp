@@ -333,6 +333,11 @@ class CpuFallback {
     torch::jit::drop(*stack, arguments.size());
     name_ = schema.name();
     for (auto& each : arguments) stack->push_back(down(each));
+    // As on other devices: an index may be in host memory, and single numbers.
+    static const std::set<std::string> indexing{"aten::index", "aten::index_put_", "aten::_index_put_impl_"};
+    TORCH_CHECK(
+        pairs_.empty() || on_host_.empty() || indexing.count(name_), name_, " was given tensors of ",
+        pairs_[0].second.device(), " and one in host memory, ", on_host_, "; a chip reads its own memory only");
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     auto results = torch::jit::last(*stack, schema.returns().size()).vec();
     torch::jit::drop(*stack, results.size());
@@ -343,6 +348,7 @@ class CpuFallback {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;  // CPU alias, device tensor
   bool stays_ = false;  // the op was asked to put its result on the CPU
   std::string name_;
+  std::string on_host_;  // dtype and sizes of a tensor in host memory among the arguments
   std::optional<c10::Device> where_;  // the chip that runs the op
 
   c10::IValue down(const c10::IValue& value) {
@@ -370,6 +376,9 @@ class CpuFallback {
 
   at::Tensor alias(const at::Tensor& tensor) {
     auto found = host(tensor);
+    if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0) {
+      on_host_ = c10::str(tensor.dtype().name(), " ", tensor.sizes());
+    }
     if (!tensor.defined() || tensor.device().type() != kDevice) return found;
     TORCH_CHECK(
         pairs_.empty() || pairs_[0].second.device() == tensor.device(), name_, " was given tensors of ",
