@@ -41,8 +41,9 @@ from evener_kernels_triton.packed_linear import packed_linear
 from evener_kernels_triton.packed_token import packed_token
 from evener_kernels_triton.plugin import evener_kernels, evener_state_providers
 from evener_kernels_triton.primitives import act_rows
-from evener_kernels_triton.rounded import rounded_linear
+from evener_kernels_triton.rounded import activated_product, round_rows, rounded_linear
 from evener_kernels_triton.rounded_experts import rounded_grouped
+from evener_kernels_triton.rounded_few import activated_sizes
 from evener_kernels_triton.rounded_values import round_values
 from evener_kernels_triton.sampling import choose, sample_filtered
 from evener_kernels_triton.stored import Form, StoredMatrix
@@ -239,8 +240,12 @@ def _rounded(tuning: Tuning, kind: torch.dtype) -> None:
             elements = torch.empty(shape, dtype=torch.int8 if form.kind == "int8" else torch.uint8, device=META)
             return StoredMatrix(elements, scales, form, how, torch.empty(1, device=META) if how.group < 0 else None)
 
-        for tokens in (32, 64, 128, 1024):
+        for tokens in (16, 64, 128, 1024):
             rounded_linear(tuning, kind, torch.empty(tokens, 12288, dtype=kind, device=META), matrix(4096, 12288))
+            inside = activated_sizes(tuning, tokens, 24576, 4096, form, group)
+            if inside is not None:
+                rows = round_rows(tuning, torch.empty(tokens, 4096, dtype=kind, device=META), matrix(24576, 4096))
+                activated_product(tuning, inside, rows, matrix(24576, 4096), "silu")
         for tokens in (32, 4096):
             slots = torch.empty(tokens, 8, dtype=torch.int32, device=META)
             inside = torch.empty(slots.numel(), 768, dtype=kind, device=META)

@@ -6,6 +6,7 @@ result. A wait that nobody ends is an error.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -80,8 +81,10 @@ class Memory:
         found = self.data[int(i)]
         return Memory(found, self.line) if isinstance(found, torch.Tensor) else found
 
-    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Tiles:
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Tiles | Memory:
         assert isinstance(self.data, torch.Tensor)
+        if self.data.dim() == 2:  # its rows
+            return Memory(self.data.view(*shape), self.line)
         return Tiles(self.data, tuple(shape), self.line)
 
     def load(self, layout: object) -> torch.Tensor:
@@ -144,8 +147,8 @@ class Product:
 class Host(threading.local):
     """What a thread knows of itself: its program, and its products under way."""
 
-    program = (0,)
-    programs = (1,)
+    program: tuple[int, ...] = (0,)
+    programs: tuple[int, ...] = (1,)
 
     def __init__(self) -> None:
         self.products: list[Product] = []
@@ -192,6 +195,7 @@ class Language:
             num_warps=lambda: 4, expand_dims=lambda x, axis: x.unsqueeze(axis),
             associative_scan=lambda x, axis, function: x.cumsum(axis), atomic_add=atomic_add,
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype), float8e4nv=torch.float8_e4m3fn,
+            bfloat16=torch.bfloat16,
             join=lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1), split=lambda x: x.unbind(-1),
             reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order), abs=torch.abs,
             exp=torch.exp, erf=torch.erf, rsqrt=lambda x: torch.rsqrt(tensor(x)),
@@ -215,7 +219,7 @@ class Language:
     def copies(self) -> tuple[Callable[..., None], Any]:
         """Asynchronous copies. What they write is there once their group was waited for, and not before."""
 
-        def copy(target: Memory, source: Pointer, mask: Any) -> None:
+        def copy(target: Memory, source: Pointer, mask: Any = True) -> None:
             self.host.copies.append((target, source, mask))
 
         def commit() -> None:
@@ -331,9 +335,10 @@ def on_host(module: ModuleType, name: str, line: int) -> Callable[..., None]:
         elif isinstance(value, tl.constexpr) and key not in names_given:
             names[key] = value.value
 
-    def run(programs: int, *args: Any, **kwargs: Any) -> None:
-        for program in range(programs):
-            language.host.program, language.host.programs = (program,), (programs,)
+    def run(programs: int | tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        grid = (programs,) if isinstance(programs, int) else programs
+        for program in itertools.product(*map(range, grid)):
+            language.host.program, language.host.programs = program, grid
             names[name](*args, **kwargs)
 
     return run

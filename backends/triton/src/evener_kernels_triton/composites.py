@@ -32,7 +32,14 @@ from evener_kernels_triton.linear import (
 from evener_kernels_triton.packed import PACKED, PackedMatrix
 from evener_kernels_triton.packed_token import enters_token, packed_token
 from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
-from evener_kernels_triton.rounded import act_round, norm_round, rounded_product, rounds
+from evener_kernels_triton.rounded import (
+    act_round,
+    activated_product,
+    activation_sizes,
+    norm_round,
+    rounded_product,
+    rounds,
+)
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 from evener_kernels_triton.stored import STORED, StoredMatrix, in_words
 from evener_kernels_triton.tuning import Tuning, power_of_two
@@ -279,9 +286,18 @@ class TritonMlpBlock(_Composite):
             rows = act_round(tuning, wide, wide.shape[1] // 2, act, w.down.data)
             return rounded_product(tuning.part("project"), dtype, rows, w.down.data, w.down_bias)
 
+        inside = activation_sizes(tuning, call.bucket.high, s["gate_up"], s["down"])
+
         def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
-            wide, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias)
-            x = leave(wide, w)
+            if inside is not None and w.gate_up_bias is None and w.norm is not None:
+                gate_up = w.gate_up.data
+                rows, total, _ = norm_round(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype, gate_up)
+                assert total is not None, "there is a residual"
+                made, stream = activated_product(tuning, inside, rows, gate_up, act), total
+                x = rounded_product(tuning.part("project"), dtype, made, w.down.data, w.down_bias)
+            else:
+                wide, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias)
+                x = leave(wide, w)
             if s["post_norm"]:
                 assert w.post_norm is not None, "declared with the flag"
                 x, _ = norm_rows(tuning, x, None, w.post_norm, s["eps"], s["offset"], dtype)

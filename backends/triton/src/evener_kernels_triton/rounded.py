@@ -21,13 +21,22 @@ from evener_kernels_triton.jit.rounded import (
     round_rows_kernel,
     rounded_kernel,
 )
+from evener_kernels_triton.rounded_few import (
+    FewSizes,
+    activated_sizes,
+    few_sizes,
+    few_sums,
+    rounded_activated,
+    rounded_few,
+)
 from evener_kernels_triton.scaled import HELD_TOKENS, scaled_product, scaled_refusal
 from evener_kernels_triton.stored import STORED, Form, StoredMatrix, form_of, pieces
 from evener_kernels_triton.tuning import Product, Tuning, memoized, power_of_two
 
-#: Up to this many tokens, activations are used as they are; and the same for experts, whose weights take longer to
-#: convert than to read: a step of Qwen3-30B-A3B with 16 requests took 11.06 ms on an H100, 9.62 with rounding, with 8
-#: requests 8.19 and 7.06.
+#: Up to this many tokens, activations are used as they are, but with weights for ``rounded_few``, which round from two
+#: tokens on (a layer of Qwen3-8B with 16 on an H200: 85.4 to 64.2 µs with blocks, 70.5 to 66.9 with rows). And the same
+#: for experts, whose weights take longer to convert than to read: a step of Qwen3-30B-A3B with 16 requests took 11.06
+#: ms on an H100, 9.62 with rounding, with 8 requests 8.19 and 7.06.
 MAX_KEPT_TOKENS, MAX_KEPT_TOKENS_OF_EXPERTS = 16, 4
 #: A program finds the scale of so many columns; rows are not longer if they have one scale.
 MAX_ROUNDED_COLUMNS = 1 << 15
@@ -38,6 +47,9 @@ MAX_OWN_TOKENS = 64
 _CHUNK = 4096
 #: Numbers that a program rounds, of a row with several scales.
 _AT_A_TIME = 2048
+#: Up to so many tokens, ``round_rows`` lets the next launch in before it waits: 1 µs less of a layer with 16 tokens and
+#: scales of rows, nothing with blocks, and 1 to 3 more with 64.
+EARLY_TOKENS = 32
 #: Matrix units multiply so many columns of such elements at a time.
 _LEAST_COLUMNS = 32
 #: Tiles of tokens that programs take at the same time.
@@ -63,9 +75,12 @@ class RoundedRows:
 
 def rounds(tuning: Tuning, tokens: int, weight: LinearWeight) -> bool:
     """Whether products of up to ``tokens`` tokens with ``weight`` are of rounded activations."""
-    kept = MAX_KEPT_TOKENS_OF_EXPERTS if weight.experts else MAX_KEPT_TOKENS
-    asked = tokens > kept and weight.layout == STORED.layout
-    return asked and _fits(tuning, weight) and _is_faster(tuning, tokens, weight)
+    if weight.layout != STORED.layout or not _fits(tuning, weight):
+        return False
+    if tokens <= (MAX_KEPT_TOKENS_OF_EXPERTS if weight.experts else MAX_KEPT_TOKENS):
+        size = weight.rows, weight.columns, form_of(weight.parts), _group(weight)
+        return not weight.experts and few_sizes(tuning, tokens, *size) is not None
+    return _is_faster(tuning, tokens, weight)
 
 
 def _is_faster(tuning: Tuning, tokens: int, weight: LinearWeight) -> bool:
@@ -127,7 +142,8 @@ def round_rows(tuning: Tuning, x: torch.Tensor, weight: StoredMatrix) -> Rounded
     if tokens and made.group == 0 and columns > _CHUNK:
         _long_launch(tuning, weight.form.kind)((tokens, 1, 1), x, made.elements, made.scales, columns, x_row)
     elif tokens:
-        launch, programs = _launch_of(tuning, round_rows_kernel, columns, made.group, weight.form.kind)
+        early = tokens <= EARLY_TOKENS
+        launch, programs = _launch_of(tuning, round_rows_kernel, columns, made.group, weight.form.kind, early=early)
         held = made.elements.shape[0]
         launch((tokens, programs, 1), x, made.scales, made.elements, made.scales, held, columns, x_row)
     return made
@@ -181,6 +197,23 @@ def act_round(tuning: Tuning, x: torch.Tensor, inner: int, activation: str, weig
     return made
 
 
+def activation_sizes(tuning: Tuning, tokens: int, gate_up: LinearWeight, down: LinearWeight) -> FewSizes | None:
+    """Sizes of ``activated_product``, whose result is what ``down`` multiplies; None where the activation is in a
+    launch of its own."""
+    if not rounds(tuning, tokens, gate_up) or not rounds(tuning, tokens, down):
+        return None
+    same = _group(down) == _group(gate_up) and (gate_up.dtype, gate_up.out) == ("bfloat16", None)
+    size = gate_up.rows, gate_up.columns, form_of(gate_up.parts), _group(gate_up)
+    return activated_sizes(tuning, tokens, *size) if same else None
+
+
+def activated_product(
+    tuning: Tuning, p: FewSizes, x: RoundedRows, weight: StoredMatrix, activation: str
+) -> RoundedRows:
+    """The product of rows with gate and up rows, activated and rounded, in one launch."""
+    return RoundedRows(*rounded_activated(tuning, p, x.elements, x.scales, weight, activation), x.group, x.tokens)
+
+
 def _room(tuning: Tuning, weight: StoredMatrix, tokens: int, columns: int, where: torch.device) -> RoundedRows:
     """Memory for rows, of as many as the library takes; a fixed scale is the weight's."""
     assert weight.activation is not None, "asked of weights whose products are rounded"
@@ -202,12 +235,15 @@ def _elements(tuning: Tuning, stored: str) -> dict[str, str | bool]:
 
 @memoized
 def _launch_of(
-    tuning: Tuning, kernel: Any, columns: int, group: int, stored: str, activation: str = ""
+    tuning: Tuning, kernel: Any, columns: int, group: int, stored: str, activation: str = "", early: bool = False
 ) -> tuple[PreparedLaunch, int]:
-    """(launch, programs for a token) of ``round_rows_kernel`` or ``act_round_kernel``."""
+    """(launch, programs for a token) of ``round_rows_kernel`` or ``act_round_kernel``; ``early``: of the former, lets
+    the next launch in before it waits."""
     wide = power_of_two(columns) if group == 0 else group if group > 0 else min(_AT_A_TIME, power_of_two(columns))
     each = max(1, min(_AT_A_TIME // wide, power_of_two(-(-columns // group)))) if group > 0 else 1
-    more: dict[str, Any] = {"ACT": activation} if activation else {"GROUP": columns if group == 0 else wide}
+    more: dict[str, Any] = (
+        {"ACT": activation} if activation else {"GROUP": columns if group == 0 else wide, "EARLY": early}
+    )
     launch = PreparedLaunch(
         kernel, FIXED=group < 0, EACH=each, WIDE=wide, OVERLAP=tuning.overlap,
         num_warps=max(1, min(16, each * wide // 512)), **_elements(tuning, stored), **more, **tuning.launch,
@@ -245,6 +281,9 @@ def rounded_product(
     many = tokens > MAX_OWN_TOKENS and out == torch.bfloat16 and not tuning.resized
     if many and _has_library(tuning, rows, columns, form, x.group):
         return scaled_product(x.elements, x.scales, weight, bias)[: x.tokens]
+    few = few_sizes(tuning, tokens, rows, columns, form, x.group)
+    if few is not None:
+        return rounded_few(tuning, few, out, x.elements, x.scales, x.group, weight, bias)[: x.tokens]
     y = torch.empty(tokens, rows, dtype=out, device=where)
     launch, grid, sums = _launch(tuning, tokens, rows, columns, form, x.group, bias is not None)
     parts = arrived = y
@@ -309,5 +348,8 @@ def rounded_bytes(tuning: Tuning, tokens: int, weight: LinearWeight) -> int:
     tiles, _, splits = _grid(p, tokens, weight.rows, weight.columns)
     own = tuning.resized or not _by_library(tuning, tokens, weight)
     sums = tiles * splits * p.n * p.m * 4 if splits > 1 and own else 0
+    few = few_sizes(tuning, tokens, weight.rows, weight.columns, form_of(weight.parts), _group(weight))
+    if few is not None:
+        sums = few_sums(few, tokens, weight.rows, weight.columns)
     result = (HELD_TOKENS - 1) * weight.rows * 4  # rows of garbage
     return sums + result + rounding_bytes(tokens, weight.columns, form)

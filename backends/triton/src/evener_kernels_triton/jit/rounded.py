@@ -50,12 +50,15 @@ def row_scale(x, columns, KIND: tl.constexpr, CHUNK: tl.constexpr):
 def round_rows_kernel(
     x, fixed, q, scales, tokens, columns, x_row,
     KIND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr,
-    WIDE: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDE: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """q [tokens, columns] = x divided by its scales, rounded. A program takes EACH groups of GROUP columns of one token
     (WIDE with padding); FIXED: the scale is ``fixed``, else what it finds is stored in ``scales``."""
+    if OVERLAP and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+    if OVERLAP and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0)
     g = tl.program_id(1) * EACH + tl.arange(0, EACH)
