@@ -239,20 +239,24 @@ EXPERTS = {
 }
 
 
+def on_the_device(accelerator: Subject, family: str, folder: Path) -> tuple[Config, dict[str, Any], RunResult]:
+    """A model of a family of experts, keys of all its runs, and its answers to ``traffic`` with all on the device."""
+    long: dict[str, Any] = {"infer.max_seq_len": 256}
+    if family == "GptOss":  # its tensors of several sources are not among those that write_lively knows
+        model, long["load"] = small_config(folder / "model", family, EXPERTS[family][0], **LIMITS), "dummy"
+    else:
+        model = lively(folder / "model", family, EXPERTS[family][0])
+    with opened(with_keys(model, accelerator, **long)) as plain:
+        return model, long, play(plain, **traffic())
+
+
 @pytest.mark.parametrize("family", EXPERTS)
 def test_captured_steps_call_the_host_for_its_experts_and_change_no_token(
     accelerator: Subject, family: str, tmp_path: Path
 ) -> None:
-    shape, layers = EXPERTS[family]
-    long: dict[str, Any] = {"infer.max_seq_len": 256}
-    if family == "GptOss":  # its tensors of several sources are not among those that write_lively knows
-        model, long["load"] = small_config(tmp_path / "model", family, shape, **LIMITS), "dummy"
-    else:
-        model = lively(tmp_path / "model", family, shape)
-    with opened(with_keys(model, accelerator, **long)) as plain:
-        expected = play(plain, **traffic())
+    model, long, expected = on_the_device(accelerator, family, tmp_path)
     for captured in (True, False):
-        keys = {**long, "infer.cpu_layer_num": layers, "infer.use_cuda_graph": captured}
+        keys = {**long, "infer.cpu_layer_num": EXPERTS[family][1], "infer.use_cuda_graph": captured}
         with opened(with_keys(model, accelerator, **keys)) as controller:
             assert_same(play(controller, **traffic()), expected)
             steps = controller.scheduler.stats.counters["host_expert_captured_steps"]
@@ -267,14 +271,8 @@ def test_prompts_captured_but_for_experts_on_the_host_change_no_token(
     """Those experts are copied to the device or, where measured costs decide, computed on the host."""
     if not isinstance(accelerator.device, CapturesPieces):
         pytest.skip(f"{accelerator.name} does not capture in pieces")
-    (shape, layers), long = EXPERTS[family], dict[str, Any]({"infer.max_seq_len": 256})
-    if family == "GptOss":  # as above
-        model, long["load"] = small_config(tmp_path / "model", family, shape, **LIMITS), "dummy"
-    else:
-        model = lively(tmp_path / "model", family, shape)
-    with opened(with_keys(model, accelerator, **long)) as plain:
-        expected = play(plain, **traffic())
-    keys = {"infer.cpu_layer_num": layers, "offload.stream_prompts": least, "infer.use_cuda_graph": True}
+    model, long, expected = on_the_device(accelerator, family, tmp_path)
+    keys = {"infer.cpu_layer_num": EXPERTS[family][1], "offload.stream_prompts": least, "infer.use_cuda_graph": True}
     with opened(with_keys(model, accelerator, **long, **keys)) as controller:
         assert_same(play(controller, **traffic()), expected)
         worker = controller.executor.worker  # type: ignore[attr-defined]  # the inline executor's
@@ -293,14 +291,8 @@ def test_captured_steps_with_some_experts_on_the_device_change_no_token(
         monkeypatch.setattr(module, "MOST_TOKENS", 8)
     if not accelerator.device.capabilities.host_calls:
         pytest.skip(f"{accelerator.name} does not call the host")
-    (shape, layers), long = EXPERTS[family], dict[str, Any]({"infer.max_seq_len": 256})
-    if family == "GptOss":  # as above
-        model, long["load"] = small_config(tmp_path / "model", family, shape, **LIMITS), "dummy"
-    else:
-        model = lively(tmp_path / "model", family, shape)
-    with opened(with_keys(model, accelerator, **long)) as plain:
-        expected = play(plain, **traffic())
-    keys = {"infer.cpu_layer_num": layers, "infer.resident_experts": 3, "offload.host_when_sooner": "auto"}
+    model, long, expected = on_the_device(accelerator, family, tmp_path)
+    keys = {"infer.cpu_layer_num": EXPERTS[family][1], "infer.resident_experts": 3, "offload.host_when_sooner": "auto"}
     with opened(with_keys(model, accelerator, **long, **keys, **{"infer.use_cuda_graph": True})) as controller:
         assert_same(play(controller, **traffic()), expected)
         counters, captured = controller.scheduler.stats.counters, isinstance(accelerator.device, CapturesPieces)
