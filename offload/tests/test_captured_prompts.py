@@ -71,7 +71,7 @@ def test_prompts_captured_but_for_experts_give_the_tokens_of_one_device(captured
     # Latent attention computes requests that add one token in another way, and a capture's padding may be one.
     assert (counters["host_expert_captured_prompts"] > 3) == (family != "DeepseekV3")
     assert counters["host_expert_streamed_tokens"] > 100
-    note = "single prompts of up to 24 tokens are captured but for experts, where state can be captured"
+    note = "single prompts of up to 24 tokens are captured but for experts, where state allows it"
     assert note in "\n".join(ready.info.manifest.notes)
 
 

@@ -8,12 +8,13 @@ captures piecewise).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from evener.config.resolve import ResolvedConfig
 from evener.contracts.device import Device
 from evener.contracts.graph import Replay
 from evener.engine.wire.plan import Plan
@@ -23,7 +24,7 @@ from evener.errors import EngineError
 from evener.resolution.buckets import LEAST_CAPTURED_PROMPT, capture_sizes
 
 log = logging.getLogger("evener.worker")
-#: Tokens of the largest prompt that is captured. The device is slower than the host's launches with more.
+#: Tokens of the largest prompt that is captured. With more, the device takes longer than the host's launches.
 MOST_TOKENS = 1024
 
 #: ``start(x, ids, weights, experts)`` submits experts, and returns what waits for their sums.
@@ -64,29 +65,24 @@ class CapturedPrompts:
 
     Args:
         capture: of the device.
+        sizes: numbers of tokens that are captured, ascending.
         spare: a row of the tables that belongs to no request.
         length: tokens of the longest sequence.
-        step_tokens: of the largest step.
 
     Attributes:
         steps: replays so far.
         recording: whether a segment runs that is captured, now or next.
     """
 
-    def __init__(self, device: Device, capture: PieceCapture, spare: int, length: int, step_tokens: int) -> None:
-        self._device, self._capture, self._spare, self._length = device, capture, spare, length
-        most = min(MOST_TOKENS, length, step_tokens)
-        self._sizes = [size for size in capture_sizes(most) if size >= LEAST_CAPTURED_PROMPT]
+    def __init__(self, device: Device, capture: PieceCapture, sizes: Sequence[int], spare: int, length: int) -> None:
+        self._device, self._capture, self._sizes, self._spare, self._length = device, capture, sizes, spare, length
         self._captured: dict[int, _CapturedPrompt | None] = {}
         self.steps, self.recording = 0, False
         #: Whether what is recorded is captured, and not run before that; the tokens of the step that is replayed.
         self._capturing, self._tokens = False, 0
 
     def __str__(self) -> str:
-        return (
-            f"single prompts of up to {self._sizes[-1] if self._sizes else 0} tokens are captured but for experts, "
-            "where state can be captured"
-        )
+        return f"single prompts of up to {self._sizes[-1]} tokens are captured but for experts, where state allows it"
 
     def run(self, runner: Runner, plan: Plan) -> torch.Tensor | None:
         """Hidden states [T, hidden] of a step, as ``Architecture.forward`` returns them; None, with nothing done, if it
@@ -95,8 +91,6 @@ class CapturedPrompts:
         size = next((each for each in self._sizes if each >= tokens), None)
         # Numbers below 0 are those of the warm-up, before the memory for state is set.
         if size is None or plan.id < 0 or len(plan.slots) > 1 or plan.adapted or plan.drafts or plan.media is not None:
-            return None
-        if any(g.provider.graph != "any" or g.attention.split_decode for g in runner.geometry.groups):
             return None
         if size not in self._captured:
             self._captured[size] = self._make(runner, size)
@@ -133,11 +127,12 @@ class CapturedPrompts:
         self._capture.release()
 
     def _make(self, runner: Runner, size: int) -> _CapturedPrompt | None:
+        if not runner.geometry.captures_prompts():
+            return None
         inputs, found = PromptInputs(self._device, size, self._spare, self._length), list[torch.Tensor]()
 
         def segment() -> None:
-            step = runner.step(replace(inputs.shape), inputs.arrays)
-            found[:] = [runner.model.forward(step)]
+            found[:] = [runner.model.forward(runner.step(inputs.shape, inputs.arrays))]
 
         self.recording = True
         try:
@@ -153,8 +148,10 @@ class CapturedPrompts:
         return _CapturedPrompt(inputs, segment, found[0], replay)
 
 
-def captured_prompts(device: Device, spare: int, length: int, step_tokens: int) -> CapturedPrompts | None:
-    """The captures of a device; None if it does not capture in pieces."""
-    if not isinstance(device, CapturesPieces):
+def captured_prompts(config: ResolvedConfig, device: Device) -> CapturedPrompts | None:
+    """The captures of a device; None if steps are not captured, or it does not capture in pieces."""
+    most = min(MOST_TOKENS, config.max_seq_len, config.step_tokens)
+    sizes = [size for size in capture_sizes(most) if size >= LEAST_CAPTURED_PROMPT]
+    if not (config.use_cuda_graph and sizes and isinstance(device, CapturesPieces)):
         return None
-    return CapturedPrompts(device, device.piece_capture(), spare, length, step_tokens)
+    return CapturedPrompts(device, device.piece_capture(), sizes, config.max_reqs, config.max_seq_len)

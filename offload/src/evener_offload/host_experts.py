@@ -113,11 +113,8 @@ class HostExperts(Placement):
         self._captured = CapturedExperts(device, host, self._threads, self._resolver.attribution, first, self._work)
         self.replayed = self._captured.replayed
         #: Captures of prompts whose experts are copied to the device; None: they run eagerly.
-        self._prompts = None
-        if streamed and self.eager is None and config.use_cuda_graph:
-            self._prompts = captured_prompts(device, config.max_reqs, config.max_seq_len, config.step_tokens)
-        if self._prompts is not None:
-            resolver.manifest.notes.append(str(self._prompts))
+        self._prompts = captured_prompts(config, device) if streamed and self.eager is None else None
+        resolver.manifest.notes += [] if self._prompts is None else [str(self._prompts)]
         #: Whether a step is being submitted that is not captured.
         self._eager = False
         resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}; "

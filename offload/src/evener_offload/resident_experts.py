@@ -125,8 +125,7 @@ class ResidentExperts(Placement):
         self.captured = CapturedResidents(self._device, self.layer, captured)
         self.replayed, self.divided = self.captured.replayed, self._run_eagerly
         self._eager = False
-        if config.use_cuda_graph:
-            self._prompts = captured_prompts(self._device, config.max_reqs, config.max_seq_len, config.step_tokens)
+        self._prompts = captured_prompts(config, self._device)
         return None
 
     def _run_eagerly(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:

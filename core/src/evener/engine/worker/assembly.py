@@ -275,8 +275,7 @@ def captured_prompt_sizes(a: Assembly) -> tuple[int, ...]:
     """Numbers of tokens of a prompt whose step may be captured. None where a state provider cannot do that, and where
     the device holds few captures: decode steps need them more. With experts in host memory they depend on whether these
     are computed there, so such steps run eagerly."""
-    able = all(g.provider.graph == "any" and not g.attention.split_decode for g in a.geometry.groups)
-    able = able and a.device.capabilities.max_captures is None and a.placement is None
+    able = a.geometry.captures_prompts() and a.device.capabilities.max_captures is None and a.placement is None
     return captured_prompts(min(a.config.step_tokens, a.config.max_seq_len)) if able else ()
 
 

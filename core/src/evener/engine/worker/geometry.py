@@ -66,6 +66,10 @@ class Geometry:
         limits = {n - 1 for g in self.groups for n in g.provider.capture_limits(g.spec, g.attention, requests)}
         return (*sorted(n for n in limits if 0 < n < longest and most is None), longest)
 
+    def captures_prompts(self) -> bool:
+        """Whether state can be captured in steps of one prompt, with padding in a second request."""
+        return all(g.provider.graph == "any" and not g.attention.split_decode for g in self.groups)
+
     def bind(self, blocks: int, device: Device) -> torch.Tensor:
         """Allocate ``blocks`` slabs and give every state slot its views of them. Returns the storage, uint8
         [layer_slots, blocks, slab_bytes].
