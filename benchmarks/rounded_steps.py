@@ -2,10 +2,14 @@
 run. Its weights are random numbers, made on the device.
 
     python benchmarks/rounded_steps.py MODEL FORM [--cases 1x128,64x512] [--only rounded|kept] [--experts N]
+        [--weights normal|uniform] [--profile]
 
 Forms: those of ``rounded_products.py``, for all linear layers but the head and routers. ``--experts``: the model has so
 many, for comparing with an engine whose random weights choose no more; each row is followed by the experts of a layer
-that a step is expected to read if its tokens choose evenly, and the bytes of weights that it reads.
+that a step is expected to read if its tokens choose evenly, and the bytes of weights that it reads. ``--weights
+uniform`` draws weights as vLLM's ``load_format="dummy"`` does before it quantizes them: numbers decide how much power
+products take, and a card at its limit of power lowers its clocks. ``--profile``: kernels of decode steps, in place of
+their times.
 """
 
 from __future__ import annotations
@@ -15,13 +19,14 @@ import gc
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check import CASES, cases_of, measure, say, start
+import vllm_dummy_weights
+from gpu_check import CASES, cases_of, measure, profile, say, start
 from model_configs import CONFIGS
 from model_configs import write as write_config
 from rounded_products import FORMS, part_of
@@ -32,9 +37,12 @@ from evener.resolution.resolver import Resolver
 from evener_inspection import dummy_weights
 
 
-def quantize(form: str, kept: bool) -> None:
+def quantize(form: str, kept: bool, uniform: bool) -> None:
     """From here on weights are declared in ``form``, and random weights have random elements."""
-    packings, plain = _ORIGINAL
+    if uniform:
+        vllm_dummy_weights.use()
+    packings, noise = _PACKINGS, dummy_weights._Noise
+    plain = _PARTS.setdefault(noise, noise.part)
     how = replace(FORMS[form], activation=None) if kept else FORMS[form]
 
     def declared(self: Resolver, weights: Sequence[LinearWeight]) -> None:
@@ -49,13 +57,29 @@ def quantize(form: str, kept: bool) -> None:
             return plain(self, part, cut, dtype, device)
         assert cut is None, "on one device"
         seed = zlib.crc32(part.name.encode()) % 997
+        if uniform:
+            return replace(part, tensors=_uniform(part, seed, device))
         return replace(part, tensors=part_of(form, part.rows, part.columns, seed, device).tensors)
 
     Resolver.packings = declared  # type: ignore[method-assign]
-    dummy_weights._Noise.part = random  # type: ignore[method-assign]
+    noise.part = random  # type: ignore[method-assign]
 
 
-_ORIGINAL = Resolver.packings, dummy_weights._Noise.part
+def _uniform(part: WeightPart, seed: int, device: torch.device) -> Mapping[str, torch.Tensor]:
+    """Elements as those of vLLM's random weights with one scale a tensor, here written for each row or block."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    # Only experts differ from each other: every other parameter of a size has the same numbers in vLLM.
+    seed = seed if part.name.rpartition(" ")[2].isdigit() else vllm_dummy_weights.SEED
+    drawn = torch.empty(part.rows, part.columns, device=device)
+    drawn.uniform_(-largest, largest, generator=torch.Generator(device).manual_seed(seed))
+    how = part.format
+    shape = (-(-part.rows // how.group_out), -(-part.columns // (how.group or part.columns)))
+    scale = torch.full(shape, vllm_dummy_weights.RANGE / largest, device=device)
+    return {"weight": drawn.to(torch.float8_e4m3fn), "scale": scale}
+
+
+_PACKINGS = Resolver.packings
+_PARTS: dict[type, Callable[..., WeightPart]] = {}
 
 
 def weights_read(config: Mapping[str, Any], tokens: int) -> tuple[float, float]:
@@ -71,7 +95,10 @@ def weights_read(config: Mapping[str, Any], tokens: int) -> tuple[float, float]:
     return experts, config["num_hidden_layers"] * layer + 2 * config["vocab_size"] * hidden
 
 
-def main(model: str, form: str, cases: Sequence[tuple[int, int]], ways: Sequence[str], out: Path, experts: int) -> None:
+def main(
+    model: str, form: str, cases: Sequence[tuple[int, int]], ways: Sequence[str], out: Path, experts: int,
+    uniform: bool = False, does: Callable[[Any, str, str, int, int, Path], None] = measure,
+) -> None:  # fmt: skip
     """Print a row for each case, first with activations rounded."""
     if experts:
         CONFIGS[model] = {**CONFIGS[model], "num_experts": experts}
@@ -79,12 +106,12 @@ def main(model: str, form: str, cases: Sequence[tuple[int, int]], ways: Sequence
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(model, Path(folder) / model)
         for way in ways:
-            quantize(form, way == "kept")
+            quantize(form, way == "kept", uniform)
             llm = start(path, True, ["infer.max_seq_len=2048"])
             say(f"{model} {form} {way}: {llm.info.manifest.activations}, ready after {llm.info.start_seconds} s")
             for batch, prompt in cases:
                 try:
-                    measure(llm, f"{model} {form} {way}", "graphs", batch, prompt, out)
+                    does(llm, f"{model} {form} {way}" + " uniform" * uniform, "graphs", batch, prompt, out)
                     read, nbytes = weights_read(CONFIGS[model], batch)
                     say(f"{batch}x{prompt}: {read:.1f} experts a layer, {nbytes / 1e9:.2f} GB of weights a step")
                 except Exception as error:  # the other rows are still useful
@@ -102,9 +129,14 @@ if __name__ == "__main__":
     parser.add_argument("--cases", default=",".join(f"{batch}x{prompt}" for batch, prompt in CASES))
     parser.add_argument("--only", choices=("rounded", "kept"))
     parser.add_argument("--experts", type=int, default=0, metavar="N")
+    parser.add_argument("--weights", choices=("normal", "uniform"), default="normal")
+    parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     ways = (given.only,) if given.only else ("rounded", "kept")
     if given.experts and CONFIGS[given.model].get("num_experts_per_tok", 1 << 30) > given.experts:
         parser.error(f"--experts: {given.model} has no experts, or a token chooses more than {given.experts}")
     folder = Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="rounded-"))
-    main(given.model, given.form, cases_of(given.cases), ways, folder, given.experts)
+    if given.weights == "uniform" and not given.form.startswith("fp8"):
+        parser.error("--weights uniform: give fp8 or fp8-block")
+    does = profile if given.profile else measure
+    main(given.model, given.form, cases_of(given.cases), ways, folder, given.experts, given.weights == "uniform", does)
