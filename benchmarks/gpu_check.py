@@ -46,6 +46,8 @@ PARTS = (
 CASES = ((1, 128), (16, 128), (64, 512), (256, 512))
 SHORT, LONG = 16, 272
 LIMIT_S = 240
+#: What a profile calls the work that it records.
+_WORK = "the work"
 
 
 def cases_of(text: str) -> list[tuple[int, int]]:
@@ -302,6 +304,7 @@ def prompts(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path)
     wall = min(generate(llm, batch, prompt, 1, seed) for seed in (1, 2))
     prof = recorded(lambda: generate(llm, batch, prompt, 1, 3))
     say(f"{model} {kind} {batch}x{prompt}: {wall * 1e3:.1f} ms for all prompts; {busy(prof):.1f} ms of kernels")
+    say(f"  without a kernel, ms: {idle(prof)}")
     report_kernels(prof, out / f"prompts-{model}-{batch}x{prompt}.txt")
 
 
@@ -335,14 +338,30 @@ def recorded(work: Callable[[], object]) -> Any:
     from torch.profiler import profile as record
 
     with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
-        work()
+        with torch.profiler.record_function(_WORK):
+            work()
         torch.cuda.synchronize()
     return prof
 
 
+def idle(prof: Any) -> str:
+    """Milliseconds without a kernel: before the first one, after the last one, and the longest ones in between."""
+    work = next(e.time_range for e in prof.events() if e.name == _WORK and e.device_type.name == "CPU")
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in prof.events()
+                   if e.device_type.name == "CUDA" and e.name != _WORK)  # fmt: skip
+    gaps, until, last = [], spans[0][0], ""
+    for start, end, name in spans:
+        gaps.append((start - until, start - work.start, last, name))
+        until, last = max(until, end), name
+    longest = [f"{gap / 1e3:.2f} at {at / 1e3:.1f} ({a[:24]}, {b[:24]})" for gap, at, a, b in sorted(gaps)[:-9:-1]]
+    before, after = (spans[0][0] - work.start) / 1e3, (work.end - until) / 1e3
+    total = sum(max(0.0, gap) for gap, *_ in gaps) / 1e3
+    return f"{before:.2f} before, {after:.2f} after, {total:.2f} between: {'; '.join(longest)}"
+
+
 def busy(prof: Any) -> float:
     """Milliseconds in which some kernel or copy ran."""
-    kernels = (e.time_range for e in prof.events() if e.device_type.name == "CUDA")
+    kernels = (e.time_range for e in prof.events() if e.device_type.name == "CUDA" and e.name != _WORK)
     spans = sorted((span.start, span.end) for span in kernels)
     total = until = 0.0
     for start, end in spans:
