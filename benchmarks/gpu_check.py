@@ -325,9 +325,9 @@ def profile(llm: Any, model: str, kind: str, batch: int, prompt: int, out: Path)
     prof = recorded(lambda: generate(llm, batch, prompt, 8 + steps, 2))
     say(f"{model} {kind} {batch}x{prompt}: {wall / steps * 1e3:.3f} ms a step; {busy(prof):.1f} ms of kernels of "
         f"prompts and {8 + steps} steps; {json.dumps(asked)}")  # fmt: skip
-    report_kernels(prof, out / f"profile-{model}-{batch}x{prompt}.txt")
+    report_kernels(prof, out / f"profile-{model}-{batch}x{prompt}.txt".replace(" ", "-"))
     host.runcall(generate, llm, batch, prompt, 8 + 4 * steps, 2)
-    with (out / f"host-{model}-{batch}x{prompt}.txt").open("w") as file:
+    with (out / f"host-{model}-{batch}x{prompt}.txt".replace(" ", "-")).open("w") as file:
         pstats.Stats(host, stream=file).sort_stats("tottime").print_stats(60)
 
 
