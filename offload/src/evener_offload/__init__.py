@@ -12,6 +12,7 @@ module                  holds
 ``numa``                pages of host memory on machines with several NUMA nodes
 ``host_experts``        experts that the host computes, and the copies to and from it
 ``captured_experts``    the same in captured steps, in which the device calls the host
+``captured_passing``    captured steps in which a part of the experts passes through the device
 ``captured_prompts``    prompts that are captured but for these experts
 ``captured_residents``  captured steps in which the device computes the experts that it has
 ``half_plans``          a step's rows, divided into two halves
@@ -70,6 +71,15 @@ descriptor = Descriptor(
             type=str, default="auto", help="With infer.cpu_layer_num or infer.host_experts: experts of these layers "
             "are copied to the device, and computed there, in steps with many tokens: off, auto (where that is "
             "measured to be sooner), or the tokens of the smallest such step."
+        ),
+        "pass_experts": Option(
+            type=str, default="off", help="With infer.cpu_layer_num or infer.host_experts: the part of these layers' "
+            "experts that is copied to the device, and computed there, in each captured decode step of many requests, "
+            "while the host computes the others: off, auto (so that both are done together, as measured), or a percent "
+            "from 1 to 50."
+        ),
+        "pass_experts_rows": Option(
+            type=int, default=8, help="offload.pass_experts: rows of the smallest such step."
         ),
         "prefetch_experts": Option(
             type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "

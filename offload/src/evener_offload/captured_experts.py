@@ -37,11 +37,13 @@ SPARING = 4
 
 @dataclass
 class HostWork:
-    """What the host has computed: bytes of experts that it read, nanoseconds that it computed, and halved steps."""
+    """What the host has computed: bytes of experts that it read, nanoseconds that it computed, and halved steps; and
+    bytes of experts that passed through the device in captured steps meanwhile."""
 
     read_bytes: int = 0
     nanoseconds: int = 0
     halved: int = 0
+    passed_bytes: int = 0
 
 
 @dataclass
@@ -85,13 +87,15 @@ class HostCall:
         run: does it.
         begins: whether it is a step's first one.
         ask: makes a question of it for ``step``, given the addresses of words; None: ``run`` alone does it.
-        step: answers questions of one step.
+        step: answers questions of one step, in which experts of so many bytes pass through the device.
+        passed: bytes of the layer's experts that pass through the device.
     """
 
     run: Callable[[], None]
     begins: bool
     ask: Callable[[int, int], Any] | None
-    step: Callable[[Sequence[Any], bool], Callable[[int], None]]
+    step: Callable[[Sequence[Any], bool, int], Callable[[int], None]]
+    passed: int = 0
 
     def __call__(self) -> None:
         self.run()
@@ -110,7 +114,9 @@ class HostCall:
         is not 0.
         """
         asked = [call.ask(ready, done) for call, ready, done in calls if call.ask is not None]
-        return None if len(asked) < len(calls) or not asked else calls[0][0].step(asked, calls[0][0].begins)
+        if len(asked) < len(calls) or not asked:
+            return None
+        return calls[0][0].step(asked, calls[0][0].begins, sum(call.passed for call, _, _ in calls))
 
 
 @runtime_checkable
@@ -186,25 +192,27 @@ class CapturedExperts:
 
     def start(
         self, path: str, compute: OpFunction, expert_bytes: int,
-        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights,
+        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights, passed: int = 0,
     ) -> Callable[[], torch.Tensor]:  # fmt: skip
         """Submit the layer ``path``; returns what makes the device wait for the result [T, hidden].
 
         Args:
             compute: ``routed_experts`` on the host.
             expert_bytes: of the weights of one expert.
+            passed: bytes of other experts that are copied to the device meanwhile, to be counted.
         """
         device, inputs = self._device, [x, ids, weights]
         to, result = self._buffers_for(inputs), torch.empty_like(x)
         begins = path == self._first
         run = partial(
-            self._call, begins, _bound(compute, to, experts), expert_bytes, to.ids.numpy(), experts.copies.numpy()
+            self._call, begins, _bound(compute, to, experts), expert_bytes, to.ids.numpy(), experts.copies.numpy(),
+            passed,
         )  # fmt: skip
         asked: Any = getattr(compute, "asked", None)
         answers: Any = getattr(compute, "answers", None)
         ask = None if asked is None else partial(asked, *to[:3], experts, to.found, expert_bytes)
         threads = self._threads - (self._threads >= SPARING)
-        call = HostCall(run, begins, ask, partial(_Step, answers, self._progress, self.work, threads))
+        call = HostCall(run, begins, ask, partial(_Step, answers, self._progress, self.work, threads), passed)
         self._calls.append(call)
         beside = self._beside()
         before, after = (None, None) if beside is None else (device.new_event(), device.new_event())
@@ -233,7 +241,7 @@ class CapturedExperts:
 
     def _call(
         self, begins: bool, compute: Callable[[int], None], expert_bytes: int, ids: np.ndarray[Any, Any],
-        copies: np.ndarray[Any, Any],
+        copies: np.ndarray[Any, Any], passed: int = 0,
     ) -> None:  # fmt: skip
         """The function that the device calls. ``copies``: of each expert in the host's memory."""
         progress = self._progress
@@ -253,6 +261,7 @@ class CapturedExperts:
             self.work.nanoseconds += time.perf_counter_ns() - began
             chosen = np.bincount(ids[:rows].ravel(), minlength=len(copies)) > 0
             self.work.read_bytes += expert_bytes * int(np.count_nonzero(chosen & (copies > 0)))
+            self.work.passed_bytes += passed
         except Exception as error:  # raised by ``check``: nothing could catch it here
             progress.failure = error
         finally:
@@ -307,14 +316,16 @@ class _Step:
     Args:
         answers: see ``Answering``.
         begins: whether these are a step's first calls.
+        passed: bytes of experts that pass through the device in the step.
     """
 
     def __init__(
         self, answers: Callable[[Sequence[Any]], Callable[[int | None, int, int], tuple[int, int]]],
         progress: _Progress, work: HostWork, threads: int, asked: Sequence[Any], begins: bool,
+        passed: int,
     ) -> None:  # fmt: skip
         self._answer, self._progress, self._work = answers(asked), progress, work
-        self._threads, self._begins = threads, begins
+        self._threads, self._begins, self._passed = threads, begins, passed
 
     def __call__(self, waiting: int) -> None:
         progress = self._progress
@@ -327,6 +338,7 @@ class _Step:
             return
         self._work.nanoseconds += found[0]
         self._work.read_bytes += found[1]
+        self._work.passed_bytes += self._passed
 
 
 def _bound(compute: OpFunction, to: _Buffers, experts: MoEWeights) -> Callable[[int], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, cast
@@ -20,6 +21,51 @@ from evener.layers.builder import Builder
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 #: Numbers of experts or slots: int64 [n].
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+#: Tensors of an expert, at most. Between two of a room, up to the alignment is lost.
+_TENSORS = 16
+
+
+class Room:
+    """Memory of the device that slots of unlike stacks use in turn.
+
+    Args:
+        own: gets the memory as a table, so that it is part of the memory plan.
+        name: unlike that of other rooms.
+        nbytes: of all experts that are in it at the same time.
+        count: how many these are.
+        alignment: of each tensor.
+    """
+
+    def __init__(self, own: Builder, name: str, nbytes: int, count: int, alignment: int) -> None:
+        self._alignment, self._used = alignment, 0
+        #: What is in the room: of each kind of layers the stacks that are in it at the same time.
+        self._kinds: list[Sequence[ExpertSlots]] = []
+        self._nbytes = room_bytes(nbytes, count, alignment)
+        own.table(("room for experts", name), self._nbytes, self._make)
+
+    def hold(self, kind: Sequence[ExpertSlots]) -> None:
+        """Give these slots the room, beside each other, and beside no others."""
+        self._kinds.append(kind)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, raw: torch.Tensor) -> torch.Tensor:
+        """The next piece of ``raw``, the room's memory."""
+        begin = -(-self._used // self._alignment) * self._alignment
+        self._used = begin + math.prod(shape) * dtype.itemsize
+        assert self._used <= raw.numel(), "what is lost between tensors is more than was planned"
+        return raw[begin : self._used].view(dtype).view(*shape)
+
+    def _make(self, where: torch.device) -> torch.Tensor:
+        raw = torch.empty(self._nbytes, dtype=torch.uint8, device=where)
+        for kind in self._kinds:
+            self._used = 0
+            for slots in kind:
+                slots.make_in(raw, where)
+        return raw
+
+
+def room_bytes(nbytes: int, count: int, alignment: int) -> int:
+    """Bytes of a room for ``count`` experts that have ``nbytes`` together."""
+    return nbytes + _TENSORS * count * alignment
 
 
 class ExpertSlots:
@@ -30,6 +76,7 @@ class ExpertSlots:
         stacks: all experts; their weights are loaded to the host before tables of the device are made.
         packing: the stacks'.
         count: slots.
+        room: has the slots' memory; by default it is their own.
 
     Attributes:
         stacks: all experts, which are numbered through.
@@ -38,8 +85,9 @@ class ExpertSlots:
     """
 
     def __init__(
-        self, own: Builder, stacks: Sequence[StackedWeight], packing: Packing, count: int, device: Device
-    ) -> None:
+        self, own: Builder, stacks: Sequence[StackedWeight], packing: Packing, count: int, device: Device,
+        room: Room | None = None,
+    ) -> None:  # fmt: skip
         self.stacks, self._device, stack = stacks, device, stacks[0]
         self.weight = replace(stack, name=f"{stack.name} on the device", experts=count, placement=None)
         self.nbytes = packing.nbytes(stack.parts, stack.dtype)
@@ -48,12 +96,18 @@ class ExpertSlots:
         self._known: dict[tuple[int, int], list[torch.Tensor]] = {}
         #: By stack, see ``places``.
         self._places: dict[int, Numbers | None] = {}
-        self._table = own.table(("slots of experts", stack.name), count * self.nbytes, self._make)
+        self._room, self._table, self._value = room, None, None
+        if room is None:
+            self._table = own.table(("slots of experts", stack.name), count * self.nbytes, self._make)
 
     @property
     def value(self) -> PackedWeight:
         """The slots."""
-        return cast("PackedWeight", self._table.value)
+        return cast("PackedWeight", self._value if self._table is None else self._table.value)
+
+    def make_in(self, raw: torch.Tensor, where: torch.device) -> None:
+        """Make the slots in the memory ``raw`` of their room."""
+        self._value = self._make(where, raw)
 
     def copy(self, expert: int, slot: int, count: int = 1) -> None:
         """Start copying ``count`` experts of one layer to as many slots from ``slot`` on, on the current stream."""
@@ -95,9 +149,9 @@ class ExpertSlots:
             self._known[stack, index if count == 1 else -1] = known
         return known if count == 1 else [tensor[index : index + count] for tensor in known]
 
-    def _make(self, where: torch.device) -> Any:
-        """Empty slots. The experts move to page-locked memory, if the device has any: copies from it are
-        asynchronous."""
+    def _make(self, where: torch.device, raw: torch.Tensor | None = None) -> Any:
+        """Empty slots, in memory of their own or in ``raw``. The experts move to page-locked memory, if the device has
+        any: copies from it are asynchronous."""
         self._known.clear()
         self._places.clear()
         for stack in self.stacks:
@@ -106,15 +160,20 @@ class ExpertSlots:
         whole, count = self.stacks[0].value, self.weight.experts
         assert whole is not None, "just set"
 
+        def new(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            if self._room is None or raw is None:
+                return torch.empty(tuple(shape), dtype=dtype, device=where)
+            return self._room.take(shape, dtype, raw)
+
         def empty(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.empty_like(tensor, device=where)
+            return new(tensor.shape, tensor.dtype) if tensor.is_contiguous() else new(tensor.mT.shape, tensor.dtype).mT
 
         def some(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_contiguous() or tensor.shape[0] != self._experts:
                 raise ConfigError(f"{self.stacks[0].name} cannot be copied by expert, because it is packed as "
-                                  f"{whole.layout}; use infer.cpu_layer_num and offload.stream_prompts=off, so that "
-                                  "the host computes")  # fmt: skip
-            return torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=where)
+                                  f"{whole.layout}; use infer.cpu_layer_num, offload.stream_prompts=off and "
+                                  "offload.pass_experts=off, so that the host computes")  # fmt: skip
+            return new((count, *tensor.shape[1:]), tensor.dtype)
 
         if isinstance(whole.data, tuple):
             made: Any = tuple(map_tensors(whole.data[0], empty) for _ in range(count))

@@ -4,8 +4,9 @@ computed in two halves (``halves``). In captured decode steps the device calls t
 prompts are captured but for these experts (``captured_prompts``).
 
 The weights are packed by the host's backend. In steps of many tokens they pass through slots on the device if that is
-faster (``streamed_layers``). With tensor parallelism each rank computes its own part of each expert on its own threads,
-and the results are added up as for experts on the device.
+faster (``streamed_layers``), and a part of them may do so in captured steps of many requests (``captured_passing``).
+With tensor parallelism each rank computes its own part of each expert on its own threads, and the results are added up
+as for experts on the device.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from evener.config.resolve import ResolvedConfig
 from evener.config.schema import InferConfig
+from evener.contracts.declared import CallSite
 from evener.contracts.device import Device
 from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.placement import Placement
@@ -31,10 +34,12 @@ from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import memory_demand
 from evener.engine.worker.runner import ForwardStep, Runner
 from evener.engine.worker.step_layout import StepLayout
+from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.captured_experts import SPARING, CapturedExperts, HostWork, follows_drafter, why_eager
+from evener_offload.captured_passing import CapturedPassing, parse_part
 from evener_offload.captured_prompts import captured_prompts
 from evener_offload.device_packing import PackedByDevice
 from evener_offload.half_plans import half_plans
@@ -42,8 +47,9 @@ from evener_offload.halves import Halves
 from evener_offload.halving import Halving
 from evener_offload.host_backend import new_stream, open_host, option, upload
 from evener_offload.layers import layer_number, ranges
-from evener_offload.placed_layers import place, placed_sites, stacks
+from evener_offload.placed_layers import biases_for_device, place, placed_sites, stacks
 from evener_offload.prompt_share import PromptShare
+from evener_offload.second_layout import keep, second_layout
 from evener_offload.streamed_layers import StreamedLayers, parse_threshold
 
 #: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
@@ -112,6 +118,8 @@ class HostExperts(Placement):
         first = sites[0].path if sites else ""
         self._captured = CapturedExperts(device, host, self._threads, self._resolver.attribution, first, self._work)
         self.replayed = self._captured.replayed
+        #: Lets a part of the experts pass through the device in captured steps; None: the host computes all.
+        self._passing = self._passing_part(config, own, resolver, sites, stream, inputs)
         #: Captures of prompts whose experts are copied to the device; None: they run eagerly.
         self._prompts = captured_prompts(config, device) if streamed and self.eager is None else None
         resolver.manifest.notes += [] if self._prompts is None else [str(self._prompts)]
@@ -120,13 +128,46 @@ class HostExperts(Placement):
         resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}; "
                                        f"steps are halved: {when}")  # fmt: skip
 
+    def _passing_part(
+        self, config: ResolvedConfig, own: Builder, resolver: Resolver, sites: Sequence[CallSite], stream: Any,
+        inputs: bool,
+    ) -> CapturedPassing | None:  # fmt: skip
+        percent, least = parse_part(str(option(config, "pass_experts"))), int(option(config, "pass_experts_rows"))
+        if least < 1:
+            raise ConfigError(f"offload.pass_experts_rows={least}: set the rows of the smallest such step, at least 1")
+        if percent == 0 or not sites:
+            return None
+        why = None
+        if self.eager is not None or not config.use_cuda_graph:
+            why = "steps are not captured"
+        elif inputs:
+            why = "the model weights the experts' inputs"
+        elif percent is None and not StreamedLayers.worthwhile(sites, self._resolver, resolver, stream, self.free):
+            why = "copies do not run beside other work, or host memory does not hold experts as the device reads them"
+        if why is not None:
+            resolver.manifest.notes.append(f"no experts of host layers pass through the device in decode steps: {why}")
+            return None
+        found, biases = dict(self.streamed.stacks), dict(self.streamed.biases)
+        for site in sites if not found else ():
+            found[site.path] = second_layout(site, self._resolver, resolver, "the device")
+            keep(site, found[site.path], own, self)
+            biases[site.path] = biases_for_device(site, own)
+        passing = CapturedPassing(
+            sites=sites, found=found, biases=biases, own=own, resolver=resolver, device=self._device,
+            stream=new_stream(self._device), captured=self._captured, host=self._host, threads=self._threads,
+            percent=percent, least=least, most=config.max_reqs, running=lambda: not self._eager,
+        )  # fmt: skip
+        resolver.manifest.notes.append(str(passing))
+        return passing
+
     def __str__(self) -> str:
         return f"the host ({self.name})"
 
     def counters(self) -> Mapping[str, int]:
         """Bytes of experts that the host has read, each once in a layer's step or half of it; microseconds that it
-        computed; steps that were computed in two halves; captured steps; captured prompts; tokens of steps whose
-        experts were copied to the device, for each layer, and bytes of these experts.
+        computed; steps that were computed in two halves; captured steps; bytes of experts that passed through the
+        device in these; captured prompts; tokens of steps whose experts were copied to the device, for each layer, and
+        bytes of these experts.
 
         Raises:
             EvenerError: the host failed in a captured step.
@@ -137,6 +178,7 @@ class HostExperts(Placement):
             "host_expert_microseconds": self._work.nanoseconds // 1000,
             "host_expert_halved_steps": self._work.halved,
             "host_expert_captured_steps": self._captured.steps,
+            "host_expert_passed_bytes": self._work.passed_bytes,
             "host_expert_captured_prompts": 0 if self._prompts is None else self._prompts.steps,
             "host_expert_streamed_tokens": self.streamed.tokens,
             "host_expert_streamed_bytes": self.streamed.copied,
@@ -198,22 +240,28 @@ class HostExperts(Placement):
         if lacking > 0 and streams and new_stream(a.device) is not None:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             lacking += StreamedLayers.room(moved, a.resolver.packings_by_layout)
+        percent = parse_part(str(option(a.config, "pass_experts")))
+        if lacking > 0 and percent != 0 and a.config.use_cuda_graph and a.device.capabilities.host_calls:
+            moved = [site for site in a.build.sites if site.op == "moe_block"]
+            alignment = a.device.capabilities.alignment
+            lacking += CapturedPassing.room(moved, a.resolver.packings_by_layout, percent, alignment)
         count = demand.layers_to_move(lacking)
         (most,) = agreed(a).most([len(demand.experts) if count is None else count])
         return replace(a.config.config.infer, cpu_layer_num=most), "cpu_layer_num"
 
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
-        choices = self._resolver.manifest.choices
-        known = len(choices)
-        compute = self._resolver.resolve(op, f"{path} on the host", {**static, "placement": None}, bucket)
+        compute = self._on_host(op, f"{path} on the host", static, bucket)
         beside = compute
         if self._share is not None:  # kernels know the addresses of the weights of their last call
-            beside = self._resolver.resolve(op, f"{path} beside copies", {**static, "placement": None}, bucket)
-        # A capture holds a call of the host, not what the host does then.
-        choices[known:] = [replace(choice, capturable=True) for choice in choices[known:]]
+            beside = self._on_host(op, f"{path} beside copies", static, bucket)
         device, halves, work = self._device, self._halves, self._work
         nbytes, experts_of_layer, streamed = self._expert_bytes[path], static["experts"], self.streamed
         stream = streamed.resolve(path, static, bucket, beside)
+
+        def for_passing() -> OpFunction:
+            return self._on_host(op, f"{path} beside passing experts", static, bucket)
+
+        passing = self._passing and self._passing.resolve(path, static, bucket, for_passing, nbytes)
 
         def start(
             x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights
@@ -221,13 +269,15 @@ class HostExperts(Placement):
             if stream is not None and self._prompts is not None and self._prompts.recording:
                 return self._prompts.start(stream, x, ids, weights, experts)
             if not self._eager:
+                started = passing and passing(x, ids, weights, experts)
+                if started:
+                    return started
                 return self._captured.start(path, compute, nbytes, x, ids, weights, experts)
             if stream is not None:
                 if streamed.takes(x.shape[0]) is None:
                     streamed.measure(path, static, compute, x, experts)
                 if streamed.takes(x.shape[0]):
-                    started: Callable[[], torch.Tensor] = stream(x, ids, weights, experts)
-                    return started
+                    return cast("Callable[[], torch.Tensor]", stream(x, ids, weights, experts))
             copies = [device.readback(tensor) for tensor in (x, ids, weights)]
 
             def rows() -> torch.Tensor:
@@ -242,6 +292,14 @@ class HostExperts(Placement):
             return lambda: upload(device, wait())
 
         return start
+
+    def _on_host(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
+        choices = self._resolver.manifest.choices
+        known = len(choices)
+        found = self._resolver.resolve(op, path, {**static, "placement": None}, bucket)
+        # A capture holds a call of the host, not what the host does then.
+        choices[known:] = [replace(choice, capturable=True) for choice in choices[known:]]
+        return found
 
 
 def _distinct(ids: torch.Tensor, experts: int) -> int:

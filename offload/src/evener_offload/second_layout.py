@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from evener.contracts.declared import CallSite, StackedWeight
 from evener.contracts.placement import Placement
@@ -32,6 +33,11 @@ def second_layout(site: CallSite, first: Resolver, second: Resolver, where: str)
         for mine, other in zip(own, others, strict=True)
     )
     return gate_up, down
+
+
+def kind_of(found: Stacks) -> tuple[Any, ...]:
+    """What layers have in common whose experts may use the same slots."""
+    return tuple((s.layout, s.rows, s.columns, s.experts, tuple(part.format for part in s.parts)) for s in found)
 
 
 def keep(site: CallSite, found: Stacks, own: Builder, placement: Placement) -> None:

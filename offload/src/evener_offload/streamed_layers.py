@@ -39,7 +39,7 @@ from evener_offload.prefetch import Place, Prefetch
 from evener_offload.prompt_share import PromptShare
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.residents import Wave
-from evener_offload.second_layout import Stacks, expert_bytes, keep, second_bytes, second_layout
+from evener_offload.second_layout import Stacks, expert_bytes, keep, kind_of, second_bytes, second_layout
 from evener_offload.slot_products import SlotProducts
 
 log = logging.getLogger("evener.worker")
@@ -124,7 +124,7 @@ class StreamedLayers:
         groups: the slots of each group of equal layers.
         second_bytes: bytes of experts that are in host memory a second time, as the device reads them.
         tokens: so many that were computed by streamed layers, each layer's counted.
-        biases: by path, those of experts, on the device.
+        biases, stacks: by path, those of experts on the device, and experts as the device reads them.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class StreamedLayers:
         #: Paths of the layers that a step reaches first and last.
         self._ends = (sites[0].path, sites[-1].path) if sites else ("", "")
         self._next: dict[str, NextRouter] = {}
-        self.biases = dict[str, Biases]()
+        self.biases, self.stacks = dict[str, Biases](), dict[str, Stacks]()
         #: Whether ``begin`` has told ``share`` of this step.
         self._begun = False
         self.groups: list[ResidentLayer] = []
@@ -149,12 +149,12 @@ class StreamedLayers:
         packings = resolver.packings_by_layout
         found = [(site, second_layout(site, host, resolver, "the device")) for site in sites]
         self.second_bytes = sum(second_bytes(site, others, packings) for site, others in found)
+        self.stacks = {site.path: others for site, others in found}
         groups: dict[Any, list[tuple[CallSite, Stacks]]] = {}
         for site, others in found:
             keep(site, others, own, placement)
             self.biases[site.path] = biases_for_device(site, own)
-            same = tuple((s.layout, s.rows, s.columns, s.experts, tuple(p.format for p in s.parts)) for s in others)
-            groups.setdefault(same, []).append((site, others))
+            groups.setdefault(kind_of(others), []).append((site, others))
         places = dict[str, Place]()
         for group in groups.values():
             experts = group[0][0].static["experts"]
