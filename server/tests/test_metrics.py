@@ -166,13 +166,14 @@ def test_experts_that_the_host_computes_are_counted_in_such_runs(
     make_api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("host_expert_read_bytes", "host_expert_microseconds", "host_expert_halved_steps",
-             "host_expert_captured_steps", "host_expert_streamed_tokens", "host_expert_streamed_bytes")  # fmt: skip
+             "host_expert_captured_steps", "host_expert_passed_bytes", "host_expert_streamed_tokens",
+             "host_expert_streamed_bytes")  # fmt: skip
     api = make_api()
     assert not any(f"evener:{name}_total" in read(api) for name in names)
-    report, counters = FakeEngine._stats, dict(zip(names, (4096, 70, 5, 9, 96, 2048), strict=True))
+    report, counters = FakeEngine._stats, dict(zip(names, (4096, 70, 5, 9, 512, 96, 2048), strict=True))
     monkeypatch.setattr(FakeEngine, "_stats", lambda engine: structs.replace(report(engine), counters=counters))
     found = read(api)
-    assert [found[f"evener:{name}_total"] for name in names] == [4096, 70, 5, 9, 96, 2048]
+    assert [found[f"evener:{name}_total"] for name in names] == [4096, 70, 5, 9, 512, 96, 2048]
 
 
 def test_state_in_host_memory_is_counted_in_runs_that_have_some(make_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:

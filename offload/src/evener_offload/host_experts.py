@@ -49,7 +49,7 @@ from evener_offload.host_backend import new_stream, open_host, option, upload
 from evener_offload.layers import layer_number, ranges
 from evener_offload.placed_layers import biases_for_device, place, placed_sites, stacks
 from evener_offload.prompt_share import PromptShare
-from evener_offload.second_layout import keep, second_layout
+from evener_offload.second_layout import keep, second_bytes, second_layout
 from evener_offload.streamed_layers import StreamedLayers, parse_threshold
 
 #: Fields of ``MoEWeights`` that only ``routed_experts`` reads.
@@ -151,6 +151,7 @@ class HostExperts(Placement):
         for site in sites if not found else ():
             found[site.path] = second_layout(site, self._resolver, resolver, "the device")
             keep(site, found[site.path], own, self)
+            self.streamed.second_bytes += second_bytes(site, found[site.path], resolver.packings_by_layout)
             biases[site.path] = biases_for_device(site, own)
         passing = CapturedPassing(
             sites=sites, found=found, biases=biases, own=own, resolver=resolver, device=self._device,

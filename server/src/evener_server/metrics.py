@@ -252,6 +252,7 @@ _OF_HOST_MEMORY = {
     "host_expert_microseconds": "Microseconds in which the host computed experts.",
     "host_expert_halved_steps": "Steps that were computed in two halves.",
     "host_expert_captured_steps": "Captured steps that called the host for its experts.",
+    "host_expert_passed_bytes": "Bytes of experts that passed through the device in captured steps.",
     "host_expert_streamed_tokens": "Tokens of large steps whose experts were copied to the device, for each layer.",
     "host_expert_streamed_bytes": "Bytes of experts that were copied to the device for large steps.",
     "expert_hits": "Experts that layers needed and that were on the device.",
