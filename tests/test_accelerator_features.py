@@ -264,6 +264,25 @@ def test_captured_steps_call_the_host_for_its_experts_and_change_no_token(
 
 
 @pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("prompts", ["off", "auto"])
+def test_experts_that_pass_through_the_device_in_captured_steps_change_no_token(
+    accelerator: Subject, prompts: str, family: str, tmp_path: Path
+) -> None:
+    """Some are copied in each step, beside the host, which computes the others; with prompts that use slots of their
+    own, too."""
+    if not accelerator.device.capabilities.host_calls:
+        pytest.skip(f"{accelerator.name} does not call the host")
+    model, long, expected = on_the_device(accelerator, family, tmp_path)
+    keys = {"infer.cpu_layer_num": EXPERTS[family][1], "infer.use_cuda_graph": True, "offload.stream_prompts": prompts}
+    passing = {"offload.pass_experts": 12, "offload.pass_experts_rows": 2}
+    with opened(with_keys(model, accelerator, **long, **keys, **passing)) as controller:
+        assert_same(play(controller, **traffic()), expected)
+        assert_same(play(controller, **traffic()), expected)
+        counters = controller.scheduler.stats.counters
+        assert counters["host_expert_captured_steps"] > 10 and counters["host_expert_passed_bytes"] > 0
+
+
+@pytest.mark.parametrize("family", EXPERTS)
 @pytest.mark.parametrize("least", ["8", "auto"])
 def test_prompts_captured_but_for_experts_on_the_host_change_no_token(
     accelerator: Subject, least: str, family: str, tmp_path: Path
