@@ -274,7 +274,7 @@ def test_experts_that_pass_through_the_device_in_captured_steps_change_no_token(
         pytest.skip(f"{accelerator.name} does not call the host")
     model, long, expected = on_the_device(accelerator, family, tmp_path)
     keys = {"infer.cpu_layer_num": EXPERTS[family][1], "infer.use_cuda_graph": True, "offload.stream_prompts": prompts}
-    passing = {"offload.pass_experts": 12, "offload.pass_experts_rows": 2}
+    passing = {"offload.pass_experts": "12", "offload.pass_experts_rows": 2}
     with opened(with_keys(model, accelerator, **long, **keys, **passing)) as controller:
         assert_same(play(controller, **traffic()), expected)
         assert_same(play(controller, **traffic()), expected)

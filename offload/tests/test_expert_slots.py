@@ -19,7 +19,7 @@ from evener_conformance.reference.device import HostDevice
 from evener_conformance.simulated.kernels import ColumnsFirst
 from evener_kernels_triton.packed import PACKED
 from evener_kernels_triton.stored import STORED
-from evener_offload.expert_slots import ExpertSlots, map_tensors
+from evener_offload.expert_slots import ExpertSlots, Room, map_tensors, room_bytes
 
 EXPERTS, SLOTS = 6, 4
 
@@ -36,12 +36,16 @@ class PinnedDevice(HostDevice):
         return made
 
 
-def slots_of(packing: Packing, storage: str, device: HostDevice) -> tuple[StackedWeight, ExpertSlots]:
+def stack_of(packing: Packing, storage: str) -> StackedWeight:
     draw = torch.Generator().manual_seed(3)
     experts = [[random_part(storage, rows, 256, draw) for rows in (32, 32)] for _ in range(EXPERTS)]
     stack = StackedWeight("stack", tuple(experts[0]), 64, 256, "float32", layout=packing.layout, experts=EXPERTS)
     stack.value = packing.pack_stack(experts, EXPERTS, "float32", torch.device("cpu"))
-    build = Builder("float32", 64)
+    return stack
+
+
+def slots_of(packing: Packing, storage: str, device: HostDevice) -> tuple[StackedWeight, ExpertSlots]:
+    stack, build = stack_of(packing, storage), Builder("float32", 64)
     made = ExpertSlots(build, [stack], packing, SLOTS, device)
     (table,) = build.weights
     assert isinstance(table, Table)
@@ -61,12 +65,15 @@ def tensors(data: Any) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
+every_layout = pytest.mark.parametrize(
     ("packing", "storage"),
     [(PLAIN, "float32"), (ColumnsFirst(), "float32"), (STORED, "e4m3 by row"), (STORED, "int8 by group"),
      (PACKED, "q4_k"), (PACKED, "q8_0"), (PACKED, "uint4 by 32, zeros"), (PACKED, "uint4 by 64, act")],
     ids=lambda value: getattr(value, "layout", value),
 )  # fmt: skip
+
+
+@every_layout
 def test_experts_are_copied_to_slots_bit_for_bit(packing: Packing, storage: str) -> None:
     device = PinnedDevice()
     stack, slots = slots_of(packing, storage, device)
@@ -95,6 +102,36 @@ def check(stack: StackedWeight, slots: ExpertSlots, places: Sequence[tuple[int, 
             assert source.stride() == target.stride()
 
 
+@every_layout
+def test_slots_of_unlike_layouts_take_turns_in_a_room(packing: Packing, storage: str) -> None:
+    """Two stacks of one layer are in it beside each other, then two of another layer."""
+    build, device, alignment = Builder("float32", 64), PinnedDevice(), 64
+    kinds = [[stack_of(*each) for each in both] for both in (((packing, storage), (PLAIN, "float32")),
+             ((PLAIN, "float32"), (packing, storage)))]  # fmt: skip
+    by_layout = {packing.layout: packing, PLAIN.layout: PLAIN}
+    each = sum(by_layout[stack.layout].nbytes(stack.parts, stack.dtype) for stack in kinds[0])
+    room = Room(build, "room", SLOTS * each, SLOTS, alignment)
+    slots = [[ExpertSlots(build, [stack], by_layout[stack.layout], SLOTS, device, room) for stack in both]
+             for both in kinds]  # fmt: skip
+    for both in slots:
+        room.hold(both)
+    (table,) = build.weights
+    assert isinstance(table, Table) and table.nbytes == room_bytes(SLOTS * each, SLOTS, alignment)
+    table.value = table.make(torch.device("cpu"))
+    assert table.value.nbytes == table.nbytes
+    for stacks, both in zip(kinds, slots, strict=True):
+        for made in both:
+            made.copy(1, 0, 3)
+            made.copy(5, 3)
+            places = {tensor.untyped_storage().data_ptr() for tensor in tensors(made.value.data)}
+            assert places == {table.value.untyped_storage().data_ptr()}
+            assert not any(
+                (tensor.data_ptr() - table.value.data_ptr()) % alignment for tensor in tensors(made.value.data)
+            )
+        for stack, made in zip(stacks, both, strict=True):
+            check(stack, made, ((1, 0), (2, 1), (3, 2), (5, 3)))
+
+
 def test_a_layout_without_a_place_for_each_expert_is_refused() -> None:
     stack, _ = slots_of(PLAIN, "float32", HostDevice(0))
     assert stack.value is not None
@@ -103,7 +140,7 @@ def test_a_layout_without_a_place_for_each_expert_is_refused() -> None:
     object.__setattr__(stack.value, "data", stack.value.data[:3])
     (table,) = build.weights
     assert isinstance(table, Table)
-    words = r"stack cannot be copied by expert, because it is packed as plain; use infer.cpu_layer_num and"
+    words = r"stack cannot be copied by expert, because it is packed as plain; use infer.cpu_layer_num, "
     with pytest.raises(ConfigError, match=words):
         table.make(torch.device("cpu"))
 
