@@ -16,7 +16,8 @@ least as long. ``host_share``: bytes of experts that the host read a second whil
 speed at which all its threads read memory, which is measured first. ``step_ms``: from the first tokens to the last
 ones, divided by the steps between them, as llama.cpp's own program measures it. With ``--calls own,driver`` cases are
 timed as the device itself calls the host in captured steps, and again by ``Device.host_call``, which a thread of the
-driver serves.
+driver serves. With ``--pass 0,25,auto`` cases are timed from one start with each of these percents of experts that
+pass through the device in captured steps; ``--set offload.pass_experts=33`` gives the slots for as many.
 Forms are those of ``packed_steps.py``, or bf16, or own: the one that config.json says.
 With ``--file`` weights are those of a GGUF file, as ``llamacpp_hybrid.py`` writes it for both engines.
 Every combination runs in a process of its own. Rows go to standard output, and to hybrid.jsonl in ``--out`` or $OUT.
@@ -84,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--residents", default="auto", help="infer.resident_experts")
     made.add_argument("--cases", default="1x128,16x128,1x2048", help="requests x tokens of each prompt")
     made.add_argument("--calls", default="own", help="how captured steps call the host, with commas: own, driver")
+    made.add_argument("--pass", dest="parts", default="", help="offload.pass_experts of captured steps, with commas")
     made.add_argument("--steps", type=int, default=48, help="decode steps that are timed")
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
     made.add_argument("--apart", type=size, default=APART, help="bytes with which the speed of memory is measured")
@@ -119,10 +121,13 @@ def here(args: argparse.Namespace) -> int:
         llm = start(path, True, ["infer.use_cuda_graph=auto", *pairs])
         run = Run(llm, args, form, way, round(time.perf_counter() - began, 1))
         failed = 0
-        for calls, case in product(args.calls.split(","), args.cases.split(",")):
+        parts = args.parts.split(",") if way == "host" else [""]
+        for calls, part, case in product(args.calls.split(","), parts, args.cases.split(",")):
             try:
                 if args.calls != "own":
                     run.call_by(calls)
+                if part:
+                    run.let_pass(None if part == "auto" else int(part))
                 run.case(*(int(n) for n in case.split("x")))
             except Exception as error:  # the other rows are still useful
                 failed = 1
@@ -230,6 +235,13 @@ class Run:
         """Capture steps again that call the host so: ``own`` or ``driver``."""
         self._calls, captured = calls, self._worker.assembly.placement._captured
         captured._exchanges = self._exchanges if calls == "own" else None
+        self._worker.graphs._captured.clear()
+
+    def let_pass(self, percent: int | None) -> None:
+        """Capture steps again in which so many experts of a layer in a hundred pass through the device; None: auto."""
+        passing = self._worker.assembly.placement._passing
+        passing._percent, passing._parts = percent, {}
+        self._facts["passing"] = "auto" if percent is None else percent
         self._worker.graphs._captured.clear()
 
     def case(self, batch: int, prompt: int) -> None:

@@ -648,11 +648,13 @@ def test_a_model_larger_than_the_device_is_timed(tmp_path: Path, monkeypatch: py
             "offload.pass_experts_rows=2")  # fmt: skip
     program(
         "hybrid.py", tmp_path / "model", "--cap", "16MiB", "--forms", "bf16", "--layers", "1", "--residents", "8",
-        "--cases", "2x16", "--steps", "3", "--apart", "8MiB", "--out", tmp_path,
+        "--cases", "2x16", "--steps", "3", "--apart", "8MiB", "--pass", "0,25", "--out", tmp_path,
         *(word for pair in keys for word in ("--set", pair)),
     )  # fmt: skip
-    host, resident = (json.loads(line) for line in (tmp_path / "hybrid.jsonl").read_text().splitlines())
+    rows = [json.loads(line) for line in (tmp_path / "hybrid.jsonl").read_text().splitlines()]
+    without, host, resident = rows
     assert (host["way"], host["host_layers"], resident["way"], resident["residents"]) == ("host", 1, "resident", 8)
+    assert (without["passing"], without["counted_a_step"]["host_expert_passed_bytes"], host["passing"]) == (0, 0, 25)
     for row in (host, resident):
         assert row["step_ms"] > 0 and row["moved_ms"] > 0 and row["cap_gb"] == 0.02
     # On a busy machine the share of so small a model is rounded to 0.
