@@ -121,7 +121,7 @@ def here(args: argparse.Namespace) -> int:
         llm = start(path, True, ["infer.use_cuda_graph=auto", *pairs])
         run = Run(llm, args, form, way, round(time.perf_counter() - began, 1))
         failed = 0
-        parts = args.parts.split(",") if way == "host" else [""]
+        parts = args.parts.split(",") if way != "all" else [""]
         for calls, part, case in product(args.calls.split(","), parts, args.cases.split(",")):
             try:
                 if args.calls != "own":
@@ -240,7 +240,9 @@ class Run:
     def let_pass(self, percent: int | None) -> None:
         """Capture steps again in which so many experts of a layer in a hundred pass through the device; None: auto."""
         passing = self._worker.assembly.placement._passing
-        passing._percent, passing._parts = percent, {}
+        if passing is None:
+            raise ConfigError("no experts pass: set offload.pass_experts, and offload.host_when_sooner of experts in slots")
+        passing.part.percent, passing.part.known = percent, {}
         self._facts["passing"] = "auto" if percent is None else percent
         self._worker.graphs._captured.clear()
 

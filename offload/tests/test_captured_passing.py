@@ -21,10 +21,12 @@ from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError
 from evener_conformance.reference.engine import play
 from evener_inspection.explanation import explain
-from evener_offload import captured_passing
+from evener_offload import passing_part, passing_slots
 from evener_offload.captured_experts import CapturedExperts
-from evener_offload.captured_passing import CapturedPassing, parse_part, part_for, slots_of
+from evener_offload.captured_passing import CapturedPassing
 from evener_offload.expert_slots import ExpertSlots, map_tensors, room_bytes
+from evener_offload.passing_part import parse_part, part_for
+from evener_offload.passing_slots import slots_of
 
 #: Families whose decode steps this chip captures: not those with latent attention.
 CAPTURED = ("Qwen3Moe", "GptOss", "Mixtral")
@@ -73,7 +75,7 @@ def test_passing_experts_give_the_tokens_of_a_device_that_holds_all(
     configured: Configured, monkeypatch: pytest.MonkeyPatch, family: str, part: str, sets: int
 ) -> None:
     """With chunks, preemption, prefix hits and aborts together."""
-    monkeypatch.setattr(captured_passing, "SETS", sets)
+    monkeypatch.setattr(passing_slots, "SETS", sets)
     want, layers = on_the_cpu(family), FAMILIES[family][1]
     once = explain(configured(family, **{"infer.cpu_layer_num": layers}))["memory"]
     controller, ready = build_controller(configured(family, **keys(family, part)))
@@ -81,14 +83,14 @@ def test_passing_experts_give_the_tokens_of_a_device_that_holds_all(
     assert_same(play(controller, **traffic()), want)
     stats, found = controller.scheduler.stats, passing(controller)
     assert stats.preemptions and stats.counters["host_expert_captured_steps"] > 10
-    step = sum(each.nbytes * each.count for each in found._order)
+    step = sum(each.nbytes * each.count for each in found._slots.order)
     passed = stats.counters["host_expert_passed_bytes"]
     assert passed > 5 * step and passed % step == 0, "each such step moves the same bytes"
     assert passed < stats.counters["host_expert_captured_steps"] * step, "steps of one row move none"
     note = f"in captured steps of 2 rows or more: {part}%, in {min(sets, layers)} sets of slots"
     assert note in "\n".join(ready.info.manifest.notes)
     # Slots and biases are part of the memory plan.
-    memory, layer = ready.info.memory, found._order[0]
+    memory, layer = ready.info.memory, found._slots.order[0]
     biases = sum(
         each.value.nbytes for both in found._biases.values() for each in both if each and each.value is not None
     )
@@ -105,7 +107,7 @@ def test_latent_attention_makes_no_difference(configured: Configured) -> None:
     shrink(controller, FEW_BLOCKS["DeepseekV3"])
     worker_of(controller).runner.divided = None
     assert_same(play(controller, **traffic()), on_the_cpu("DeepseekV3"))
-    step = sum(each.nbytes * each.count for each in passing(controller)._order)
+    step = sum(each.nbytes * each.count for each in passing(controller)._slots.order)
     assert counted(controller, "passed_bytes") > 10 * step and counted(controller, "passed_bytes") % step == 0
 
 
@@ -157,7 +159,7 @@ def test_the_host_s_kernels_answer_for_the_others_by_themselves(configured: Conf
     controller, _ = build_controller(configured(**keys(part="25")))
     asking = placed(controller)._captured._exchanges = Asking(chip(controller))
     assert answers(controller, 3) == want and len(asking.states) > 30
-    step = sum(each.nbytes * each.count for each in passing(controller)._order)
+    step = sum(each.nbytes * each.count for each in passing(controller)._slots.order)
     assert counted(controller, "passed_bytes") > 10 * step and counted(controller, "passed_bytes") % step == 0
 
 
@@ -172,7 +174,7 @@ def test_copies_are_part_of_captures(configured: Configured, monkeypatch: pytest
 
     monkeypatch.setattr(ExpertSlots, "copy", refused)
     with torch.inference_mode():
-        for layer in passing(controller)._order:
+        for layer in passing(controller)._slots.order:
             for each in layer.slots:
                 map_tensors(each.value.data, lambda tensor: tensor.fill_(float("nan")))
     assert answers(controller, 2) == want
@@ -261,8 +263,8 @@ def test_where_nothing_can_pass_the_manifest_says_why(configured: Configured, mo
 def test_layers_of_unlike_layouts_use_the_same_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Q4_K_M file has down projections of some layers in Q6_K. This chip multiplies by neither, so all are of one
     layout if nobody says otherwise."""
-    monkeypatch.setattr(captured_passing, "SETS", 1)
-    monkeypatch.setattr(captured_passing, "kind_of", lambda found: found[0].name)
+    monkeypatch.setattr(passing_slots, "SETS", 1)
+    monkeypatch.setattr(passing_slots, "kind_of", lambda found: found[0].name)
     model = q4_k_m_experts("Qwen3Moe", tmp_path)
     base = {**LIMITS, "dtype": "float32", "infer.threads": 1}
     on_cpu = from_overrides(model, {**base, "backend": "cpu", "infer.block_size": 128})
@@ -272,7 +274,7 @@ def test_layers_of_unlike_layouts_use_the_same_room(tmp_path: Path, monkeypatch:
     assert_same(play(controller, **traffic()), want)
     assert counted(controller, "passed_bytes") > 0
     assert placed(controller).streamed.second_bytes > 0, "host memory has the experts twice"
-    first, second = ([tensors_of(each.value) for each in layer.slots] for layer in passing(controller)._order)
+    first, second = ([tensors_of(each.value) for each in layer.slots] for layer in passing(controller)._slots.order)
     assert [[t.data_ptr() for t in each] for each in first] == [[t.data_ptr() for t in each] for each in second]
     memory = ready.info.memory
     assert memory.measured_weights == memory.weights and memory.measured_host == memory.host
@@ -303,12 +305,12 @@ def test_measured_costs_decide_how_many_pass(
         seen.append(costs)
         return found
 
-    monkeypatch.setattr(captured_passing, "part_for", part)
+    monkeypatch.setattr(passing_part, "part_for", part)
     controller, ready = build_controller(configured(**keys(part="auto")))
     assert answers(controller, 3) == answers(build_controller(configured())[0], 3)
     assert seen and all(cost > 0 for costs in seen for cost in costs)
-    assert len(seen) == len(passing(controller)._parts), "each size of steps is measured once"
-    step = sum(each.nbytes for each in passing(controller)._order) * count
+    assert len(seen) == len(passing(controller).part.known), "each size of steps is measured once"
+    step = sum(each.nbytes for each in passing(controller)._slots.order) * count
     passed = counted(controller, "passed_bytes")
     assert passed % step == 0 and passed > 0 if count else not passed
     assert "or more: measured costs decide how many" in "\n".join(ready.info.manifest.notes)

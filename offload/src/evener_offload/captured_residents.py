@@ -1,10 +1,13 @@
 """Experts in slots in captured steps: the device computes those that are in slots, and calls the host for the others
-(``captured_experts``). Nobody waits for copies of experts, and the host submits no layer by itself.
+(``captured_experts``). Nobody waits for copies of experts, and the host submits no layer by itself. In steps of many
+requests a part of the others may pass through slots that layers share (``captured_passing``).
 
 Maps say where experts are: on the device those in slots, on the host the others. Captures read the maps where they are,
 so they are written only while no step runs. The device counts which experts are chosen. From time to time, the most
 chosen ones on the host take the slots of the least chosen ones, as far as a part of the time allows (least frequently
-used, with counts that age).
+used, with counts that age). Experts that pass in some step never do. One that an eager step has left in a slot is not
+computed there in captured steps, and leaves first: so one map of the device serves steps in which more, fewer or none
+pass, and only the host's maps differ.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from evener.contracts.device import Device, Readback
 from evener.contracts.ops import OpFunction
 from evener.contracts.weights import MoEWeights
 from evener_offload.captured_experts import CapturedExperts
+from evener_offload.captured_passing import Start
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.slot_products import SlotProducts
 
@@ -40,8 +44,6 @@ class _Maps:
         at: where that part begins.
         on_host: the layer's weights as the host reads them.
 
-    Attributes:
-        on_host: the same with a map that only has the experts without a slot.
     """
 
     def __init__(self, layer: ResidentLayer, whole: torch.Tensor, at: int, on_host: MoEWeights) -> None:
@@ -50,19 +52,33 @@ class _Maps:
         self.slots = whole[at : at + experts].view(-1, 1)
         self.copies = whole[at + experts : at + 2 * experts]
         self.experts = whole[at + 2 * experts : at + self.size]
-        slots = torch.full((experts, 1), -1, dtype=torch.int32)
-        self.on_host = on_host._replace(slots=slots, copies=torch.zeros(experts, dtype=torch.int32))
+        self._weights = on_host
+        #: By how many of the first experts pass: the weights with a map of those that have no slot and do not pass.
+        self._on_host: dict[int, MoEWeights] = {}
+
+    def on_host(self, passing: int) -> MoEWeights | None:
+        """The weights for the host if so many of the first experts pass; None: there is no such map yet."""
+        return self._on_host.get(passing)
+
+    def add(self, passing: int) -> None:
+        """Add a map for steps in which so many pass, to be written."""
+        slots = torch.full((self._layer.experts, 1), -1, dtype=torch.int32)
+        copies = torch.zeros(self._layer.experts, dtype=torch.int32)
+        self._on_host[passing] = self._weights._replace(slots=slots, copies=copies)
 
     def write(self, into: np.ndarray[Any, Any]) -> None:
-        """Write the map of the device into its part of an array, and that of the host."""
-        layer, held = self._layer, self._layer.residents.slots
+        """Write the map of the device into its part of an array, and those of the host."""
+        layer, here = self._layer, self._layer.residents
+        held = {expert: slot for expert, slot in here.slots.items() if expert >= here.passing}
         slot_of, expert_of = np.full(layer.experts, -1, dtype=np.int32), np.zeros(layer.residents.count, dtype=np.int32)
         there = list(held.values())
         slot_of[list(held)], expert_of[there] = there, list(held)
         into[self.at : self.at + self.size] = np.concatenate([slot_of, slot_of >= 0, expert_of])
-        absent = slot_of < 0
-        self.on_host.slots.numpy()[:, 0] = np.where(absent, np.arange(layer.experts), -1)
-        self.on_host.copies.numpy()[:] = absent
+        numbers = np.arange(layer.experts)
+        for passing, on_host in self._on_host.items():
+            absent = (slot_of < 0) & (numbers >= passing)
+            on_host.slots.numpy()[:, 0] = np.where(absent, numbers, -1)
+            on_host.copies.numpy()[:] = absent
 
 
 class CapturedResidents:
@@ -71,13 +87,19 @@ class CapturedResidents:
     Args:
         layers: by path of the call site.
         captured: submits the host's part.
+        most_passing: how many of the first experts of a layer, by path, pass in some step, as far as that is known.
 
     Attributes:
         exchanged: experts that took another one's slot.
     """
 
-    def __init__(self, device: Device, layers: Mapping[str, ResidentLayer], captured: CapturedExperts) -> None:
+    def __init__(
+        self, device: Device, layers: Mapping[str, ResidentLayer], captured: CapturedExperts,
+        most_passing: Callable[[str], int],
+    ) -> None:  # fmt: skip
         self._device, self._layers, self._captured, self.exchanged = device, layers, captured, 0
+        self._most_passing = most_passing
+        self._note_passing()
         sizes = [2 * layer.experts + layer.residents.count for layer in layers.values()]
         self._at = dict(zip(layers, [0, *np.cumsum(sizes).tolist()], strict=False))
         self._host_map = np.zeros(sum(sizes), dtype=np.int32)
@@ -96,8 +118,8 @@ class CapturedResidents:
         self._stale, self._under_way = True, False
 
     def counters(self) -> Mapping[str, int]:
-        """Captured steps, bytes of experts that the host read, microseconds that it computed, experts that took another
-        one's slot.
+        """Captured steps, bytes of experts that the host read, microseconds that it computed, bytes of experts that
+        passed through the device, experts that took another one's slot.
 
         Raises:
             EvenerError: the host failed in a captured step.
@@ -108,6 +130,7 @@ class CapturedResidents:
             "host_expert_captured_steps": self._captured.steps,
             "host_expert_read_bytes": work.read_bytes,
             "host_expert_microseconds": work.nanoseconds // 1000,
+            "host_expert_passed_bytes": work.passed_bytes,
             "expert_exchanges": self.exchanged,
         }
 
@@ -141,6 +164,7 @@ class CapturedResidents:
     def start(
         self, path: str, products: SlotProducts, compute: OpFunction, expert_bytes: int, x: torch.Tensor,
         ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights, on_host: Callable[[], MoEWeights],
+        passing: Start | None = None,
     ) -> Callable[[], torch.Tensor]:  # fmt: skip
         """Submit a layer; returns what makes the device wait for the result [T, hidden].
 
@@ -148,30 +172,48 @@ class CapturedResidents:
             compute: ``routed_experts`` on the host.
             expert_bytes: of the weights of one expert, as the host reads them.
             on_host: returns the layer's weights as the host reads them.
+            passing: starts the step if experts pass in it.
 
         Raises:
             EngineError: steps of so many rows are not computed at once.
         """
-        maps = self._maps_of(path, on_host)
-        wait = self._captured.start(path, compute, expert_bytes, x, ids, weights, maps.on_host)
+
+        def for_host(count: int) -> MoEWeights:
+            return self._for_host(path, on_host, count)
+
+        wait = None if passing is None else passing(x, ids, weights, w, for_host)
+        if wait is None:
+            wait = self._captured.start(path, compute, expert_bytes, x, ids, weights, for_host(0))
+        maps, others = self._maps[path], wait
         assert self._counts is not None, "made with the maps"
         chosen = ids.flatten()  # rows of padding count, too: they are few, and choose the same experts each time
         self._counts[self._number[path]].index_add_(0, chosen, torch.ones_like(chosen))
         y = products.at_once(x, ids, weights, w, (maps.slots, maps.copies, maps.experts))
-        return lambda: y.add_(wait())
+        return lambda: y.add_(others())
 
-    def _maps_of(self, path: str, on_host: Callable[[], MoEWeights]) -> _Maps:
+    def _for_host(self, path: str, on_host: Callable[[], MoEWeights], passing: int) -> MoEWeights:
+        """The layer's weights for the host if so many of the first experts pass."""
         if self._map is None:
             self._map = self._device.upload(self._host_map)
             self._counts = self._device.upload(self._seen)
         if path not in self._maps:
             self._maps[path] = _Maps(self._layers[path], self._map, self._at[path], on_host())
+        maps = self._maps[path]
+        if maps.on_host(passing) is None:
+            maps.add(passing)
             self._device.synchronize()
             self._write()
-        return self._maps[path]
+        found = maps.on_host(passing)
+        assert found is not None, "just added"
+        return found
+
+    def _note_passing(self) -> None:
+        for path, layer in self._layers.items():
+            layer.residents.passing = self._most_passing(path)
 
     def _write(self) -> None:
         """Write all maps. No step runs."""
+        self._note_passing()
         for path, maps in self._maps.items():
             self._layers[path].forget_events()
             maps.write(self._host_map)
@@ -202,14 +244,16 @@ class CapturedResidents:
 
     def _worth(self) -> list[tuple[float, str, int, int | None]]:
         """How much more often an expert was chosen than one that is in a slot of its layer, and both; by layer, the
-        most chosen expert with the least chosen one, and so on. None: the slot is empty."""
+        most chosen expert with the least chosen one, and so on. None: the slot is empty. Passing experts get no slot,
+        and those that have one count as never chosen."""
         found = []
         for scores, (path, layer) in zip(self._scores, self._layers.items(), strict=True):
-            held = layer.residents.slots
-            there = [*[None] * (layer.residents.count - len(held)), *sorted(held, key=scores.__getitem__)]
-            absent = sorted(set(range(layer.experts)) - set(held), key=scores.__getitem__, reverse=True)
+            held, passing = layer.residents.slots, layer.residents.passing
+            counts = {each: float(scores[each]) if each >= passing else 0.0 for each in held}
+            there = [*[None] * (layer.residents.count - len(held)), *sorted(held, key=counts.__getitem__)]
+            absent = sorted(set(range(passing, layer.experts)) - set(held), key=scores.__getitem__, reverse=True)
             for expert, leaves in zip(absent, there, strict=False):
-                more, less = float(scores[expert]), 0.0 if leaves is None else float(scores[leaves])
+                more, less = float(scores[expert]), 0.0 if leaves is None else counts[leaves]
                 if more < _MORE_OFTEN * less or more < less + _MORE:
                     break
                 found.append((more - less, path, expert, leaves))

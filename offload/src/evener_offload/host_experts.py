@@ -34,12 +34,11 @@ from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import memory_demand
 from evener.engine.worker.runner import ForwardStep, Runner
 from evener.engine.worker.step_layout import StepLayout
-from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.captured_experts import SPARING, CapturedExperts, HostWork, follows_drafter, why_eager
-from evener_offload.captured_passing import CapturedPassing, parse_part
+from evener_offload.captured_passing import NONE_PASS, CapturedPassing
 from evener_offload.captured_prompts import captured_prompts
 from evener_offload.device_packing import PackedByDevice
 from evener_offload.half_plans import half_plans
@@ -47,6 +46,8 @@ from evener_offload.halves import Halves
 from evener_offload.halving import Halving
 from evener_offload.host_backend import new_stream, open_host, option, upload
 from evener_offload.layers import layer_number, ranges
+from evener_offload.passing_part import parse_passing, placed
+from evener_offload.passing_slots import PassingSlots
 from evener_offload.placed_layers import biases_for_device, place, placed_sites, stacks
 from evener_offload.prompt_share import PromptShare
 from evener_offload.second_layout import keep, second_bytes, second_layout
@@ -120,6 +121,8 @@ class HostExperts(Placement):
         self.replayed = self._captured.replayed
         #: Lets a part of the experts pass through the device in captured steps; None: the host computes all.
         self._passing = self._passing_part(config, own, resolver, sites, stream, inputs)
+        #: By path and how many of its experts pass: a layer's weights, and these for the host.
+        self._rest: dict[tuple[str, int], tuple[MoEWeights, MoEWeights]] = {}
         #: Captures of prompts whose experts are copied to the device; None: they run eagerly.
         self._prompts = captured_prompts(config, device) if streamed and self.eager is None else None
         resolver.manifest.notes += [] if self._prompts is None else [str(self._prompts)]
@@ -132,9 +135,7 @@ class HostExperts(Placement):
         self, config: ResolvedConfig, own: Builder, resolver: Resolver, sites: Sequence[CallSite], stream: Any,
         inputs: bool,
     ) -> CapturedPassing | None:  # fmt: skip
-        percent, least = parse_part(str(option(config, "pass_experts"))), int(option(config, "pass_experts_rows"))
-        if least < 1:
-            raise ConfigError(f"offload.pass_experts_rows={least}: set the rows of the smallest such step, at least 1")
+        percent, least = parse_passing(config)
         if percent == 0 or not sites:
             return None
         why = None
@@ -145,7 +146,7 @@ class HostExperts(Placement):
         elif percent is None and not StreamedLayers.worthwhile(sites, self._resolver, resolver, stream, self.free):
             why = "copies do not run beside other work, or host memory does not hold experts as the device reads them"
         if why is not None:
-            resolver.manifest.notes.append(f"no experts of host layers pass through the device in decode steps: {why}")
+            resolver.manifest.notes.append(f"{NONE_PASS}: {why}")
             return None
         found, biases = dict(self.streamed.stacks), dict(self.streamed.biases)
         for site in sites if not found else ():
@@ -241,11 +242,11 @@ class HostExperts(Placement):
         if lacking > 0 and streams and new_stream(a.device) is not None:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             lacking += StreamedLayers.room(moved, a.resolver.packings_by_layout)
-        percent = parse_part(str(option(a.config, "pass_experts")))
+        percent, _ = parse_passing(a.config)
         if lacking > 0 and percent != 0 and a.config.use_cuda_graph and a.device.capabilities.host_calls:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             alignment = a.device.capabilities.alignment
-            lacking += CapturedPassing.room(moved, a.resolver.packings_by_layout, percent, alignment)
+            lacking += PassingSlots.room(moved, a.resolver.packings_by_layout, percent, alignment)
         count = demand.layers_to_move(lacking)
         (most,) = agreed(a).most([len(demand.experts) if count is None else count])
         return replace(a.config.config.infer, cpu_layer_num=most), "cpu_layer_num"
@@ -270,7 +271,7 @@ class HostExperts(Placement):
             if stream is not None and self._prompts is not None and self._prompts.recording:
                 return self._prompts.start(stream, x, ids, weights, experts)
             if not self._eager:
-                started = passing and passing(x, ids, weights, experts)
+                started = passing and passing(x, ids, weights, experts, partial(self._for_host, path, static, experts))
                 if started:
                     return started
                 return self._captured.start(path, compute, nbytes, x, ids, weights, experts)
@@ -293,6 +294,14 @@ class HostExperts(Placement):
             return lambda: upload(device, wait())
 
         return start
+
+    def _for_host(self, path: str, static: Static, w: MoEWeights, passing: int) -> MoEWeights:
+        """The weights of a layer, with a map that leaves out so many of its first experts."""
+        known = self._rest.get((path, passing))
+        if known is None or known[0] is not w:
+            slots, copies = placed(static["experts"], passing, static["experts"])
+            known = self._rest[path, passing] = w, w._replace(slots=slots, copies=copies)
+        return known[1]
 
     def _on_host(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
         choices = self._resolver.manifest.choices

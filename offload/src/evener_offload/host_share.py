@@ -117,11 +117,11 @@ class HostShare:
 
         return compute
 
-    def routed(self, path: str, static: Static, bucket: Bucket) -> OpFunction:
-        """``routed_experts`` of one layer on the host, for captured steps."""
+    def routed(self, path: str, static: Static, bucket: Bucket, steps: str) -> OpFunction:
+        """``routed_experts`` of one layer on the host, for ``steps`` that are captured."""
         gate_up, down = self._stacks[path]
         inner = {**static, "gate_up": gate_up, "down": down, "placement": None}
-        return self._resolve("routed_experts", f"{path} on the host in captured steps", inner, bucket, {})
+        return self._resolve("routed_experts", f"{path} on the host in {steps}", inner, bucket, {})
 
     def _resolve(
         self, op: str, path: str, static: Static, bucket: Bucket, sizes: Mapping[str, int]

@@ -9,7 +9,8 @@ While a layer is computed, experts are copied that the next one will probably ne
 has had all it needed for some steps, it is not guessed for until something is missing again.
 
 If the host may compute experts (``offload.host_when_sooner``), decode steps are captured, and it computes all that are
-not in slots (``captured_residents``). Single prompts are captured but for experts (``captured_prompts``).
+not in slots (``captured_residents``), but for a part that may pass through other slots (``captured_passing``). Single
+prompts are captured but for experts (``captured_prompts``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 
 from evener.config.resolve import ResolvedConfig
 from evener.config.schema import InferConfig
+from evener.contracts.declared import CallSite
 from evener.contracts.device import Device
 from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.placement import Placement
@@ -36,6 +38,7 @@ from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.captured_experts import CapturedExperts, HostWork, follows_drafter, why_eager
+from evener_offload.captured_passing import NONE_PASS, CapturedPassing
 from evener_offload.captured_prompts import CapturedPrompts, captured_prompts
 from evener_offload.captured_residents import CapturedResidents
 from evener_offload.host_backend import host_memory, new_stream, option
@@ -43,6 +46,8 @@ from evener_offload.host_share import HostShare
 from evener_offload.layers import layer_number, ranges
 from evener_offload.next_router import NextRouter, likeliest
 from evener_offload.numa import spread_memory
+from evener_offload.passing_part import parse_passing
+from evener_offload.passing_slots import PassingSlots
 from evener_offload.placed_layers import place, placed_sites, stacks
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.slot_products import MOST_TOKENS, SlotProducts
@@ -101,7 +106,10 @@ class ResidentExperts(Placement):
         #: Captures of prompts that are larger than those steps; None: they run eagerly.
         self._prompts: CapturedPrompts | None = None
         self._eager = True
-        self.eager = ", and offload.host_when_sooner=off" if self.share is None else self._captures(config)
+        #: Lets a part of the experts without slots pass through the device in captured steps; None: the host computes
+        #: all of them.
+        self._passing: CapturedPassing | None = None
+        self.eager = self._captures(config, own, sites)
         shown = f"{count} experts of each of {len(sites)} layers are on the device, the others in host memory"
         resolver.manifest.notes.append(f"{shown}: {ranges(self.layers)}")
         resolver.manifest.notes += [] if self._prompts is None else [str(self._prompts)]
@@ -114,19 +122,46 @@ class ResidentExperts(Placement):
                 for site, following in pairwise(every) if following.path in self.layer
             }  # fmt: skip
 
-    def _captures(self, config: ResolvedConfig) -> str | None:
+    def _captures(self, config: ResolvedConfig, own: Builder, sites: Sequence[CallSite]) -> str | None:
         """Prepare captured steps; why there are none, as ``Placement.eager``."""
-        share = self.share
-        if share is None or (why := why_eager(config, self._device, follows_drafter(config))) is not None:
+        share, captured, why = self.share, None, None if self.share else ", and offload.host_when_sooner=off"
+        if share is not None and (why := why_eager(config, self._device, follows_drafter(config))) is None:
+            captured = CapturedExperts(
+                self._device, share.host, config.threads, self._resolver.attribution, next(iter(self.layer)), HostWork()
+            )
+        self._passing = self._passing_part(config, own, sites, captured)
+        if captured is None:
             return why
-        captured = CapturedExperts(
-            self._device, share.host, config.threads, self._resolver.attribution, next(iter(self.layer)), HostWork()
-        )
-        self.captured = CapturedResidents(self._device, self.layer, captured)
+        most = (lambda path: 0) if self._passing is None else self._passing.most
+        self.captured = CapturedResidents(self._device, self.layer, captured, most)
         self.replayed, self.divided = self.captured.replayed, self._run_eagerly
         self._eager = False
         self._prompts = captured_prompts(config, self._device)
         return None
+
+    def _passing_part(
+        self, config: ResolvedConfig, own: Builder, sites: Sequence[CallSite], captured: CapturedExperts | None
+    ) -> CapturedPassing | None:
+        (percent, least), stream, why = parse_passing(config), new_stream(self._device), None
+        if percent == 0:
+            return None
+        if captured is None or self.share is None or not config.use_cuda_graph:
+            why = "steps are not captured"
+        elif percent is None and stream is None:
+            why = "copies do not run beside other work"
+        if captured is None or self.share is None or why is not None:
+            self._resolver.manifest.notes.append(f"{NONE_PASS}: {why}")
+            return None
+        residents = config.config.infer.resident_experts
+        assert isinstance(residents, int), "auto is a number by now"
+        passing = CapturedPassing(
+            sites=sites, found={site.path: stacks(site) for site in sites}, biases={}, own=own, resolver=self._resolver,
+            device=self._device, stream=stream, captured=captured, host=self.share.host, threads=config.threads,
+            percent=percent, least=least, most=min(config.max_reqs, MOST_TOKENS), running=lambda: not self._eager,
+            residents=residents,
+        )  # fmt: skip
+        self._resolver.manifest.notes.append(str(passing))
+        return passing
 
     def _run_eagerly(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
         """As ``Placement.divided``, with all rows at once. Prompts are captured but for their experts, unless the host
@@ -148,7 +183,8 @@ class ResidentExperts(Placement):
         """Over all layers, in eager steps: experts that were needed and on the device, or were not and were copied, or
         were computed by the host; bytes that were copied; experts that were guessed for a next layer, and that it
         needed; bytes that were copied for wrong guesses. Of captured steps: how many there were, bytes of experts that
-        the host read, microseconds that it computed, and experts that took another one's slot. And captured prompts.
+        the host read, microseconds that it computed, bytes of experts that passed through the device, and experts that
+        took another one's slot. And captured prompts.
 
         Raises:
             EvenerError: the host failed in a captured step.
@@ -181,7 +217,10 @@ class ResidentExperts(Placement):
             raise ConfigError("infer.cpu_layer_num=auto cannot be used with infer.resident_experts: set a number, or "
                               "leave it out for all layers")  # fmt: skip
         sites, lacking = placed_sites(a.config, a.build, [a.build]), lacking_bytes(a, "infer.resident_experts")
-        packings = a.resolver.packings_by_layout
+        packings, percent = a.resolver.packings_by_layout, parse_passing(a.config)[0]
+        captures = a.config.use_cuda_graph and a.device.capabilities.host_calls
+        if lacking > 0 and percent != 0 and captures and option(a.config, "host_when_sooner") != "off":
+            lacking += PassingSlots.room(sites, packings, percent, a.device.capabilities.alignment)
         each = sum(packings[s.layout].nbytes(s.parts, s.dtype) for site in sites for s in stacks(site))
         whole = sum(packings[s.layout].nbytes(s.parts, s.dtype) * s.experts for site in sites for s in stacks(site))
         (count,) = agreed(a).least([max(1, (whole - lacking) // each)])
@@ -194,9 +233,14 @@ class ResidentExperts(Placement):
         guess = following and following[0].resolve(self._resolver, bucket)
         products = SlotProducts(layer, 0, device, self._resolver, path, static, bucket, False)
         share, on_host, captured, routed, prompts = self.share, None, self.captured, None, self._prompts
+        passing = None
         if share is not None and bucket.high <= MOST_TOKENS:
             on_host = share.resolve(path, static, bucket)
-            routed = None if captured is None else share.routed(path, static, bucket)
+        if share is not None and captured is not None and bucket.high <= MOST_TOKENS:
+            routed = share.routed(path, static, bucket, "captured steps")
+            if self._passing is not None:
+                beside = partial(share.routed, path, static, bucket, "captured steps in which experts pass")
+                passing = self._passing.resolve(path, static, bucket, beside, share.expert_bytes(path))
 
         def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
             if prompts is not None and prompts.recording:
@@ -206,7 +250,7 @@ class ResidentExperts(Placement):
             if captured is None or share is None or routed is None:
                 raise EngineError(f"experts in slots are captured in steps of up to {MOST_TOKENS} rows")
             host_weights, nbytes = partial(share.weights, path, w), share.expert_bytes(path)
-            return captured.start(path, products, routed, nbytes, x, ids, weights, w, host_weights)
+            return captured.start(path, products, routed, nbytes, x, ids, weights, w, host_weights, passing)
 
         def eagerly(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:
             chosen, guessed = device.readback(ids), None

@@ -34,10 +34,12 @@ class Residents:
         guesses, right: experts that were guessed, and those of them that the next step needed.
         wasted: experts that were copied because of a guess, and that the next step did not need.
         copied: experts that got a slot.
+        passing: experts numbered below it have slots elsewhere in captured steps (``captured_passing``). They get one
+            here only because a step needs them or because they are guessed, and they leave first.
     """
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.passing = count, 0
         self.hits = self.misses = self.guesses = self.right = self.wasted = self.copied = 0
         self._slot: OrderedDict[int, int] = OrderedDict()
         #: The experts guessed for the next step, and those of them that were copied.
@@ -66,6 +68,14 @@ class Residents:
             elsewhere: absent experts that are not computed here.
             together: all in one wave, if there are slots for all.
         """
+        found = self._waves(needed, late, elsewhere, together)
+        for expert in [each for each in self._slot if each < self.passing]:
+            self._slot.move_to_end(expert, last=False)
+        return found
+
+    def _waves(
+        self, needed: Iterable[int], late: Collection[int], elsewhere: Collection[int], together: bool
+    ) -> Sequence[Wave]:
         wanted = sorted(set(needed))
         self._judge(wanted)
         wanted = [expert for expert in wanted if expert not in elsewhere]
@@ -118,8 +128,11 @@ class Residents:
         return Wave.of_copies({expert: self._place(expert, leaves) for expert, leaves in pairs})
 
     def learn(self, expert: int, needed: Collection[int]) -> Wave:
-        """Give an absent expert the slot of the least recently used one that this step has not ``needed``, if any."""
+        """Give an absent expert the slot of the least recently used one that this step has not ``needed``, if any; not
+        a passing one."""
         leaves = None
+        if expert < self.passing:
+            return Wave({})
         if len(self._slot) == self.count:
             leaves = next((each for each in self._slot if each not in needed), None)
             if leaves is None:

@@ -1,0 +1,118 @@
+"""Sets of slots through which a fixed part of each layer's experts passes in captured steps (``captured_passing``).
+
+Layers use the sets in turn, whatever their layouts. Their first experts pass, the same ones in each step: neighbouring
+experts are one copy for each tensor of a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evener.contracts.declared import CallSite
+from evener.contracts.device import Device
+from evener.contracts.quant import Packing
+from evener.layers.builder import Builder
+from evener_offload.expert_slots import ExpertSlots, Room, room_bytes
+from evener_offload.placed_layers import stacks
+from evener_offload.second_layout import Stacks, expert_bytes, kind_of
+
+#: Sets of slots. With two the link would be idle whenever the host is late; a third is also filled before the first
+#: layer that passes experts is reached.
+SETS = 3
+#: Percent of the experts without slots of their own for which there are slots here if measured costs decide. The host
+#: reads memory at about 1.7 times the speed of the link. So both end together with 38% if tokens choose all experts,
+#: and with fewer if they do not.
+AUTO = 40
+
+
+def slots_of(experts: int, percent: int | None, residents: int = 0) -> int:
+    """Slots of a set for a layer with so many experts, of which so many ``residents`` have slots of their own. A
+    ``percent`` is of all its experts; None: measured costs decide."""
+    absent = experts - residents
+    return min(absent, max(1, round(absent * AUTO / 100 if percent is None else experts * percent / 100)))
+
+
+@dataclass
+class PassingLayer:
+    """A layer of which experts pass.
+
+    Attributes:
+        number: in the order in which a step reaches the layers.
+        slots: of gate and up, and of down.
+        first: number of its first expert in them.
+        experts, count: how many it has, and how many have slots here.
+        absent: how many of them have no slots of their own.
+        nbytes: of an expert, as the device reads it.
+    """
+
+    number: int
+    slots: tuple[ExpertSlots, ExpertSlots]
+    first: int
+    experts: int
+    count: int
+    absent: int
+    nbytes: int
+
+    def copy(self, count: int) -> None:
+        """Start copying the first experts to the slots, on the current stream."""
+        for each in self.slots:
+            each.copy(self.first, 0, count)
+
+    def passing(self, part: float) -> int:
+        """How many of its experts pass if a part of them does: some, or of no part none."""
+        return min(self.count, max(1, round(part * self.experts))) if part else 0
+
+
+class PassingSlots:
+    """The sets.
+
+    Args:
+        sites: of the layers, in the order in which a step reaches them.
+        found: by path: experts as the device reads them.
+        own: gets the slots, so that they are part of the memory plan.
+        packings: the device's.
+        percent, residents: as of ``slots_of``.
+
+    Attributes:
+        sets: how many there are.
+        layer: by path. order: by number.
+    """
+
+    def __init__(
+        self, sites: Sequence[CallSite], found: Mapping[str, Stacks], own: Builder, packings: Mapping[str, Packing],
+        device: Device, percent: int | None, residents: int,
+    ) -> None:  # fmt: skip
+        self.sets, layers, alignment = min(SETS, len(sites)), dict[str, PassingLayer](), device.capabilities.alignment
+        for which in range(self.sets):
+            kinds: dict[Any, list[tuple[int, CallSite]]] = {}
+            for number in range(which, len(sites), self.sets):
+                kinds.setdefault(kind_of(found[sites[number].path]), []).append((number, sites[number]))
+            bytes_of = {kind: expert_bytes(found[group[0][1].path], packings) for kind, group in kinds.items()}
+            counts = {
+                kind: slots_of(group[0][1].static["experts"], percent, residents) for kind, group in kinds.items()
+            }
+            most = max(counts[kind] * bytes_of[kind] for kind in kinds)
+            room = Room(own, f"passing experts {which}", most, max(counts.values()), alignment)
+            for kind, group in kinds.items():
+                gate_up, down = (
+                    ExpertSlots(own, each, packings[each[0].layout], counts[kind], device, room)
+                    for each in zip(*(found[site.path] for _, site in group), strict=True)
+                )
+                room.hold((gate_up, down))
+                for place, (number, site) in enumerate(group):
+                    experts = site.static["experts"]
+                    layers[site.path] = PassingLayer(
+                        number, (gate_up, down), place * experts, experts, counts[kind], experts - residents,
+                        bytes_of[kind],
+                    )  # fmt: skip
+        self.layer = dict(sorted(layers.items(), key=lambda each: each[1].number))
+        self.order = list(self.layer.values())
+
+    @staticmethod
+    def room(sites: Sequence[CallSite], packings: Mapping[str, Packing], percent: int | None, alignment: int) -> int:
+        """Bytes of the slots that layers may need, which have their layouts of the device's ``packings``."""
+        counts = [slots_of(site.static["experts"], percent) for site in sites]
+        each = (n * expert_bytes(stacks(site), packings) for n, site in zip(counts, sites, strict=True))
+        return min(SETS, len(sites)) * room_bytes(max(each), max(counts), alignment) if sites else 0
