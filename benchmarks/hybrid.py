@@ -17,7 +17,8 @@ speed at which all its threads read memory, which is measured first. ``step_ms``
 ones, divided by the steps between them, as llama.cpp's own program measures it. With ``--calls own,driver`` cases are
 timed as the device itself calls the host in captured steps, and again by ``Device.host_call``, which a thread of the
 driver serves. With ``--pass 0,25,auto`` cases are timed from one start with each of these percents of experts that
-pass through the device in captured steps; ``--set offload.pass_experts=33`` gives the slots for as many.
+pass through the device in captured steps; ``--set offload.pass_experts=33`` gives the slots for as many. The way
+``resident`` also needs ``--set offload.host_when_sooner=auto`` for it.
 Forms are those of ``packed_steps.py``, or bf16, or own: the one that config.json says.
 With ``--file`` weights are those of a GGUF file, as ``llamacpp_hybrid.py`` writes it for both engines.
 Every combination runs in a process of its own. Rows go to standard output, and to hybrid.jsonl in ``--out`` or $OUT.
@@ -241,7 +242,9 @@ class Run:
         """Capture steps again in which so many experts of a layer in a hundred pass through the device; None: auto."""
         passing = self._worker.assembly.placement._passing
         if passing is None:
-            raise ConfigError("no experts pass: set offload.pass_experts, and offload.host_when_sooner of experts in slots")
+            raise ConfigError(
+                "no experts pass: set offload.pass_experts, and offload.host_when_sooner of experts in slots"
+            )
         passing.part.percent, passing.part.known = percent, {}
         self._facts["passing"] = "auto" if percent is None else percent
         self._worker.graphs._captured.clear()

@@ -302,20 +302,25 @@ def test_prompts_captured_but_for_experts_on_the_host_change_no_token(
 
 
 @pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("part", ["off", "12"])
 def test_captured_steps_with_some_experts_on_the_device_change_no_token(
-    accelerator: Subject, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accelerator: Subject, part: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host computes those that are not there, in the run's dtype: float32. Prompts are captured but for experts."""
+    """The host computes those that are not there, in the run's dtype: float32; or some of them pass through other slots
+    in steps of two requests or more. Prompts are captured but for experts."""
     for module in (slot_products, resident_experts):
         monkeypatch.setattr(module, "MOST_TOKENS", 8)
     if not accelerator.device.capabilities.host_calls:
         pytest.skip(f"{accelerator.name} does not call the host")
     model, long, expected = on_the_device(accelerator, family, tmp_path)
     keys = {"infer.cpu_layer_num": EXPERTS[family][1], "infer.resident_experts": 3, "offload.host_when_sooner": "auto"}
-    with opened(with_keys(model, accelerator, **long, **keys, **{"infer.use_cuda_graph": True})) as controller:
+    keys |= {"infer.use_cuda_graph": True, "offload.pass_experts": part, "offload.pass_experts_rows": 2}
+    with opened(with_keys(model, accelerator, **long, **keys)) as controller:
+        assert_same(play(controller, **traffic()), expected)
         assert_same(play(controller, **traffic()), expected)
         counters, captured = controller.scheduler.stats.counters, isinstance(accelerator.device, CapturesPieces)
         assert counters["host_expert_captured_steps"] > 10
+        assert (counters["host_expert_passed_bytes"] > 0) == (part != "off")
         # State of latent attention cannot be captured in prompts.
         assert (counters.get("host_expert_captured_prompts", 0) > 3) == (captured and family != "DeepseekV3")
 

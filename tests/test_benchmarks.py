@@ -645,23 +645,25 @@ def test_a_model_larger_than_the_device_is_timed(tmp_path: Path, monkeypatch: py
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     keys = ("backend=simulated", "infer.max_seq_len=128", "infer.max_reqs=2", "infer.step_tokens=64", "dtype=float32",
             "infer.kv_memory=4MiB", "offload.stream_prompts=off", "offload.pass_experts=25",
-            "offload.pass_experts_rows=2")  # fmt: skip
+            "offload.pass_experts_rows=2", "offload.host_when_sooner=auto")  # fmt: skip
     program(
         "hybrid.py", tmp_path / "model", "--cap", "16MiB", "--forms", "bf16", "--layers", "1", "--residents", "8",
         "--cases", "2x16", "--steps", "3", "--apart", "8MiB", "--pass", "0,25", "--out", tmp_path,
         *(word for pair in keys for word in ("--set", pair)),
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "hybrid.jsonl").read_text().splitlines()]
-    without, host, resident = rows
+    without, host, alone, resident = rows
     assert (host["way"], host["host_layers"], resident["way"], resident["residents"]) == ("host", 1, "resident", 8)
-    assert (without["passing"], without["counted_a_step"]["host_expert_passed_bytes"], host["passing"]) == (0, 0, 25)
+    for first, second in ((without, host), (alone, resident)):
+        assert (first["passing"], first["counted_a_step"]["host_expert_passed_bytes"], second["passing"]) == (0, 0, 25)
     for row in (host, resident):
         assert row["step_ms"] > 0 and row["moved_ms"] > 0 and row["cap_gb"] == 0.02
     # On a busy machine the share of so small a model is rounded to 0.
     assert host["step_host_share"] >= 0 and host["counted_a_step"]["host_expert_read_bytes"] > 0
-    passed = 16 * 3 * 64 * 64 * 4
-    assert passed <= host["counted_a_step"]["host_expert_passed_bytes"] < 1.1 * passed, "16 of 64 experts, in each step"
-    assert resident["counted_a_step"]["expert_hits"] > 0
+    for row, layers in ((host, 1), (resident, config["num_hidden_layers"])):
+        passed, counted = layers * 16 * 3 * 64 * 64 * 4, row["counted_a_step"]
+        assert passed <= counted["host_expert_passed_bytes"] < 1.1 * passed, "16 of 64 experts, in each step"
+    assert resident["counted_a_prompt"]["expert_hits"] > 0
 
 
 def test_products_of_the_processor_are_timed_in_each_form(tmp_path: Path) -> None:

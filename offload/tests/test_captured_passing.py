@@ -45,7 +45,9 @@ def passing(controller: Controller) -> CapturedPassing:
 
 
 def counted(controller: Controller, name: str) -> int:
-    return placed(controller).counters()[f"host_expert_{name}"]
+    place = worker_of(controller).assembly.placement
+    assert place is not None
+    return place.counters()[f"host_expert_{name}"]
 
 
 def answers(controller: Controller, count: int, tokens: int = 20) -> list[list[int]]:

@@ -12,7 +12,9 @@ module                  holds
 ``numa``                pages of host memory on machines with several NUMA nodes
 ``host_experts``        experts that the host computes, and the copies to and from it
 ``captured_experts``    the same in captured steps, in which the device calls the host
-``captured_passing``    captured steps in which a part of the experts passes through the device
+``passing_slots``       sets of slots through which a part of the experts passes in captured steps
+``passing_part``        how large that part is: said, or measured
+``captured_passing``    captured steps in which it passes
 ``captured_prompts``    prompts that are captured but for these experts
 ``captured_residents``  captured steps in which the device computes the experts that it has
 ``half_plans``          a step's rows, divided into two halves
@@ -73,10 +75,11 @@ descriptor = Descriptor(
             "measured to be sooner), or the tokens of the smallest such step."
         ),
         "pass_experts": Option(
-            type=str, default="off", help="With infer.cpu_layer_num or infer.host_experts: the part of these layers' "
-            "experts that is copied to the device, and computed there, in each captured decode step of many requests, "
-            "while the host computes the others: off, auto (so that both are done together, as measured), or a percent "
-            "from 1 to 50."
+            type=str, default="off", help="The part of a layer's experts that is copied to the device, and computed "
+            "there, in each captured decode step of many requests, while the host computes others: off, auto (so that "
+            "both are done together, as measured), or a percent from 1 to 50 of the layer's experts, those in slots "
+            "counted too. With infer.cpu_layer_num or infer.host_experts; with infer.resident_experts only if "
+            "offload.host_when_sooner is set, and only experts without a slot."
         ),
         "pass_experts_rows": Option(
             type=int, default=8, help="offload.pass_experts: rows of the smallest such step."

@@ -70,6 +70,8 @@ class CapturedPassing:
     ) -> None:  # fmt: skip
         self._device, self._resolver, self._stream, self._captured = device, resolver, stream, captured
         self._least, self._most, self._biases, self._running = least, most, biases, running
+        #: Whether there are steps in which experts pass.
+        self._any = least <= most
         packings = resolver.packings_by_layout
         self._slots = PassingSlots(sites, found, own, packings, device, percent, residents)
         layers = sum(site.op == "moe_block" for site in own.sites)
@@ -90,7 +92,7 @@ class CapturedPassing:
 
     def most(self, path: str) -> int:
         """How many experts of a layer pass in some step, as far as that is known."""
-        return self.part.most(self._slots.layer[path]) if self._least <= self._most else 0
+        return self.part.most(self._slots.layer[path]) if self._any else 0
 
     def resolve(
         self, path: str, static: Static, bucket: Bucket, on_host: Callable[[], OpFunction], host_bytes: int
@@ -101,7 +103,7 @@ class CapturedPassing:
             on_host: resolves ``routed_experts`` on the host, for these steps alone.
             host_bytes: of an expert as the host reads it.
         """
-        if bucket.high < self._least or bucket.low > self._most:
+        if not self._any or bucket.high < self._least or bucket.low > self._most:
             return None
         layer, compute = self._slots.layer[path], on_host()
         inner = {**static, "gate_up": layer.slots[0].weight, "down": layer.slots[1].weight, "placement": None}

@@ -61,7 +61,9 @@ class _Maps:
         return self._on_host.get(passing)
 
     def add(self, passing: int) -> None:
-        """Add a map for steps in which so many pass, to be written."""
+        """Add a map for steps in which so many pass, to be written. One that is there stays where it is."""
+        if passing in self._on_host:
+            return
         slots = torch.full((self._layer.experts, 1), -1, dtype=torch.int32)
         copies = torch.zeros(self._layer.experts, dtype=torch.int32)
         self._on_host[passing] = self._weights._replace(slots=slots, copies=copies)
@@ -199,7 +201,7 @@ class CapturedResidents:
         if path not in self._maps:
             self._maps[path] = _Maps(self._layers[path], self._map, self._at[path], on_host())
         maps = self._maps[path]
-        if maps.on_host(passing) is None:
+        if maps.on_host(passing) is None or passing > self._layers[path].residents.passing:
             maps.add(passing)
             self._device.synchronize()
             self._write()
