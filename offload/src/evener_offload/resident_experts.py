@@ -142,9 +142,10 @@ class ResidentExperts(Placement):
     def _passing_part(
         self, config: ResolvedConfig, own: Builder, sites: Sequence[CallSite], captured: CapturedExperts | None
     ) -> CapturedPassing | None:
-        (percent, least), stream, why = parse_passing(config), new_stream(self._device), None
+        percent, least = parse_passing(config)
         if percent == 0:
             return None
+        stream, why = new_stream(self._device), None
         if captured is None or self.share is None or not config.use_cuda_graph:
             why = "steps are not captured"
         elif percent is None and stream is None:
@@ -218,7 +219,7 @@ class ResidentExperts(Placement):
                               "leave it out for all layers")  # fmt: skip
         sites, lacking = placed_sites(a.config, a.build, [a.build]), lacking_bytes(a, "infer.resident_experts")
         packings, percent = a.resolver.packings_by_layout, parse_passing(a.config)[0]
-        captures = a.config.use_cuda_graph and a.device.capabilities.host_calls
+        captures = a.config.use_cuda_graph and why_eager(a.config, a.device, follows_drafter(a.config)) is None
         if lacking > 0 and percent != 0 and captures and option(a.config, "host_when_sooner") != "off":
             lacking += PassingSlots.room(sites, packings, percent, a.device.capabilities.alignment)
         each = sum(packings[s.layout].nbytes(s.parts, s.dtype) for site in sites for s in stacks(site))

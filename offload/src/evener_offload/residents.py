@@ -69,8 +69,9 @@ class Residents:
             together: all in one wave, if there are slots for all.
         """
         found = self._waves(needed, late, elsewhere, together)
-        for expert in [each for each in reversed(self._slot) if each < self.passing]:
-            self._slot.move_to_end(expert, last=False)
+        if self.passing:
+            for expert in [each for each in reversed(self._slot) if each < self.passing]:
+                self._slot.move_to_end(expert, last=False)
         return found
 
     def _waves(
