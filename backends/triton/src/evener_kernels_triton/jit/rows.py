@@ -46,6 +46,8 @@ def rms_norm_kernel(
     v = tl.load(x + (row // inner) * x_outer + (row % inner) * x_inner + at, mask=inside, other=0.0).to(tl.float32)
     if POST:
         v = (v * tl.rsqrt(tl.sum(v * v, 0) / size + eps) * first).to(y.dtype.element_ty).to(tl.float32)
+        # Without this, in float32 a compiler would make one operation of the product and the sum, which rounds once.
+        v = tl.where(inside, v, 0.0)
     if ADD:
         v += tl.load(residual + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + row * size + at, v.to(total.dtype.element_ty), mask=inside)
