@@ -5,7 +5,8 @@
 A case is REQUESTSxTOKENS or the tokens of each request with commas. ``--check`` compares with float32 arithmetic over
 pools whose unwritten places hold no numbers. ``--time`` prints microseconds of a launch in a captured graph of many,
 over several layers with their own state, and the share of the read floor: bytes of keys and values that queries see, at
-the speed at which a kernel reads 4 GiB in the same run.
+the speed at which a kernel reads 4 GiB in the same run. ``--sweep``: the same of the kernel with splits in other sizes,
+given as keys of a tile, warps, stages and splits (0: as the rule says).
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ from evener.contracts.state import AttentionSpec, StateSpec, StateStep, StateTen
 #: Query heads, key heads, numbers of a head, window.
 SHAPES = {
     "qwen3-8b": (32, 8, 128, 0), "gemma-3-4b": (8, 4, 256, 0), "gemma-3-4b window": (8, 4, 256, 1024),
-    "heads of 64": (32, 8, 64, 0),
+    "heads of 64": (32, 8, 64, 0), "qwen3-30b-a3b": (32, 4, 128, 0),
 }  # fmt: skip
 #: Tokens of each request, the new one included.
 MIXES = ([1], [31, 32, 33], [1024, 1, 77, 4001], [16384], [70000, 3], [500] * 40, [100 + 37 * i for i in range(140)])
 LIMIT = 6e-3
+#: Keys of a tile, warps, stages and splits of a sweep.
+SIZES = (
+    (64, 4, 3, 0), (64, 4, 2, 0), (64, 4, 2, 2), (64, 4, 4, 0), (32, 4, 3, 0), (32, 4, 4, 0), (32, 2, 3, 0),
+    (32, 2, 4, 0), (32, 4, 3, 2), (64, 2, 2, 0), (128, 4, 2, 0), (128, 8, 2, 0),
+)  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -64,14 +70,15 @@ class Case:
     meta: Any
     query: torch.Tensor
     reference: Callable[[], torch.Tensor]
+    spec: StateSpec
 
     def attend(self, layer: int = 0) -> torch.Tensor:
         result: torch.Tensor = self.provider.attend(self.layers[layer], self.meta, self.query)
         return result
 
 
-def provider_of(even: bool) -> Any:
-    """With the kernel of even parts wherever it can be, or without."""
+def provider_of(even: bool, sizes: tuple[int, int, int, int] | None = None) -> Any:
+    """With the kernel of even parts wherever it can be, or without; ``sizes`` of the other one, as of ``SIZES``."""
     from evener_backend_cuda.capability import capabilities
     from evener_kernels_triton.state import PagedState
     from evener_kernels_triton.tuning import EvenTile, Tuning
@@ -80,6 +87,12 @@ def provider_of(even: bool) -> Any:
         def even_tile(self, wide: int) -> EvenTile | None:
             tile = super().even_tile(wide)
             return replace(tile, heads=1 << 20) if tile and even else None
+
+        def decode_tile(self, wide: int, element: int) -> tuple[int, int, int]:
+            return sizes[:3] if sizes else super().decode_tile(wide, element)
+
+        def splits(self, programs: int, longest: int, tile: int) -> int:
+            return sizes[3] if sizes and sizes[3] else super().splits(programs, longest, tile)
 
     p: Any = torch.cuda.get_device_properties(0)
     return PagedState(
@@ -132,7 +145,7 @@ def make(
             found.append(torch.einsum("hgk,khd->hgd", weights, v).flatten(0, 1))
         return torch.stack(found)
 
-    return Case(provider, views, provider.prepare(step, spec, attention, page), query, reference)
+    return Case(provider, views, provider.prepare(step, spec, attention, page), query, reference, spec)
 
 
 def check(name: str, page: int, kind: torch.dtype) -> str:
@@ -177,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--time", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--page", type=int, default=32)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--cases", nargs="*", default=["1x16384", "8x16384", "1x65536", "8x65536"])
@@ -186,30 +200,59 @@ def main() -> None:
         for name in args.shapes:
             for kind in (torch.bfloat16, torch.float16):
                 print(check(name, args.page, kind), flush=True)
-    if args.time:
+    if args.time or args.sweep:
         speed = read_speed()
         print(f"{torch.cuda.get_device_name()}: reads {speed / 1e12:.2f} TB/s", flush=True)
         with open(args.out, "w") as file:
             for name in args.shapes:
                 for text in args.cases:
                     row = {"device": torch.cuda.get_device_name(), "read_tb_s": round(speed / 1e12, 2), "shape": name,
-                           "page": args.page, "case": text, **time_one(name, args.page, text, speed)}  # fmt: skip
+                           "page": args.page, "case": text}  # fmt: skip
+                    found = time_one(name, args.page, text, speed) if args.time else {}
+                    row |= {**found, **(sweep(name, args.page, text, speed) if args.sweep else {})}
                     print(json.dumps(row), flush=True)
                     file.write(json.dumps(row) + "\n")
 
 
+def lengths_of(text: str) -> list[int]:
+    """Tokens of each request of a case."""
+    count, x, tokens = text.partition("x")
+    return [int(tokens)] * int(count) if x else [int(n) for n in text.split(",")]
+
+
 def time_one(name: str, page: int, text: str, speed: float) -> dict[str, Any]:
     """Microseconds and shares of both kernels."""
-    count, x, tokens = text.partition("x")
-    lengths = [int(tokens)] * int(count) if x else [int(n) for n in text.split(",")]
+    lengths = lengths_of(text)
     nbytes = state_bytes(SHAPES[name], lengths)
     floor = nbytes / speed * 1e6
     row: dict[str, Any] = {"floor_us": round(floor, 2)}
     for label, even in (("splits", False), ("even", True)):
-        layers = max(2, min(12, 1 + (600 << 20) // nbytes))
-        us = time_layers(make(provider_of(even), SHAPES[name], page, lengths, layers, unwritten=0.0))
+        us = time_layers(make(provider_of(even), SHAPES[name], page, lengths, layers_of(nbytes), unwritten=0.0))
         row |= {f"{label}_us": round(us, 2), f"{label}_share": round(floor / us, 3)}
     return row
+
+
+def layers_of(nbytes: int) -> int:
+    """So many layers with ``nbytes`` of state that no cache holds them."""
+    return max(2, min(12, 1 + (600 << 20) // nbytes))
+
+
+def sweep(name: str, page: int, text: str, speed: float) -> dict[str, Any]:
+    """Microseconds of the kernel with splits, by its sizes."""
+    lengths = lengths_of(text)
+    nbytes = state_bytes(SHAPES[name], lengths)
+    made = make(provider_of(False), SHAPES[name], page, lengths, layers_of(nbytes), unwritten=0.0)
+    found = {}
+    for sizes in SIZES:
+        try:
+            provider = provider_of(False, sizes)
+            meta = provider.prepare(made.meta.step, made.spec, made.meta.attention, page)
+            us = time_layers(replace(made, provider=provider, meta=meta))
+        except Exception as error:  # sizes that do not fit are not tried
+            found[str(sizes)] = type(error).__name__
+            continue
+        found[str(sizes)] = f"{us:.2f}"
+    return {"floor_us": round(nbytes / speed * 1e6, 2), "sweep": found}
 
 
 if __name__ == "__main__":

@@ -29,7 +29,11 @@ TOOLS = ("memcheck", "racecheck")
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 FINDINGS = 9
 OPS = ("embedding", "take_rows", "penalize", "add_bias", "logprobs", "apply_mask")
-COMPOSITES = {"attention_block": ("windowed",), "latent_attention_block": ("latent queries",)}
+COMPOSITES = {
+    "attention_block": ("windowed",),
+    "decoder_layer": ("windowed",),
+    "latent_attention_block": ("latent queries",),
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -863,3 +863,43 @@ def test_processes_that_a_benchmark_started_and_that_have_ended_are_its_own() ->
     before = machine.own_seconds()
     subprocess.run([sys.executable, "-c", spin], check=True)
     assert machine.own_seconds() - before >= 0.49
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("messages/1/10", "a way is"), ("messages/1/ten/all", "a way is"), ("rumours/1/10/all", "kernels are"),
+     ("leader-push/1/10/all", "clusters have 8, 16 programs"), ("messages/4/10/all", "or 1"),
+     ("none/1/11/all", "at most 10"), ("none/1/0/all", "at least 1"), ("messages/1/10/-1", "AHEAD")],
+)  # fmt: skip
+def test_a_way_of_exchanging_that_does_not_exist_is_refused(text: str, reason: str) -> None:
+    import exchange_latency
+
+    with pytest.raises(ValueError, match=reason):
+        exchange_latency.Way.of(text)
+
+
+def test_rows_of_exchanges_leave_out_first_rounds_and_the_times_of_leaders() -> None:
+    import exchange_latency
+    import torch
+
+    ways = [exchange_latency.Way.of(text) for text in exchange_latency.WAYS]
+    assert {way.kernel for way in ways} == set(exchange_latency.KERNELS)
+    assert [exchange_latency.Way("leader-push", c, 10, None).workers(128 // c) for c in (8, 16)] == [112, 120]
+    assert exchange_latency.Way("probe", 1, 10, None).workers(128) == 128
+    stamps, rounds = torch.zeros(3, exchange_latency.WARM + 4, 4, dtype=torch.int64), range(4)
+    for n in rounds:  # every 20 µs: one tells 500 ns after the other, both have all 2,000 ns after that
+        at, end = 20_000 * n, 20_000 * n + 2500
+        stamps[1, exchange_latency.WARM + n] = torch.tensor([7, 7 + 4000 + n, at, end])
+        stamps[2, exchange_latency.WARM + n] = torch.tensor([7, 7 + 3000, at + 500, end])
+        stamps[0, exchange_latency.WARM + n, 2:] = torch.tensor([at + 1300, at + 1400])
+    leaders = torch.tensor([True, False, False])
+    row = exchange_latency.exchanged(stamps, leaders, 90_000_000)
+    assert row == {
+        "us": 20.0, "tb_s": 4.5, "cycles": [3000, 4000, 4003], "last_cycles": 3000, "after_last_ns": [2000] * 3,
+        "gathered_ns": [800] * 3,
+    }  # fmt: skip
+    assert "gathered_ns" not in exchange_latency.exchanged(stamps[1:], leaders[1:], 90_000_000)
+    way = exchange_latency.Way("probe", 8, 10, None)
+    found = exchange_latency.probed(stamps[:, exchange_latency.WARM :], leaders, way)
+    assert found["leaders"]["neighbour"] == [1300, 41_300, 61_300]
+    assert found["workers"]["fence"] == [3007, 4007, 4010]

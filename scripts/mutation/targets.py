@@ -104,7 +104,7 @@ PYTHON = Target("cpu-python", "backends/cpu/src", {
     f"{_CPU}block_packing.py": ("formats",),
 }, 15)  # fmt: skip
 TRITON = Target("triton", "backends/triton/src", {
-    f"{_JIT}rows.py": ("softcap", "take_rows", "add_rms_norm", "act_and_mul"),
+    f"{_JIT}rows.py": ("softcap", "take_rows", "add_rms_norm", "act_and_mul", "decoder_layer"),
     f"{_JIT}linear.py": ("linear", "mlp_block"), f"{_JIT}heads.py": ("rotary", "triton.paged"),
     f"{_JIT}attention.py": ("triton.paged",), f"{_JIT}latent.py": ("triton.latent",),
     f"{_JIT}experts.py": ("grouped_linear", "moe_block"), f"{_JIT}routing.py": ("route", "grouped_linear", "moe_block"),
@@ -113,5 +113,6 @@ TRITON = Target("triton", "backends/triton/src", {
     f"{_TRITON}linear.py": ("linear", "mlp_block", "formats/linear"), f"{_TRITON}state.py": ("triton.paged",),
     f"{_TRITON}latent_state.py": ("triton.latent",), f"{_TRITON}experts.py": ("grouped_linear", "route"),
     f"{_TRITON}sampling.py": ("greedy", "apply_mask"), f"{_TRITON}logits.py": ("add_bias", "penalize"),
+    f"{_TRITON}layers.py": ("decoder_layer",),
 }, 20)  # fmt: skip
 TARGETS = {target.name: target for target in (NATIVE, PYTHON, TRITON)}

@@ -112,6 +112,23 @@ def test_weights_of_layers_are_checked(op: str, one_thread: None) -> None:
             check_inputs(schemas()[op], static, (*stream, weights))
 
 
+def test_weights_of_both_halves_of_a_whole_layer_are_checked(one_thread: None) -> None:
+    family, every = next(f for f in families() if f.name == "windowed"), list(schemas().values())
+    model = TinyModel(DEVICE, "float32", family, host_kernels(composite=True), host_states()[0], every)
+    static = next(site.static for site in model.build.sites if site.op == "decoder_layer")
+    first, second = (
+        next(group.values for group in model.build.groups if group.kind is kind)
+        for kind in (AttentionWeights, MLPWeights)
+    )
+    stream = [torch.ones(2, family.hidden)] * 2 + [torch.zeros(2, dtype=torch.int32)]
+    check_inputs(schemas()["decoder_layer"], static, (*stream, first, second))
+    wrong = [(first._replace(post_norm=first.post_norm[:-1]), second), (first._replace(qkv=first.o), second)]
+    wrong += [(first, second._replace(norm=second.norm[:-1])), (first, second._replace(down=second.gate_up))]
+    for records in wrong:
+        with pytest.raises(ValueError, match=r"wrong arguments: (attention|mlp) is given "):
+            check_inputs(schemas()["decoder_layer"], static, (*stream, *records))
+
+
 def a_step(**changes: Any) -> StateStep:
     right = StateStep(
         tokens=2, requests=2, max_query=1, max_kv=3, query_start=torch.tensor([0, 1, 2]).int(),

@@ -41,6 +41,8 @@ def test_tokens_are_those_of_the_references(family: str, tmp_path: Path, interpr
     first = ("latent", "latent_attention_block") if family == "DeepseekV2" else ("paged", "attention_block")
     for name in (*first, second, "head", "greedy"):
         assert f"triton.{name}" in str(manifest)
+    whole = "triton/triton.decoder_layer" in {row.provider for row in manifest.ops}
+    assert whole == (family == "Gemma3"), "there are norms on both sides of attention"
 
 
 @pytest.mark.slow

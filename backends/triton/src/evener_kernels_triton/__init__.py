@@ -47,6 +47,7 @@ descriptor = Descriptor(
         "norm_qkv_rotary_write",
         "attention_block",
         "mlp_block",
+        "decoder_layer",
         "routed_experts",
         "moe_block",
         "head",

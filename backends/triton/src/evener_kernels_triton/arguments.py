@@ -74,7 +74,9 @@ def _problem(declared: Tensor, value: Any, static: Mapping[str, Any], sizes: dic
     if declared.dtype == "packed":
         return _other_shape(tuple(value.shape), declared.shape, sizes)
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return next(filter(None, (_of_record(n, v, static) for n, v in value._asdict().items())), "")
+        # A whole layer has static parameters for each of its records.
+        of = static.get(declared.name, static)
+        return next(filter(None, (_of_record(n, v, of) for n, v in value._asdict().items())), "")
     if not isinstance(value, torch.Tensor) or declared.dtype in ("state", "int"):
         return ""
     wanted = static.get("dtype", "") if declared.dtype == "*" else declared.dtype

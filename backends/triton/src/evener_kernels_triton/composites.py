@@ -53,7 +53,7 @@ MAX_ACTIVATED_TOKENS = 16
 
 def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: str = "") -> Enter:
     """(Add,) norm and projection with ``weight``, with an optional activation; returns its rows and the float32
-    stream."""
+    stream. If ``norms_apart``, it also takes the weight of a norm of x before the sum, last."""
     s = cast(NormStatic, call.static)
     eps, offset, dtype = s["eps"], s["offset"], getattr(torch, s["dtype"])
     project = project_rows(tuning, call, dtype, weight)
@@ -91,9 +91,10 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
         return y, x.float() if total is None else total
 
     def some(
-        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: Matrix, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype)
+        x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, w: Matrix, bias: torch.Tensor | None,
+        post: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        y, total = norm_rows(tuning, x, residual, norm, eps, offset, dtype, post)
         after = x.float() if total is None else total
         # Measured: of plain numbers, for more tokens, gate and up rows in one tile are slower.
         if activation and call.bucket.high == 1 and not isinstance(w, PackedMatrix) and in_words(w):
@@ -113,12 +114,19 @@ def enter_rows(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: s
 
     if rounds(tuning, call.bucket.high, weight):
         return rounding
-    halves = 2 if activation else 1
-    if call.bucket.high > 1:
+    if norms_apart(tuning, call, weight, activation):
         return some
+    return packed if is_packed(weight) else one
+
+
+def norms_apart(tuning: Tuning, call: OpCall, weight: LinearWeight, activation: str = "") -> bool:
+    """Whether the norm of ``enter_rows`` has a launch of its own, which stores its rows as they are."""
+    tokens, dtype, halves = call.bucket.high, getattr(torch, call.static["dtype"]), 2 if activation else 1
+    if tokens > 1:
+        return not rounds(tuning, tokens, weight)
     if is_packed(weight):
-        return packed if enters_token(tuning, weight.parts, dtype.itemsize, halves) else some
-    return one if enters_gemv(tuning, weight, halves, dtype) else some
+        return not enters_token(tuning, weight.parts, dtype.itemsize, halves)
+    return not enters_gemv(tuning, weight, halves, dtype)
 
 
 class _Composite(ProductKernel):
@@ -274,36 +282,43 @@ class TritonMlpBlock(_Composite):
         return combined({"enter": entry, "project": self._exit(call, s["down"])})
 
     def build(self, call: OpCall) -> OpFunction:
-        tuning, s = self.tuning.with_changes(call.variant), cast(MLPStatic, call.static)
-        dtype = getattr(torch, s["dtype"])
-        act, rounding = s["activation"], rounds(tuning, call.bucket.high, s["down"])
-        enter = enter_rows(tuning.part("enter"), call, s["gate_up"], "" if rounding else act)
-        project = project_rows(tuning.part("project"), call, dtype, s["down"])
+        return mlp_rows(self.tuning.with_changes(call.variant), call)
 
-        def leave(wide: torch.Tensor, w: MLPWeights) -> torch.Tensor:
-            if not rounding:
-                return project(wide, w.down.data, w.down_bias)
-            rows = act_round(tuning, wide, wide.shape[1] // 2, act, w.down.data)
-            return rounded_product(tuning.part("project"), dtype, rows, w.down.data, w.down_bias)
 
-        inside = activation_sizes(tuning, call.bucket.high, s["gate_up"], s["down"])
+def mlp_rows(tuning: Tuning, call: OpCall) -> OpFunction:
+    """The function of an ``mlp_block``. What is given beside the block's own inputs goes to ``enter_rows``."""
+    s = cast(MLPStatic, call.static)
+    dtype = getattr(torch, s["dtype"])
+    act, rounding = s["activation"], rounds(tuning, call.bucket.high, s["down"])
+    enter = enter_rows(tuning.part("enter"), call, s["gate_up"], "" if rounding else act)
+    project = project_rows(tuning.part("project"), call, dtype, s["down"])
 
-        def run(x: torch.Tensor, residual: torch.Tensor, w: MLPWeights) -> tuple[torch.Tensor, torch.Tensor]:
-            if inside is not None and w.gate_up_bias is None and w.norm is not None:
-                gate_up = w.gate_up.data
-                rows, total, _ = norm_round(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype, gate_up)
-                assert total is not None, "there is a residual"
-                made, stream = activated_product(tuning, inside, rows, gate_up, act), total
-                x = rounded_product(tuning.part("project"), dtype, made, w.down.data, w.down_bias)
-            else:
-                wide, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias)
-                x = leave(wide, w)
-            if s["post_norm"]:
-                assert w.post_norm is not None, "declared with the flag"
-                x, _ = norm_rows(tuning, x, None, w.post_norm, s["eps"], s["offset"], dtype)
-            return x, stream
+    def leave(wide: torch.Tensor, w: MLPWeights) -> torch.Tensor:
+        if not rounding:
+            return project(wide, w.down.data, w.down_bias)
+        rows = act_round(tuning, wide, wide.shape[1] // 2, act, w.down.data)
+        return rounded_product(tuning.part("project"), dtype, rows, w.down.data, w.down_bias)
 
-        return run
+    inside = activation_sizes(tuning, call.bucket.high, s["gate_up"], s["down"])
+
+    def run(
+        x: torch.Tensor, residual: torch.Tensor, w: MLPWeights, *more: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if inside is not None and w.gate_up_bias is None and w.norm is not None:
+            gate_up = w.gate_up.data
+            rows, total, _ = norm_round(tuning, x, residual, w.norm, s["eps"], s["offset"], dtype, gate_up)
+            assert total is not None, "there is a residual"
+            made, stream = activated_product(tuning, inside, rows, gate_up, act), total
+            x = rounded_product(tuning.part("project"), dtype, made, w.down.data, w.down_bias)
+        else:
+            wide, stream = enter(x, residual, w.norm, w.gate_up.data, w.gate_up_bias, *more)
+            x = leave(wide, w)
+        if s["post_norm"]:
+            assert w.post_norm is not None, "declared with the flag"
+            x, _ = norm_rows(tuning, x, None, w.post_norm, s["eps"], s["offset"], dtype)
+        return x, stream
+
+    return run
 
 
 class TritonHead(_Composite):

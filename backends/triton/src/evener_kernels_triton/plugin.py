@@ -15,6 +15,7 @@ from evener_kernels_triton.composites import COMPOSITES
 from evener_kernels_triton.experts import EXPERTS
 from evener_kernels_triton.latent import LATENT
 from evener_kernels_triton.latent_state import LatentState
+from evener_kernels_triton.layers import LAYERS
 from evener_kernels_triton.linear import LINEAR
 from evener_kernels_triton.logits import LOGITS
 from evener_kernels_triton.primitives import PRIMITIVES
@@ -28,8 +29,8 @@ def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kerne
     """All kernels, with launch sizes for this device. Those that a package carries compiled are not compiled again."""
     use_stored()
     tuning = _tuning(device, options)
-    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LOGITS, *LINEAR, *COMPOSITES, *EXPERTS, *LATENT,
-                                           *ADAPTERS)]  # fmt: skip
+    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LOGITS, *LINEAR, *COMPOSITES, *LAYERS, *EXPERTS,
+                                           *LATENT, *ADAPTERS)]  # fmt: skip
 
 
 @hookimpl

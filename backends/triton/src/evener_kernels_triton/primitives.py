@@ -24,10 +24,10 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 def norm_rows(
     tuning: Tuning, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float,
-    dtype: torch.dtype,
+    dtype: torch.dtype, post: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Normed rows in ``dtype``; with a residual also the sum, written over the residual. x is [T, hidden] or [T, n,
-    hidden]."""
+    hidden]. With the weight ``post`` x is normed before it is added, and rounded to ``dtype``."""
     shape, strides = x.shape, x.stride()
     if strides[-1] != 1:
         x = x.contiguous()
@@ -37,18 +37,18 @@ def norm_rows(
     total = None if residual is None else residual.contiguous()
     rows = shape[0] if flat else shape[0] * shape[1]
     if rows and shape[-1]:
-        _norm(tuning, shape[-1], eps, offset, total is not None)(
-            (rows, 1, 1), x, total if total is not None else x, weight, y, total if total is not None else y,
-            1 if flat else shape[1], strides[0], 0 if flat else strides[1],
+        _norm(tuning, shape[-1], eps, offset, total is not None, post is not None)(
+            (rows, 1, 1), x, total if total is not None else x, post if post is not None else weight, weight, y,
+            total if total is not None else y, 1 if flat else shape[1], strides[0], 0 if flat else strides[1],
         )  # fmt: skip
     return y, total
 
 
 @memoized
-def _norm(tuning: Tuning, size: int, eps: float, offset: float, add: bool) -> PreparedLaunch:
+def _norm(tuning: Tuning, size: int, eps: float, offset: float, add: bool, post: bool) -> PreparedLaunch:
     block = power_of_two(size)
     return PreparedLaunch(
-        rms_norm_kernel, residual_row=size, size=size, eps=eps, offset=offset, ADD=add, BLOCK=block,
+        rms_norm_kernel, residual_row=size, size=size, eps=eps, offset=offset, POST=post, ADD=add, BLOCK=block,
         OVERLAP=tuning.overlap, num_warps=max(1, min(16, block // 512)), **tuning.launch,
     )  # fmt: skip
 

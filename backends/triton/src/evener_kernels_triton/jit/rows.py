@@ -22,13 +22,14 @@ def activate(x, ACT: tl.constexpr):
 @fast_launch
 @triton.jit
 def rms_norm_kernel(
-    x, residual, weight, y, total,
+    x, residual, post, weight, y, total,
     inner, x_outer, x_inner, residual_row, size, eps, offset,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    POST: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program for each row. Row ``r`` of x is at ``(r // inner) * x_outer + (r % inner) * x_inner``.
 
-    With ADD the row is x + residual, which is also stored in ``total``; that may be the residual's own memory.
+    With ADD the row is x + residual, which is also stored in ``total``; that may be the residual's own memory. POST: x
+    is normed with the weight ``post`` first, and rounded as y is: what a launch for that alone would have stored.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -37,9 +38,16 @@ def rms_norm_kernel(
     inside = at < size
     # A weight does not depend on the previous kernel, so it is loaded before the wait.
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset
+    first = w
+    if POST:
+        first = tl.load(post + at, mask=inside, other=0.0).to(tl.float32) + offset
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     v = tl.load(x + (row // inner) * x_outer + (row % inner) * x_inner + at, mask=inside, other=0.0).to(tl.float32)
+    if POST:
+        v = (v * tl.rsqrt(tl.sum(v * v, 0) / size + eps) * first).to(y.dtype.element_ty).to(tl.float32)
+        # Without this, in float32 a compiler would make one operation of the product and the sum, which rounds once.
+        v = tl.where(inside, v, 0.0)
     if ADD:
         v += tl.load(residual + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + row * size + at, v.to(total.dtype.element_ty), mask=inside)
