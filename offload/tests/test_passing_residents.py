@@ -49,8 +49,8 @@ def step_bytes(controller: Controller) -> int:
     [
         ("Qwen3Moe", "25", 3),
         ("GptOss", "50", 2),
-        ("Mixtral", "10", 3),
-        *(pytest.param(family, "40", sets, marks=pytest.mark.slow) for family in CAPTURED for sets in (1, 2, 9)),
+        ("Mixtral", "40", 3),
+        *(pytest.param(family, "30", sets, marks=pytest.mark.slow) for family in CAPTURED for sets in (1, 2, 9)),
     ],
 )
 def test_passing_experts_give_the_tokens_of_a_device_that_holds_all(

@@ -33,9 +33,9 @@ from evener_offload.second_layout import Stacks
 
 #: What the manifest says if nothing passes; the reason follows.
 NONE_PASS = "no experts in host memory pass through the device in decode steps"
-#: What starts a captured step of one layer: as ``CapturedExperts.start``, it takes rows, ids, weights, and the layer's
-#: weights as the device reads them, or as the host does if there are biases for the device; and a function, which
-#: returns the weights for the host if so many of the first experts pass. It returns None if none does.
+#: What starts a captured step of one layer. It takes rows, ids, their weights, the layer's weights, and a function that
+#: returns those for the host, with a map that leaves out so many of the first experts. It returns what
+#: ``CapturedExperts.start`` does, or None if none passes.
 Start = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, MoEWeights, Callable[[int], MoEWeights]],
     Callable[[], torch.Tensor] | None,

@@ -43,7 +43,6 @@ class _Maps:
             experts of the slots.
         at: where that part begins.
         on_host: the layer's weights as the host reads them.
-
     """
 
     def __init__(self, layer: ResidentLayer, whole: torch.Tensor, at: int, on_host: MoEWeights) -> None:
