@@ -13,7 +13,8 @@ from interpreted import host_kernels, host_states, schemas
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpCase
 from evener.contracts.quant import WeightPart
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, StateStep, StateTensor
-from evener.contracts.weights import AttentionWeights, MLPWeights
+from evener.contracts.statics import ExpertsStatic, select
+from evener.contracts.weights import AttentionWeights, MLPWeights, MoEWeights
 from evener.ops.reference.linear import PLAIN
 from evener_conformance.kit.cases import has_cases, load_cases
 from evener_conformance.kit.composites import TinyModel
@@ -127,6 +128,22 @@ def test_weights_of_both_halves_of_a_whole_layer_are_checked(one_thread: None) -
     for records in wrong:
         with pytest.raises(ValueError, match=r"wrong arguments: (attention|mlp) is given "):
             check_inputs(schemas()["decoder_layer"], static, (*stream, *records))
+
+
+def test_weights_of_experts_are_checked_where_a_static_parameter_has_the_name_of_the_record(one_thread: None) -> None:
+    """``experts`` is their number, and the argument with their weights."""
+    family, every = next(f for f in families() if f.calls("moe_block")), list(schemas().values())
+    model = TinyModel(DEVICE, "float32", family, host_kernels(composite=True), host_states()[0], every)
+    whole = next(site.static for site in model.build.sites if site.op == "moe_block")
+    static = select(whole, ExpertsStatic)
+    right = next(group.values for group in model.build.groups if group.kind is MoEWeights)
+    ids = torch.zeros(2, static["top"], dtype=torch.int32)
+    rows = (torch.ones(2, family.hidden), ids, torch.ones(ids.shape))
+    assert isinstance(static["experts"], int)
+    check_inputs(schemas()["routed_experts"], static, (*rows, right))
+    for wrong in (right._replace(gate_up=right.down), right._replace(down=right.gate_up)):
+        with pytest.raises(ValueError, match="wrong arguments: experts is given "):
+            check_inputs(schemas()["routed_experts"], static, (*rows, wrong))
 
 
 def a_step(**changes: Any) -> StateStep:

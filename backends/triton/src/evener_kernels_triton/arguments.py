@@ -75,7 +75,8 @@ def _problem(declared: Tensor, value: Any, static: Mapping[str, Any], sizes: dic
         return _other_shape(tuple(value.shape), declared.shape, sizes)
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         # A whole layer has static parameters for each of its records.
-        of = static.get(declared.name, static)
+        own = static.get(declared.name)
+        of = own if isinstance(own, Mapping) else static
         return next(filter(None, (_of_record(n, v, of) for n, v in value._asdict().items())), "")
     if not isinstance(value, torch.Tensor) or declared.dtype in ("state", "int"):
         return ""
