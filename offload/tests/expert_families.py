@@ -24,6 +24,7 @@ from evener.layers.builder import Builder
 from evener_backend_cpu import experts
 from evener_conformance.graph.record import RecordedReplay
 from evener_conformance.reference.engine import RunResult, play, small_config
+from evener_inspection.explanation import explain
 
 #: ``configured("Qwen3Moe", **keys)``: the family on the simulated chip.
 Configured = Callable[..., Config]
@@ -82,6 +83,19 @@ def refuse_in_replays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RecordedReplay, "__call__", replay)
     monkeypatch.setattr(experts._Stacks, "bind", refused)
+
+
+def assert_auto_leaves_room_for_slots(configured: Configured, key: str, value: str) -> None:
+    """Of a device that lacks nine tenths of a layer's experts, ``infer.cpu_layer_num=auto`` puts one layer on the host,
+    and two where slots have to fit as well, because of ``value`` of ``key``."""
+    roomy = {"infer.max_reqs": 16}
+    every, three = explain(configured(**roomy))["memory"], configured(**roomy, **{"infer.cpu_layer_num": 3})
+    taken, lacking = 2**30 - every["free"], (every["weights"] - explain(three)["memory"]["weights"]) // 3 * 9 // 10
+    memory = int((every["total"] - lacking) / 0.94) + taken
+    for how, layers in (("off", 1), (value, 2)):
+        keys = {"infer.cpu_layer_num": "auto", "simulated.memory": memory, key: how}
+        found = explain(configured(**roomy, **keys))
+        assert found["memory"]["host_layers"] == layers and found["memory"]["problem"] is None
 
 
 def blocks_of(build: Builder) -> list[Block]:

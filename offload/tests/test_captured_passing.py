@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from expert_families import FAMILIES, FEW_BLOCKS, Configured, blocks_of, draw_biases, on_the_cpu, worker_of
+from expert_families import (
+    FAMILIES,
+    FEW_BLOCKS,
+    Configured,
+    assert_auto_leaves_room_for_slots,
+    blocks_of,
+    draw_biases,
+    on_the_cpu,
+    worker_of,
+)
 from harsh_traffic import LIMITS, assert_same, assert_some, shrink, some, traffic
 from test_captured_experts import Asking, chip, placed
 from test_packed_host_experts import q4_k_m_experts
@@ -319,12 +328,4 @@ def test_measured_costs_decide_how_many_pass(
 
 
 def test_auto_leaves_room_for_the_slots(configured: Configured) -> None:
-    roomy = {"infer.max_reqs": 16}
-    every = explain(configured(**roomy))["memory"]
-    taken, lacking = 2**30 - every["free"], (every["weights"] - explain(
-        configured(**roomy, **{"infer.cpu_layer_num": 3}))["memory"]["weights"]) // 3 * 9 // 10  # fmt: skip
-    memory = int((every["total"] - lacking) / 0.94) + taken
-    for part, layers in (("off", 1), ("20", 2)):
-        more = {"infer.cpu_layer_num": "auto", "simulated.memory": memory, "offload.pass_experts": part}
-        found = explain(configured(**roomy, **more))
-        assert found["memory"]["host_layers"] == layers and found["memory"]["problem"] is None
+    assert_auto_leaves_room_for_slots(configured, "offload.pass_experts", "20")

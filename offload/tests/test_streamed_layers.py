@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expert_families import FAMILIES, FEW_BLOCKS, Configured, on_the_cpu, worker_of
+from expert_families import FAMILIES, FEW_BLOCKS, Configured, assert_auto_leaves_room_for_slots, on_the_cpu, worker_of
 from harsh_traffic import LIMITS, assert_same, shrink, traffic
 from test_packed_host_experts import fp8_folder, q4_k_m_experts
 
@@ -125,15 +125,7 @@ def test_measured_costs_do_not_decide_where_memory_or_streams_are_missing(config
 
 
 def test_auto_leaves_room_for_the_slots(configured: Configured) -> None:
-    roomy = {"infer.max_reqs": 16}
-    every = explain(configured(**roomy))["memory"]
-    taken, lacking = 2**30 - every["free"], (every["weights"] - explain(
-        configured(**roomy, **{"infer.cpu_layer_num": 3}))["memory"]["weights"]) // 3 * 9 // 10  # fmt: skip
-    memory = int((every["total"] - lacking) / 0.94) + taken
-    for how, layers in (("off", 1), ("16", 2)):
-        keys = {"infer.cpu_layer_num": "auto", "simulated.memory": memory, "offload.stream_prompts": how}
-        found = explain(configured(**roomy, **keys))
-        assert found["memory"]["host_layers"] == layers and found["memory"]["problem"] is None
+    assert_auto_leaves_room_for_slots(configured, "offload.stream_prompts", "16")
 
 
 def test_copies_are_sooner_from_the_step_on_in_which_experts_have_rows_enough() -> None:
