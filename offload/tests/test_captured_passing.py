@@ -3,6 +3,7 @@ the others."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from evener_offload.captured_experts import CapturedExperts
 from evener_offload.captured_passing import CapturedPassing
 from evener_offload.expert_slots import ExpertSlots, map_tensors, room_bytes
 from evener_offload.passing_part import parse_part, part_for
-from evener_offload.passing_slots import slots_of
+from evener_offload.passing_slots import CopiedLayer, slots_of
 
 #: Families whose decode steps this chip captures: not those with latent attention.
 CAPTURED = ("Qwen3Moe", "GptOss", "Mixtral")
@@ -51,6 +52,12 @@ def passing(controller: Controller) -> CapturedPassing:
     found = placed(controller)._passing
     assert found is not None
     return found
+
+
+def slotted(found: CapturedPassing) -> Sequence[CopiedLayer]:
+    """The layers whose experts are copied to slots."""
+    assert found._copies is not None
+    return found._copies._slots.order
 
 
 def counted(controller: Controller, name: str) -> int:
@@ -94,14 +101,14 @@ def test_passing_experts_give_the_tokens_of_a_device_that_holds_all(
     assert_same(play(controller, **traffic()), want)
     stats, found = controller.scheduler.stats, passing(controller)
     assert stats.preemptions and stats.counters["host_expert_captured_steps"] > 10
-    step = sum(each.nbytes * each.count for each in found._slots.order)
+    step = sum(each.nbytes * each.count for each in slotted(passing(controller)))
     passed = stats.counters["host_expert_passed_bytes"]
     assert passed > 5 * step and passed % step == 0, "each such step moves the same bytes"
     assert passed < stats.counters["host_expert_captured_steps"] * step, "steps of one row move none"
     note = f"in captured steps of 2 rows or more: {part}%, in {min(sets, layers)} sets of slots"
     assert note in "\n".join(ready.info.manifest.notes)
     # Slots and biases are part of the memory plan.
-    memory, layer = ready.info.memory, found._slots.order[0]
+    memory, layer = ready.info.memory, slotted(passing(controller))[0]
     biases = sum(
         each.value.nbytes for both in found._biases.values() for each in both if each and each.value is not None
     )
@@ -118,7 +125,7 @@ def test_latent_attention_makes_no_difference(configured: Configured) -> None:
     shrink(controller, FEW_BLOCKS["DeepseekV3"])
     worker_of(controller).runner.divided = None
     assert_same(play(controller, **traffic()), on_the_cpu("DeepseekV3"))
-    step = sum(each.nbytes * each.count for each in passing(controller)._slots.order)
+    step = sum(each.nbytes * each.count for each in slotted(passing(controller)))
     assert counted(controller, "passed_bytes") > 10 * step and counted(controller, "passed_bytes") % step == 0
 
 
@@ -170,7 +177,7 @@ def test_the_host_s_kernels_answer_for_the_others_by_themselves(configured: Conf
     controller, _ = build_controller(configured(**keys(part="25")))
     asking = placed(controller)._captured._exchanges = Asking(chip(controller))
     assert answers(controller, 3) == want and len(asking.states) > 30
-    step = sum(each.nbytes * each.count for each in passing(controller)._slots.order)
+    step = sum(each.nbytes * each.count for each in slotted(passing(controller)))
     assert counted(controller, "passed_bytes") > 10 * step and counted(controller, "passed_bytes") % step == 0
 
 
@@ -185,7 +192,7 @@ def test_copies_are_part_of_captures(configured: Configured, monkeypatch: pytest
 
     monkeypatch.setattr(ExpertSlots, "copy", refused)
     with torch.inference_mode():
-        for layer in passing(controller)._slots.order:
+        for layer in slotted(passing(controller)):
             for each in layer.slots:
                 map_tensors(each.value.data, lambda tensor: tensor.fill_(float("nan")))
     assert answers(controller, 2) == want
@@ -197,8 +204,9 @@ def test_the_first_copies_wait_for_the_beginning_of_the_step_alone(
 ) -> None:
     """Layers of the device, which come first, run beside them. The first time, the beginning is not known yet."""
     controller, _ = build_controller(configured(**keys(**{"infer.cpu_layer_num": 1})))
-    found, log = passing(controller), list[str]()
-    event, begin = found._event, found._begin
+    found, log = passing(controller)._copies, list[str]()
+    assert found is not None
+    event, begin = found._event, found.begin
     sites = worker_of(controller).assembly.build.sites
     layer = next(site for site in sites if ".0." in site.path and site.op != "embedding")
 
@@ -219,7 +227,7 @@ def test_the_first_copies_wait_for_the_beginning_of_the_step_alone(
 
     layer.table = tuple(map(logged, layer.table))
     monkeypatch.setattr(found, "_event", noted)
-    monkeypatch.setattr(found, "_begin", began)
+    monkeypatch.setattr(found, "begin", began)
     answers(controller, 2, 3)
     assert log[0] != "known" and log.count("not known") == 1
     at = log.index("known")
@@ -285,7 +293,7 @@ def test_layers_of_unlike_layouts_use_the_same_room(tmp_path: Path, monkeypatch:
     assert_same(play(controller, **traffic()), want)
     assert counted(controller, "passed_bytes") > 0
     assert placed(controller).streamed.second_bytes > 0, "host memory has the experts twice"
-    first, second = ([tensors_of(each.value) for each in layer.slots] for layer in passing(controller)._slots.order)
+    first, second = ([tensors_of(each.value) for each in layer.slots] for layer in slotted(passing(controller)))
     assert [[t.data_ptr() for t in each] for each in first] == [[t.data_ptr() for t in each] for each in second]
     memory = ready.info.memory
     assert memory.measured_weights == memory.weights and memory.measured_host == memory.host
@@ -321,7 +329,7 @@ def test_measured_costs_decide_how_many_pass(
     assert answers(controller, 3) == answers(build_controller(configured())[0], 3)
     assert seen and all(cost > 0 for costs in seen for cost in costs)
     assert len(seen) == len(passing(controller).part.known), "each size of steps is measured once"
-    step = sum(each.nbytes for each in passing(controller)._slots.order) * count
+    step = sum(each.nbytes for each in slotted(passing(controller))) * count
     passed = counted(controller, "passed_bytes")
     assert passed % step == 0 and passed > 0 if count else not passed
     assert "or more: measured costs decide how many" in "\n".join(ready.info.manifest.notes)

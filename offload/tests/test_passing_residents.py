@@ -11,7 +11,7 @@ import torch
 from expert_families import FAMILIES, FEW_BLOCKS, Configured, capture_prompts, on_the_cpu, worker_of
 from harsh_traffic import assert_same, assert_some, shrink, some, traffic
 from test_captured_experts import Asking, chip
-from test_captured_passing import CAPTURED, answers, counted
+from test_captured_passing import CAPTURED, answers, counted, slotted
 from test_captured_residents import captured, placed
 
 from evener.engine.controller.controller import Controller
@@ -41,7 +41,7 @@ def passing(controller: Controller) -> CapturedPassing:
 
 def step_bytes(controller: Controller) -> int:
     """Bytes that pass in each captured step of enough rows."""
-    return sum(each.nbytes * each.count for each in passing(controller)._slots.order)
+    return sum(each.nbytes * each.count for each in slotted(passing(controller)))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_passing_experts_give_the_tokens_of_a_device_that_holds_all(
     assert 5 * step < passed < steps * step and passed % step == 0, "steps of one row move none"
     assert f"of 2 rows or more: {part}%, in {min(sets, layers)} sets of slots" in "\n".join(ready.info.manifest.notes)
     # The sets are part of the memory plan, and the host has no expert once more.
-    memory, layer = ready.info.memory, passing(controller)._slots.order[0]
+    memory, layer = ready.info.memory, slotted(passing(controller))[0]
     alignment = chip(controller).capabilities.alignment
     rooms = min(sets, layers) * room_bytes(layer.count * layer.nbytes, layer.count, alignment)
     assert memory.measured_weights == memory.weights == without["weights"] + rooms
@@ -128,7 +128,7 @@ def test_copies_are_part_of_captures(configured: Configured, monkeypatch: pytest
     controller, _ = build_controller(configured(**keys()))
     want = answers(controller, 2)
     before, copy = counted(controller, "passed_bytes"), ExpertSlots.copy
-    slots = [each for layer in passing(controller)._slots.order for each in layer.slots]
+    slots = [each for layer in slotted(passing(controller)) for each in layer.slots]
 
     def refused(each: ExpertSlots, expert: int, slot: int, count: int = 1) -> None:
         assert each not in slots, "a copy is submitted"

@@ -84,6 +84,10 @@ descriptor = Descriptor(
         "pass_experts_rows": Option(
             type=int, default=8, help="offload.pass_experts: rows of the smallest such step."
         ),
+        "pass_in_place": Option(
+            type=bool, default=False, help="offload.pass_experts: the device's kernels read these experts where they "
+            "are, in page-locked host memory: they need no slots, and only what tokens choose crosses the link."
+        ),
         "prefetch_experts": Option(
             type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "
             "the next layer's router would choose for its rows."

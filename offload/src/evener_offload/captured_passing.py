@@ -2,19 +2,14 @@
 computes all others or only those without slots.
 
 In such steps the host's reading of experts takes nearly all the time, and the link to the device is idle. So the first
-experts of each layer, the same ones in each step, are copied to slots on the device and computed there; the host
-computes others meanwhile, and the device adds both. Copies are part of the capture, on a stream of their own that
-branches off where the step begins: the host submits nothing more, and waits for nothing more.
-
-There are a few sets of slots, which layers use in turn (``passing_slots``): a set is filled again as soon as the
-products with it are done, so that the link goes on while the host computes, and while layers on the device run. How
+experts of each layer, the same ones in each step, are computed by the device; the host computes others meanwhile, and
+the device adds both. They are copied to slots (``passing_copies``), or read where they are (``passing_in_place``). How
 many experts pass is what lets the link and the host end together (``passing_part``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,11 +21,15 @@ from evener.contracts.weights import MoEWeights
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.captured_experts import CapturedExperts
+from evener_offload.passing_copies import PassingCopies
+from evener_offload.passing_in_place import PassingInPlace
 from evener_offload.passing_part import OTHER, PassingPart, placed
-from evener_offload.passing_slots import PassingLayer, PassingSlots
+from evener_offload.passing_slots import CopiedLayer, PassingLayer, PassingSlots
 from evener_offload.placed_layers import Biases
 from evener_offload.second_layout import Stacks
 
+#: Why nothing passes in place.
+NO_READER = "the device does not read page-locked memory where it is"
 #: What the manifest says if nothing passes; the reason follows.
 NONE_PASS = "no experts in host memory pass through the device in decode steps"
 #: What starts a captured step of one layer. It takes rows, ids, their weights, the layer's weights, and a function that
@@ -58,41 +57,47 @@ class CapturedPassing:
         least, most: rows of the smallest and the largest captured step.
         running: whether a step is submitted that is captured, now or next.
         residents: how many experts of each layer have slots of their own.
+        in_place: whether the device reads passing experts where they are.
 
     Attributes:
         part: decides how many pass.
+        layer: by path.
     """
 
     def __init__(
         self, *, sites: Sequence[CallSite], found: Mapping[str, Stacks], biases: Mapping[str, Biases], own: Builder,
         resolver: Resolver, device: Device, stream: Any, captured: CapturedExperts, host: Device, threads: int,
         percent: int | None, least: int, most: int, running: Callable[[], bool], residents: int = 0,
+        in_place: bool = False,
     ) -> None:  # fmt: skip
-        self._device, self._resolver, self._stream, self._captured = device, resolver, stream, captured
-        self._least, self._most, self._biases, self._running = least, most, biases, running
+        self._device, self._resolver, self._captured = device, resolver, captured
+        self._least, self._most, self._biases = least, most, biases
         #: Whether there are steps in which experts pass.
         self._any = least <= most
-        packings = resolver.packings_by_layout
-        self._slots = PassingSlots(sites, found, own, packings, device, percent, residents)
-        layers = sum(site.op == "moe_block" for site in own.sites)
-        self.part = PassingPart(device, stream, host, threads, percent, OTHER * layers / len(sites))
+        packings, layers = resolver.packings_by_layout, sum(site.op == "moe_block" for site in own.sites)
+        # The link rests while the device does other work, unless it copies ahead.
+        other = 0.0 if in_place else OTHER * layers / len(sites)
+        self.part = PassingPart(device, stream, host, threads, percent, other)
+        self._copies: PassingCopies | None = None
+        self.layer: Mapping[str, PassingLayer]
+        if in_place:
+            where: PassingInPlace | PassingSlots = PassingInPlace(sites, found, own, packings, device, residents)
+        else:
+            where = PassingSlots(sites, found, own, packings, device, percent, residents)
+            self._copies = PassingCopies(where, self.part, own, device, stream, running)
+        self.layer, self._where = where.layer, str(where)
         #: By layer and how many of its experts pass: the layer's weights, and these for the device.
         self._weights: dict[tuple[int, int], tuple[MoEWeights, MoEWeights]] = {}
-        #: The embedding, where steps begin, until it notes that.
-        self._first = next((site for site in own.sites if site.op == "embedding"), None)
-        #: Events: where the step that is submitted began, and after the copies of each layer.
-        self._begun: Any = None
-        self._copied: list[Any] = [None] * len(sites)
 
     def __str__(self) -> str:
         percent = self.part.percent
         part = "measured costs decide how many" if percent is None else f"{percent}%"
         return (f"experts in host memory pass through the device in captured steps of {self._least} rows or more: "
-                f"{part}, in {self._slots.sets} sets of slots")  # fmt: skip
+                f"{part}, {self._where}")  # fmt: skip
 
     def most(self, path: str) -> int:
         """How many experts of a layer pass in some step, as far as that is known."""
-        return self.part.most(self._slots.layer[path]) if self._any else 0
+        return self.part.most(self.layer[path]) if self._any else 0
 
     def resolve(
         self, path: str, static: Static, bucket: Bucket, on_host: Callable[[], OpFunction], host_bytes: int
@@ -105,67 +110,41 @@ class CapturedPassing:
         """
         if not self._any or bucket.high < self._least or bucket.low > self._most:
             return None
-        layer, compute = self._slots.layer[path], on_host()
-        inner = {**static, "gate_up": layer.slots[0].weight, "down": layer.slots[1].weight, "placement": None}
+        layer, compute, copies = self.layer[path], on_host(), self._copies
+        inner = {**static, "gate_up": layer.stacks[0].weight, "down": layer.stacks[1].weight, "placement": None}
         products = self._resolver.resolve("routed_experts", f"{path} passing", inner, bucket, {})
 
         def start(
             x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights,
             for_host: Callable[[int], MoEWeights],
         ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
-            if len(x) < self._least or not (count := self.part.settle(layer, bucket, compute, x, ids, for_host(0))):
+            def link(ids: torch.Tensor) -> None:
+                if isinstance(layer, CopiedLayer):
+                    layer.copy(layer.count)
+                else:
+                    products(x, ids, weights, self._on_device(layer, path, layer.count, w))
+
+            if len(x) < self._least:
                 return None
-            if layer.number == 0:
-                self._begin(bucket)
-            w_device, passed = self._on_device(layer, path, count, w), count * layer.nbytes
+            count = self.part.settle(layer, bucket, compute, x, ids, for_host(0), link)
+            if not count:
+                return None
+            if copies is not None and layer.number == 0:
+                copies.begin(bucket)
+            w_device, passed = self._on_device(layer, path, count, w), count * layer.nbytes if copies else 0
             wait = self._captured.start(path, compute, host_bytes, x, ids, weights, for_host(count), passed)
 
             def finish() -> torch.Tensor:
-                if (copied := self._copied[layer.number]) is not None:
-                    copied.wait()
+                if copies is not None:
+                    copies.wait(layer.number)
                 y: torch.Tensor = products(x, ids, weights, w_device)
-                if layer.number + self._slots.sets < len(self._slots.order):
-                    self._copy(layer.number + self._slots.sets, bucket, self._event())
+                if copies is not None:
+                    copies.follow(layer.number, bucket)
                 return y.add_(wait())
 
             return finish
 
         return start
-
-    def _begin(self, bucket: Bucket) -> None:
-        """Submit the first copies. They wait for the beginning of the step, not for the layers before."""
-        begun, self._begun = self._begun or self._event(), None
-        for number in range(self._slots.sets):
-            self._copy(number, bucket, begun)
-        if self._first is not None:
-            self._first.table = tuple(map(self._noting, self._first.table))
-            self._first = None
-
-    def _copy(self, number: int, bucket: Bucket, after: Any) -> None:
-        """Submit the copies of a layer, which wait for an event."""
-        layer = self._slots.order[number]
-        if after is not None:
-            after.wait(self._stream)
-        with self._stream or nullcontext():
-            layer.copy(self.part.count(layer, bucket))
-            self._copied[number] = self._event()
-
-    def _event(self) -> Any:
-        """An event after what was submitted to the current stream; None if the device has one queue."""
-        if self._stream is None:
-            return None
-        event = self._device.new_event()
-        event.record()
-        return event
-
-    def _noting(self, embed: OpFunction) -> OpFunction:
-        """The embedding; it notes that a captured step begins, before it is submitted."""
-
-        def run(*inputs: Any) -> Any:
-            self._begun = self._event() if self._running() else None
-            return embed(*inputs)
-
-        return run
 
     def _on_device(self, layer: PassingLayer, path: str, count: int, w: MoEWeights) -> MoEWeights:
         """The weights for the device, with the layer's first experts alone."""
@@ -177,7 +156,7 @@ class CapturedPassing:
                 None if bias is None else bias[: layer.count] for bias in (found.gate_up_bias, found.down_bias)
             )
             found = found._replace(
-                gate_up=layer.slots[0].value, down=layer.slots[1].value, slots=slots, copies=copies,
+                gate_up=layer.stacks[0].value, down=layer.stacks[1].value, slots=slots, copies=copies,
                 gate_up_bias=gate_up_bias, down_bias=down_bias,
             )  # fmt: skip
             known = self._weights[layer.number, count] = w, found

@@ -38,7 +38,7 @@ from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.captured_experts import SPARING, CapturedExperts, HostWork, follows_drafter, why_eager
-from evener_offload.captured_passing import NONE_PASS, CapturedPassing
+from evener_offload.captured_passing import NO_READER, NONE_PASS, CapturedPassing
 from evener_offload.captured_prompts import captured_prompts
 from evener_offload.device_packing import PackedByDevice
 from evener_offload.half_plans import half_plans
@@ -49,7 +49,7 @@ from evener_offload.layers import layer_number, ranges
 from evener_offload.passing_part import parse_passing, placed
 from evener_offload.passing_slots import PassingSlots
 from evener_offload.placed_layers import biases_for_device, place, placed_sites, stacks
-from evener_offload.prompt_share import PromptShare
+from evener_offload.prompt_share import PromptShare, ReadsHost
 from evener_offload.second_layout import keep, second_bytes, second_layout
 from evener_offload.streamed_layers import StreamedLayers, parse_threshold
 
@@ -135,7 +135,7 @@ class HostExperts(Placement):
         self, config: ResolvedConfig, own: Builder, resolver: Resolver, sites: Sequence[CallSite], stream: Any,
         inputs: bool,
     ) -> CapturedPassing | None:  # fmt: skip
-        percent, least = parse_passing(config)
+        percent, least, in_place = parse_passing(config)
         if percent == 0 or not sites:
             return None
         why = None
@@ -143,6 +143,8 @@ class HostExperts(Placement):
             why = "steps are not captured"
         elif inputs:
             why = "the model weights the experts' inputs"
+        elif in_place and not isinstance(self._device, ReadsHost):
+            why = NO_READER
         elif percent is None and not StreamedLayers.worthwhile(sites, self._resolver, resolver, stream, self.free):
             why = "copies do not run beside other work, or host memory does not hold experts as the device reads them"
         if why is not None:
@@ -157,7 +159,7 @@ class HostExperts(Placement):
         passing = CapturedPassing(
             sites=sites, found=found, biases=biases, own=own, resolver=resolver, device=self._device,
             stream=new_stream(self._device), captured=self._captured, host=self._host, threads=self._threads,
-            percent=percent, least=least, most=config.max_reqs, running=lambda: not self._eager,
+            percent=percent, least=least, most=config.max_reqs, running=lambda: not self._eager, in_place=in_place,
         )  # fmt: skip
         resolver.manifest.notes.append(str(passing))
         return passing
@@ -242,8 +244,14 @@ class HostExperts(Placement):
         if lacking > 0 and streams and new_stream(a.device) is not None:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             lacking += StreamedLayers.room(moved, a.resolver.packings_by_layout)
-        percent, _ = parse_passing(a.config)
-        if lacking > 0 and percent != 0 and a.config.use_cuda_graph and a.device.capabilities.host_calls:
+        percent, _, in_place = parse_passing(a.config)
+        if (
+            lacking > 0
+            and percent != 0
+            and not in_place
+            and a.config.use_cuda_graph
+            and a.device.capabilities.host_calls
+        ):
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             alignment = a.device.capabilities.alignment
             lacking += PassingSlots.room(moved, a.resolver.packings_by_layout, percent, alignment)

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +48,22 @@ def parse_part(value: str) -> int | None:
     return int(value)
 
 
-def parse_passing(config: ResolvedConfig) -> tuple[int | None, int]:
-    """What ``offload.pass_experts`` says, as ``parse_part``, and the rows of the smallest step.
+class Passing(NamedTuple):
+    """What the user asks for.
+
+    Attributes:
+        percent: as of ``parse_part``.
+        least: rows of the smallest step.
+        in_place: whether the device reads passing experts where they are.
+    """
+
+    percent: int | None
+    least: int
+    in_place: bool
+
+
+def parse_passing(config: ResolvedConfig) -> Passing:
+    """What ``offload.pass_experts`` and the keys beside it say.
 
     Raises:
         ConfigError: a value is wrong.
@@ -56,7 +71,7 @@ def parse_passing(config: ResolvedConfig) -> tuple[int | None, int]:
     percent, least = parse_part(str(option(config, "pass_experts"))), int(option(config, "pass_experts_rows"))
     if least < 1:
         raise ConfigError(f"offload.pass_experts_rows={least}: set the rows of the smallest such step, at least 1")
-    return percent, least
+    return Passing(percent, least, bool(option(config, "pass_in_place")))
 
 
 def part_for(copying: float, host: float, other: float, every: float | None = None) -> float:
@@ -104,37 +119,39 @@ class PassingPart:
 
     def settle(
         self, layer: PassingLayer, bucket: Bucket, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor,
-        w: MoEWeights,
+        w: MoEWeights, link: Callable[[torch.Tensor], None],
     ) -> int:  # fmt: skip
         """The same as ``count``. The first layer is timed if nobody has said: not in a capture, as each step runs once
         before it is captured.
 
         Args:
             compute: ``routed_experts`` on the host. w: the layer's weights there.
+            link: submits what the link takes for all experts that may pass, given ids of rows, on the device.
         """
         if bucket.high not in self.known:
             fixed = self.percent
-            self.known[bucket.high] = self._measured(layer, compute, x, ids, w) if fixed is None else fixed / 100
+            self.known[bucket.high] = self._measured(layer, compute, x, ids, w, link) if fixed is None else fixed / 100
         return self.count(layer, bucket)
 
     def _measured(
-        self, layer: PassingLayer, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor, w: MoEWeights
-    ) -> float:
+        self, layer: PassingLayer, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor, w: MoEWeights,
+        link: Callable[[torch.Tensor], None],
+    ) -> float:  # fmt: skip
         """The part for steps of as many rows, whose tokens choose evenly."""
         rows, top = ids.shape
         random = np.random.default_rng(0)
         chosen = torch.from_numpy(random.random((rows, layer.experts)).argsort(1)[:, :top].astype(np.int32))
         some, factors = torch.randn(x.shape).to(x.dtype), torch.ones(rows, top)
         slots, copies = placed(layer.experts, layer.experts - layer.absent, layer.experts)
-        there = w._replace(slots=slots, copies=copies)
-        copying = min(self._device.measure(lambda: layer.copy(layer.count)) for _ in range(1 + _TIMES))
+        there, ids = w._replace(slots=slots, copies=copies), self._device.upload(chosen.numpy())
+        copying = min(self._device.measure(lambda: link(ids)) for _ in range(1 + _TIMES))
 
         def host(beside: float) -> float:
             times = []
             for _ in range(_TIMES):
                 with self._stream or nullcontext():
                     for _ in range(round(beside / copying)):
-                        layer.copy(layer.count)
+                        link(ids)
                 began = time.perf_counter()
                 compute(some, chosen, factors, there)
                 times.append(time.perf_counter() - began)
@@ -152,7 +169,7 @@ class PassingPart:
         part = part_for(whole, busy, self._other, every)
         log.info(
             "in captured steps of %d rows %.1f%% of experts pass through the device, at most %.1f%%: of a layer, "
-            "copies of all take %.2f ms, beside which the host takes %.2f ms for %d of %d, and %.2f ms are other work",
+            "the link takes %.2f ms for all, the host beside it %.2f ms for %d of %d, and other work %.2f ms",
             rows, 100 * part, 100 * layer.count / layer.experts, 1e3 * whole, 1e3 * busy, layer.absent, layer.experts,
             1e3 * self._other,
         )  # fmt: skip

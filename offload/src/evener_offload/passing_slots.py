@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from evener.contracts.declared import CallSite
+from evener.contracts.declared import CallSite, StackedWeight
 from evener.contracts.device import Device
-from evener.contracts.quant import Packing
+from evener.contracts.quant import PackedWeight, Packing
 from evener.layers.builder import Builder
 from evener_offload.expert_slots import ExpertSlots, Room, room_bytes
 from evener_offload.placed_layers import stacks
@@ -34,35 +34,55 @@ def slots_of(experts: int, percent: int | None, residents: int = 0) -> int:
     return min(absent, max(1, round(absent * AUTO / 100 if percent is None else experts * percent / 100)))
 
 
+class ReadByDevice(Protocol):
+    """A stack of experts that the device's kernels read."""
+
+    weight: StackedWeight
+
+    @property
+    def value(self) -> PackedWeight:
+        """Its numbers."""
+
+
 @dataclass
 class PassingLayer:
     """A layer of which experts pass.
 
     Attributes:
         number: in the order in which a step reaches the layers.
-        slots: of gate and up, and of down.
-        first: number of its first expert in them.
-        experts, count: how many it has, and how many have slots here.
+        stacks: of gate and up, and of down, with its first experts.
+        experts, count: how many it has, and how many are in these stacks.
         absent: how many of them have no slots of their own.
         nbytes: of an expert, as the device reads it.
     """
 
     number: int
-    slots: tuple[ExpertSlots, ExpertSlots]
-    first: int
+    stacks: tuple[ReadByDevice, ReadByDevice]
     experts: int
     count: int
     absent: int
     nbytes: int
 
+    def passing(self, part: float) -> int:
+        """How many of its experts pass if a part of them does: some, or of no part none."""
+        return min(self.count, max(1, round(part * self.experts))) if part else 0
+
+
+@dataclass
+class CopiedLayer(PassingLayer):
+    """A layer whose experts are copied to slots.
+
+    Attributes:
+        slots: its stacks. first: number of its first expert in them.
+    """
+
+    slots: tuple[ExpertSlots, ExpertSlots]
+    first: int
+
     def copy(self, count: int) -> None:
         """Start copying the first experts to the slots, on the current stream."""
         for each in self.slots:
             each.copy(self.first, 0, count)
-
-    def passing(self, part: float) -> int:
-        """How many of its experts pass if a part of them does: some, or of no part none."""
-        return min(self.count, max(1, round(part * self.experts))) if part else 0
 
 
 class PassingSlots:
@@ -84,7 +104,7 @@ class PassingSlots:
         self, sites: Sequence[CallSite], found: Mapping[str, Stacks], own: Builder, packings: Mapping[str, Packing],
         device: Device, percent: int | None, residents: int,
     ) -> None:  # fmt: skip
-        self.sets, layers, alignment = min(SETS, len(sites)), dict[str, PassingLayer](), device.capabilities.alignment
+        self.sets, layers, alignment = min(SETS, len(sites)), dict[str, CopiedLayer](), device.capabilities.alignment
         for which in range(self.sets):
             kinds: dict[Any, list[tuple[int, CallSite]]] = {}
             for number in range(which, len(sites), self.sets):
@@ -102,13 +122,15 @@ class PassingSlots:
                 )
                 room.hold((gate_up, down))
                 for place, (number, site) in enumerate(group):
-                    experts = site.static["experts"]
-                    layers[site.path] = PassingLayer(
-                        number, (gate_up, down), place * experts, experts, counts[kind], experts - residents,
-                        bytes_of[kind],
+                    experts, both = site.static["experts"], (gate_up, down)
+                    layers[site.path] = CopiedLayer(
+                        number, both, experts, counts[kind], experts - residents, bytes_of[kind], both, place * experts
                     )  # fmt: skip
         self.layer = dict(sorted(layers.items(), key=lambda each: each[1].number))
         self.order = list(self.layer.values())
+
+    def __str__(self) -> str:
+        return f"in {self.sets} sets of slots"
 
     @staticmethod
     def room(sites: Sequence[CallSite], packings: Mapping[str, Packing], percent: int | None, alignment: int) -> int:
