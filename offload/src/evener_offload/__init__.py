@@ -13,7 +13,9 @@ module                  holds
 ``host_experts``        experts that the host computes, and the copies to and from it
 ``captured_experts``    the same in captured steps, in which the device calls the host
 ``passing_slots``       sets of slots through which a part of the experts passes in captured steps
+``passing_in_place``    the same part, read by the device where it is
 ``passing_part``        how large that part is: said, or measured
+``passing_copies``      copies to those slots in captured steps
 ``captured_passing``    captured steps in which it passes
 ``captured_prompts``    prompts that are captured but for these experts
 ``captured_residents``  captured steps in which the device computes the experts that it has
