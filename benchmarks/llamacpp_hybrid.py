@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     config = {**CONFIGS[args.model], **({"num_hidden_layers": args.layers} if args.layers else {})}
     path = args.folder / f"{args.model}-{args.form}.gguf"
+    args.folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         write(path, config, args.form)
     if args.bench is None:
