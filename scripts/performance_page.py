@@ -49,7 +49,7 @@ DEVICES: Mapping[str, Device] = {
     "h200-and-host": Device("NVIDIA H200", ("h100-hybrid", "h100-stages")),
     "h100-and-host": Device("NVIDIA H100", ("h100-hybrid", "h100-stages")),
     "cpu-zen4": Device("AMD EPYC (Zen 4)", ("cpu-zen4", "cpu-kv-files")),
-    "cpu-zen5": Device("AMD EPYC (Zen 5)", ("cpu-zen5",)),
+    "cpu-zen5": Device("AMD EPYC (Zen 5)", ("cpu-zen5", "cpu-levels", "cpu-start")),
     "cpu-xeon": Device("Intel(R) Xeon(R)", ("cpu-levels", "cpu-start")),
     "cpu-avx2": Device("AMD EPYC", ("cpu-avx2", "cpu-start-avx2")),
 }
