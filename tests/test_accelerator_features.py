@@ -40,7 +40,7 @@ from evener_generation.drafting.ngram_drafter import NgramDrafter
 from evener_generation.drafting.speculation import Speculation
 from evener_offload import resident_experts, slot_products
 from evener_offload.captured_prompts import CapturesPieces
-from evener_offload.prompt_share import ReadsHost
+from evener_offload.prompt_share import MapsHost
 
 __all__ = ["accelerator"]
 
@@ -271,7 +271,7 @@ def test_experts_that_pass_through_the_device_in_captured_steps_change_no_token(
 ) -> None:
     """Some are copied in each step, or read where they are, beside the host, which computes the others; with prompts
     that use slots of their own, too."""
-    able = accelerator.device.capabilities.host_calls and (isinstance(accelerator.device, ReadsHost) or not in_place)
+    able = accelerator.device.capabilities.host_calls and (isinstance(accelerator.device, MapsHost) or not in_place)
     if not able:
         pytest.skip(f"{accelerator.name} does not call the host, or reads none of its memory where it is")
     model, long, expected = on_the_device(accelerator, family, tmp_path)

@@ -680,6 +680,17 @@ def test_products_of_the_processor_are_timed_in_each_form(tmp_path: Path) -> Non
         cpu_products.main(["--forms", "nvfp5", *words])
 
 
+def test_a_profile_says_where_no_kernel_runs() -> None:
+    def event(name: str, where: str, start: float, end: float) -> Namespace:
+        return Namespace(name=name, device_type=Namespace(name=where), time_range=Namespace(start=start, end=end))
+
+    work = [event(gpu_check._WORK, where, 0, 100_000) for where in ("CPU", "CUDA")]
+    kernels = [event("a", "CUDA", 2_000, 5_000), event("b", "CUDA", 4_000, 9_000), event("c", "CUDA", 9_500, 98_000)]
+    profile = Namespace(events=lambda: [*work, *kernels])
+    assert gpu_check.idle(profile).startswith("2.00 before, 2.00 after, 0.50 between: 0.50 at 9.5 (b, c)")
+    assert gpu_check.busy(profile) == 95.5
+
+
 def test_experts_of_the_host_are_timed_beside_the_speed_of_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -254,10 +254,10 @@ def test_steps_of_fewer_rows_are_the_host_s(configured: Configured, monkeypatch:
 
 @pytest.mark.parametrize("value", ["0", "51", "-1", "ten", "٣", "1.5"])
 def test_a_part_that_is_none_is_refused(configured: Configured, value: str) -> None:
-    text = f"offload.pass_experts='{value}': set off, auto, or the percent of a layer's experts, from 1 to 50"
+    text = f"offload.pass_experts='{value}': set auto, off, or the percent of a layer's experts, from 1 to 50"
     with pytest.raises(ConfigError, match=text.replace(".", r"\.")):
         parse_part(value)
-    with pytest.raises(ConfigError, match="set off, auto, or the percent"):
+    with pytest.raises(ConfigError, match="set auto, off, or the percent"):
         build_controller(configured(**keys(part=value)))
 
 

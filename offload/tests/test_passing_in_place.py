@@ -42,7 +42,7 @@ def reads_host(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     def made(self: Any, *inputs: Any, **named: Any) -> None:
         init(self, *inputs, **named)
         # Not of the class: Python remembers which classes have a protocol's methods.
-        self.mapped, self.await_word = partial(mapped, self.torch_device), print
+        self.mapped = partial(mapped, self.torch_device)
 
     monkeypatch.setattr(SimulatedDevice, "__init__", made)
     return given

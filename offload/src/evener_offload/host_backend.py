@@ -36,6 +36,19 @@ def option(config: ResolvedConfig, name: str) -> Any:
     return config.config.options.get("offload", {}).get(name, descriptor.options[name].default)
 
 
+def auto_or_number(name: str, value: str, most: int, what: str) -> int | None:
+    """What ``offload.NAME`` says if it is off, auto or a number: 0, None, or the number, from 1 to ``most``.
+
+    Raises:
+        ConfigError: it is something else; ``what`` says which numbers it may be.
+    """
+    if value in ("auto", "off"):
+        return None if value == "auto" else 0
+    if not (value.isascii() and value.isdecimal()) or not 0 < int(value) <= most:
+        raise ConfigError(f"offload.{name}={value!r}: set auto, off, or {what}")
+    return int(value)
+
+
 def new_stream(device: Device) -> Any:
     """A stream of the device for copies; None if it has one queue."""
     try:

@@ -49,7 +49,7 @@ from evener_offload.layers import layer_number, ranges
 from evener_offload.passing_part import parse_passing, placed
 from evener_offload.passing_slots import PassingSlots
 from evener_offload.placed_layers import biases_for_device, place, placed_sites, stacks
-from evener_offload.prompt_share import PromptShare, ReadsHost
+from evener_offload.prompt_share import MapsHost, PromptShare
 from evener_offload.second_layout import keep, second_bytes, second_layout
 from evener_offload.streamed_layers import StreamedLayers, parse_threshold
 
@@ -143,7 +143,7 @@ class HostExperts(Placement):
             why = "steps are not captured"
         elif inputs:
             why = "the model weights the experts' inputs"
-        elif in_place and not isinstance(self._device, ReadsHost):
+        elif in_place and not isinstance(self._device, MapsHost):
             why = NO_READER
         elif percent is None and not StreamedLayers.worthwhile(sites, self._resolver, resolver, stream, self.free):
             why = "copies do not run beside other work, or host memory does not hold experts as the device reads them"

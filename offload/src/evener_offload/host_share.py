@@ -26,12 +26,11 @@ from evener.contracts.device import Device
 from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.placement import Placement
 from evener.contracts.weights import MoEWeights
-from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.ops.composites import linear_static
 from evener.resolution.resolver import Resolver
 from evener_offload.expert_costs import ExpertCosts, host_share
-from evener_offload.host_backend import open_host, upload
+from evener_offload.host_backend import auto_or_number, open_host, upload
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.second_layout import Stacks, expert_bytes, keep, second_bytes, second_layout
 from evener_offload.slot_products import MOST_TOKENS
@@ -84,11 +83,7 @@ class HostShare:
         Raises:
             ConfigError: it is something else.
         """
-        if value in ("auto", "off"):
-            return None if value == "auto" else 0
-        if not (value.isascii() and value.isdecimal()) or not 0 < int(value) <= MOST_TOKENS:
-            raise ConfigError(f"offload.host_when_sooner={value!r}: set auto, off, or a number from 1 to {MOST_TOKENS}")
-        return int(value)
+        return auto_or_number("host_when_sooner", value, MOST_TOKENS, f"a number from 1 to {MOST_TOKENS}")
 
     def keep(self, site: CallSite, own: Builder, placement: Placement) -> int:
         """Declare the experts of ``site`` in layouts of both, and return the bytes that this adds."""

@@ -17,7 +17,7 @@ from evener.contracts.quant import PackedWeight, Packing
 from evener.layers.builder import Builder
 from evener_offload.expert_slots import map_tensors, page_locked
 from evener_offload.passing_slots import PassingLayer
-from evener_offload.prompt_share import ReadsHost
+from evener_offload.prompt_share import MapsHost
 from evener_offload.second_layout import Stacks, expert_bytes
 
 
@@ -53,7 +53,7 @@ class StackInPlace:
         return tensor if locked is None else locked
 
     def _mapped(self, tensor: torch.Tensor) -> torch.Tensor:
-        mapped = cast("ReadsHost", self._device).mapped
+        mapped = cast("MapsHost", self._device).mapped
         return mapped(tensor) if tensor.is_contiguous() else mapped(tensor.mT).mT
 
 

@@ -19,7 +19,7 @@ from evener.contracts.ops import Bucket, OpFunction
 from evener.contracts.weights import MoEWeights
 from evener.errors import ConfigError
 from evener_offload.captured_experts import SPARING
-from evener_offload.host_backend import option
+from evener_offload.host_backend import auto_or_number, option
 from evener_offload.passing_slots import PassingLayer
 
 log = logging.getLogger("evener.worker")
@@ -40,12 +40,7 @@ def parse_part(value: str) -> int | None:
     Raises:
         ConfigError: it is something else.
     """
-    if value in ("auto", "off"):
-        return None if value == "auto" else 0
-    if not (value.isascii() and value.isdecimal()) or not 0 < int(value) <= MOST:
-        raise ConfigError(f"offload.pass_experts={value!r}: set off, auto, or the percent of a layer's experts, from 1 "
-                          f"to {MOST}")  # fmt: skip
-    return int(value)
+    return auto_or_number("pass_experts", value, MOST, f"the percent of a layer's experts, from 1 to {MOST}")
 
 
 class Passing(NamedTuple):

@@ -49,7 +49,7 @@ from evener_offload.numa import spread_memory
 from evener_offload.passing_part import parse_passing
 from evener_offload.passing_slots import PassingSlots
 from evener_offload.placed_layers import place, placed_sites, stacks
-from evener_offload.prompt_share import ReadsHost
+from evener_offload.prompt_share import MapsHost
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.slot_products import MOST_TOKENS, SlotProducts
 
@@ -149,7 +149,7 @@ class ResidentExperts(Placement):
         stream, why = new_stream(self._device), None
         if captured is None or self.share is None or not config.use_cuda_graph:
             why = "steps are not captured"
-        elif in_place and not isinstance(self._device, ReadsHost):
+        elif in_place and not isinstance(self._device, MapsHost):
             why = NO_READER
         elif percent is None and stream is None:
             why = "copies do not run beside other work"

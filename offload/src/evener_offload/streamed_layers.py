@@ -28,10 +28,10 @@ from evener.contracts.placement import Placement
 from evener.contracts.quant import Packing
 from evener.contracts.weights import MoEWeights
 from evener.distributed.agreement import Agreement
-from evener.errors import ConfigError
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.expert_costs import least_streamed
+from evener_offload.host_backend import auto_or_number
 from evener_offload.next_router import NextRouter
 from evener_offload.passing_experts import PassingExperts
 from evener_offload.placed_layers import Biases, biases_for_device, stacks
@@ -72,11 +72,7 @@ def parse_threshold(value: str) -> int | None:
     Raises:
         ConfigError: it is something else.
     """
-    if value in ("auto", "off"):
-        return None if value == "auto" else 0
-    if not (value.isascii() and value.isdecimal()) or not 0 < int(value) < _NEVER:
-        raise ConfigError(f"offload.stream_prompts={value!r}: set auto, off, or the tokens of the smallest such step")
-    return int(value)
+    return auto_or_number("stream_prompts", value, _NEVER - 1, "the tokens of the smallest such step")
 
 
 def slots_for(nbytes: int, experts: int) -> int:
