@@ -36,7 +36,7 @@ from evener_offload.captured_experts import CapturedExperts
 from evener_offload.captured_passing import CapturedPassing
 from evener_offload.expert_slots import ExpertSlots, map_tensors, room_bytes
 from evener_offload.passing_part import parse_part, part_for
-from evener_offload.passing_slots import CopiedLayer, slots_of
+from evener_offload.passing_slots import PassingLayer, slots_of
 
 #: Families whose decode steps this chip captures: not those with latent attention.
 CAPTURED = ("Qwen3Moe", "GptOss", "Mixtral")
@@ -54,7 +54,7 @@ def passing(controller: Controller) -> CapturedPassing:
     return found
 
 
-def slotted(found: CapturedPassing) -> Sequence[CopiedLayer]:
+def slotted(found: CapturedPassing) -> Sequence[PassingLayer]:
     """The layers whose experts are copied to slots."""
     assert found._copies is not None
     return found._copies._slots.order

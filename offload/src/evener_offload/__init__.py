@@ -13,9 +13,9 @@ module                  holds
 ``host_experts``        experts that the host computes, and the copies to and from it
 ``captured_experts``    the same in captured steps, in which the device calls the host
 ``passing_slots``       sets of slots through which a part of the experts passes in captured steps
-``passing_in_place``    the same part, read by the device where it is
 ``passing_part``        how large that part is: said, or measured
 ``passing_copies``      copies to those slots in captured steps
+``passing_chosen``      copies of those experts that tokens have chosen
 ``captured_passing``    captured steps in which it passes
 ``captured_prompts``    prompts that are captured but for these experts
 ``captured_residents``  captured steps in which the device computes the experts that it has
@@ -86,9 +86,9 @@ descriptor = Descriptor(
         "pass_experts_rows": Option(
             type=int, default=8, help="offload.pass_experts: rows of the smallest such step."
         ),
-        "pass_in_place": Option(
-            type=bool, default=False, help="offload.pass_experts: the device's kernels read these experts where they "
-            "are, in page-locked host memory: they need no slots, and only what tokens choose crosses the link."
+        "pass_chosen": Option(
+            type=bool, default=False, help="offload.pass_experts: a percent of the experts that tokens choose, not of "
+            "all: the device's kernels copy them from page-locked host memory once they are chosen."
         ),
         "prefetch_experts": Option(
             type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "

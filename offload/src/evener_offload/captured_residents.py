@@ -5,15 +5,16 @@ requests a part of the others may pass through slots that layers share (``captur
 Maps say where experts are: on the device those in slots, on the host the others. Captures read the maps where they are,
 so they are written only while no step runs. The device counts which experts are chosen. From time to time, the most
 chosen ones on the host take the slots of the least chosen ones, as far as a part of the time allows (least frequently
-used, with counts that age). Experts that pass in some step never do. One that an eager step has left in a slot is not
-computed there in captured steps, and leaves first: so one map of the device serves steps in which more, fewer or none
-pass, and only the host's maps differ.
+used, with counts that age). Experts that are copied ahead in some step never do. One that an eager step has left in a
+slot is not computed there in captured steps, and leaves first: so one map of the device serves steps in which more,
+fewer or none pass, and only the host's maps differ.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,19 +53,20 @@ class _Maps:
         self.copies = whole[at + experts : at + 2 * experts]
         self.experts = whole[at + 2 * experts : at + self.size]
         self._weights = on_host
-        #: By how many of the first experts pass: the weights with a map of those that have no slot and do not pass.
-        self._on_host: dict[int, MoEWeights] = {}
+        #: As of ``ForHost``: the weights with a map of those that have no slot and do not pass.
+        self._on_host: dict[int | None, MoEWeights] = {}
 
-    def on_host(self, passing: int) -> MoEWeights | None:
-        """The weights for the host if so many of the first experts pass; None: there is no such map yet."""
+    def on_host(self, passing: int | None) -> MoEWeights | None:
+        """As ``ForHost``; None: there is no such map yet."""
         return self._on_host.get(passing)
 
-    def add(self, passing: int) -> None:
+    def add(self, passing: int | None) -> None:
         """Add a map for steps in which so many pass, to be written. One that is there stays where it is."""
         if passing in self._on_host:
             return
-        slots = torch.full((self._layer.experts, 1), -1, dtype=torch.int32)
-        copies = torch.zeros(self._layer.experts, dtype=torch.int32)
+        experts = self._layer.experts + (passing is None)
+        slots = torch.full((experts, 1), -1, dtype=torch.int32)
+        copies = torch.zeros(experts, dtype=torch.int32)
         self._on_host[passing] = self._weights._replace(slots=slots, copies=copies)
 
     def write(self, into: np.ndarray[Any, Any]) -> None:
@@ -77,9 +79,9 @@ class _Maps:
         into[self.at : self.at + self.size] = np.concatenate([slot_of, slot_of >= 0, expert_of])
         numbers = np.arange(layer.experts)
         for passing, on_host in self._on_host.items():
-            absent = (slot_of < 0) & (numbers >= passing)
-            on_host.slots.numpy()[:, 0] = np.where(absent, numbers, -1)
-            on_host.copies.numpy()[:] = absent
+            absent = (slot_of < 0) & (numbers >= (passing or 0))
+            on_host.slots.numpy()[: layer.experts, 0] = np.where(absent, numbers, -1)
+            on_host.copies.numpy()[: layer.experts] = absent
 
 
 class CapturedResidents:
@@ -179,28 +181,26 @@ class CapturedResidents:
             EngineError: steps of so many rows are not computed at once.
         """
 
-        def for_host(count: int) -> MoEWeights:
-            return self._for_host(path, on_host, count)
-
-        wait = None if passing is None else passing(x, ids, weights, w, for_host)
-        if wait is None:
-            wait = self._captured.start(path, compute, expert_bytes, x, ids, weights, for_host(0))
-        maps, others = self._maps[path], wait
+        for_host = partial(self._for_host, path, on_host)
+        rest, wait, maps = for_host(0), None, self._maps[path]
+        if passing is not None:
+            wait = passing((x, ids, weights), w, for_host, maps.slots)
+        others = wait or self._captured.start(path, compute, expert_bytes, x, ids, weights, rest)
         assert self._counts is not None, "made with the maps"
         chosen = ids.flatten()  # rows of padding count, too: they are few, and choose the same experts each time
         self._counts[self._number[path]].index_add_(0, chosen, torch.ones_like(chosen))
         y = products.at_once(x, ids, weights, w, (maps.slots, maps.copies, maps.experts))
         return lambda: y.add_(others())
 
-    def _for_host(self, path: str, on_host: Callable[[], MoEWeights], passing: int) -> MoEWeights:
-        """The layer's weights for the host if so many of the first experts pass."""
+    def _for_host(self, path: str, on_host: Callable[[], MoEWeights], passing: int | None) -> MoEWeights:
+        """As ``ForHost``."""
         if self._map is None:
             self._map = self._device.upload(self._host_map)
             self._counts = self._device.upload(self._seen)
         if path not in self._maps:
             self._maps[path] = _Maps(self._layers[path], self._map, self._at[path], on_host())
         maps = self._maps[path]
-        if maps.on_host(passing) is None or passing > self._layers[path].residents.passing:
+        if maps.on_host(passing) is None or (passing or 0) > self._layers[path].residents.passing:
             maps.add(passing)
             self._device.synchronize()
             self._write()

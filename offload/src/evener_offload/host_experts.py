@@ -122,7 +122,7 @@ class HostExperts(Placement):
         #: Lets a part of the experts pass through the device in captured steps; None: the host computes all.
         self._passing = self._passing_part(config, own, resolver, sites, stream, inputs)
         #: By path and how many of its experts pass: a layer's weights, and these for the host.
-        self._rest: dict[tuple[str, int], tuple[MoEWeights, MoEWeights]] = {}
+        self._rest: dict[tuple[str, int | None], tuple[MoEWeights, MoEWeights]] = {}
         #: Captures of prompts whose experts are copied to the device; None: they run eagerly.
         self._prompts = captured_prompts(config, device) if streamed and self.eager is None else None
         resolver.manifest.notes += [] if self._prompts is None else [str(self._prompts)]
@@ -135,7 +135,7 @@ class HostExperts(Placement):
         self, config: ResolvedConfig, own: Builder, resolver: Resolver, sites: Sequence[CallSite], stream: Any,
         inputs: bool,
     ) -> CapturedPassing | None:  # fmt: skip
-        percent, least, in_place = parse_passing(config)
+        percent, least, chosen = parse_passing(config)
         if percent == 0 or not sites:
             return None
         why = None
@@ -143,7 +143,7 @@ class HostExperts(Placement):
             why = "steps are not captured"
         elif inputs:
             why = "the model weights the experts' inputs"
-        elif in_place and not isinstance(self._device, MapsHost):
+        elif chosen and not isinstance(self._device, MapsHost):
             why = NO_READER
         elif percent is None and not StreamedLayers.worthwhile(sites, self._resolver, resolver, stream, self.free):
             why = "copies do not run beside other work, or host memory does not hold experts as the device reads them"
@@ -159,7 +159,7 @@ class HostExperts(Placement):
         passing = CapturedPassing(
             sites=sites, found=found, biases=biases, own=own, resolver=resolver, device=self._device,
             stream=new_stream(self._device), captured=self._captured, host=self._host, threads=self._threads,
-            percent=percent, least=least, most=config.max_reqs, running=lambda: not self._eager, in_place=in_place,
+            percent=percent, least=least, most=config.max_reqs, running=lambda: not self._eager, chosen=chosen,
         )  # fmt: skip
         resolver.manifest.notes.append(str(passing))
         return passing
@@ -244,17 +244,11 @@ class HostExperts(Placement):
         if lacking > 0 and streams and new_stream(a.device) is not None:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             lacking += StreamedLayers.room(moved, a.resolver.packings_by_layout)
-        percent, _, in_place = parse_passing(a.config)
-        if (
-            lacking > 0
-            and percent != 0
-            and not in_place
-            and a.config.use_cuda_graph
-            and a.device.capabilities.host_calls
-        ):
+        percent, _, chosen = parse_passing(a.config)
+        if lacking > 0 and percent != 0 and a.config.use_cuda_graph and a.device.capabilities.host_calls:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             alignment = a.device.capabilities.alignment
-            lacking += PassingSlots.room(moved, a.resolver.packings_by_layout, percent, alignment)
+            lacking += PassingSlots.room(moved, a.resolver.packings_by_layout, percent, alignment, chosen)
         count = demand.layers_to_move(lacking)
         (most,) = agreed(a).most([len(demand.experts) if count is None else count])
         return replace(a.config.config.infer, cpu_layer_num=most), "cpu_layer_num"
@@ -268,8 +262,9 @@ class HostExperts(Placement):
         nbytes, experts_of_layer, streamed = self._expert_bytes[path], static["experts"], self.streamed
         stream = streamed.resolve(path, static, bucket, beside)
 
-        def for_passing() -> OpFunction:
-            return self._on_host(op, f"{path} beside passing experts", static, bucket)
+        def for_passing(more: int) -> OpFunction:
+            there = {**static, "experts": static["experts"] + more}
+            return self._on_host(op, f"{path} beside passing experts", there, bucket)
 
         passing = self._passing and self._passing.resolve(path, static, bucket, for_passing, nbytes)
 
@@ -279,7 +274,9 @@ class HostExperts(Placement):
             if stream is not None and self._prompts is not None and self._prompts.recording:
                 return self._prompts.start(stream, x, ids, weights, experts)
             if not self._eager:
-                started = passing and passing(x, ids, weights, experts, partial(self._for_host, path, static, experts))
+                started = passing and passing(
+                    (x, ids, weights), experts, partial(self._for_host, path, static, experts), None
+                )  # fmt: skip
                 if started:
                     return started
                 return self._captured.start(path, compute, nbytes, x, ids, weights, experts)
@@ -303,11 +300,12 @@ class HostExperts(Placement):
 
         return start
 
-    def _for_host(self, path: str, static: Static, w: MoEWeights, passing: int) -> MoEWeights:
-        """The weights of a layer, with a map that leaves out so many of its first experts."""
+    def _for_host(self, path: str, static: Static, w: MoEWeights, passing: int | None) -> MoEWeights:
+        """As ``ForHost``."""
         known = self._rest.get((path, passing))
         if known is None or known[0] is not w:
-            slots, copies = placed(static["experts"], passing, static["experts"])
+            experts = static["experts"]
+            slots, copies = placed(experts + (passing is None), passing or 0, experts)
             known = self._rest[path, passing] = w, w._replace(slots=slots, copies=copies)
         return known[1]
 

@@ -1,25 +1,23 @@
-"""Sets of slots through which a fixed part of each layer's experts passes in captured steps (``captured_passing``).
-
-Layers use the sets in turn, whatever their layouts. Their first experts pass, the same ones in each step: neighbouring
-experts are one copy for each tensor of a stack.
+"""Sets of slots through which a part of each layer's experts passes in captured steps (``captured_passing``). Layers
+use the sets in turn, whatever their layouts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from evener.contracts.declared import CallSite, StackedWeight
+from evener.contracts.declared import CallSite
 from evener.contracts.device import Device
-from evener.contracts.quant import PackedWeight, Packing
+from evener.contracts.quant import Packing
 from evener.layers.builder import Builder
 from evener_offload.expert_slots import ExpertSlots, Room, room_bytes
 from evener_offload.placed_layers import stacks
 from evener_offload.second_layout import Stacks, expert_bytes, kind_of
 
-#: Sets of slots. With two the link would be idle whenever the host is late; a third is also filled before the first
-#: layer that passes experts is reached.
+#: Sets of slots that are filled ahead. With two the link would be idle whenever the host is late; a third is also
+#: filled before the first layer that passes experts is reached. Experts that pass once they are chosen need one set.
 SETS = 3
 #: Percent of the experts without slots of their own for which there are slots here if measured costs decide. The host
 #: reads memory at about 1.7 times the speed of the link. So both end together with 38% if tokens choose all experts,
@@ -34,30 +32,21 @@ def slots_of(experts: int, percent: int | None, residents: int = 0) -> int:
     return min(absent, max(1, round(absent * AUTO / 100 if percent is None else experts * percent / 100)))
 
 
-class ReadByDevice(Protocol):
-    """A stack of experts that the device's kernels read."""
-
-    weight: StackedWeight
-
-    @property
-    def value(self) -> PackedWeight:
-        """Its numbers."""
-
-
 @dataclass
 class PassingLayer:
     """A layer of which experts pass.
 
     Attributes:
         number: in the order in which a step reaches the layers.
-        stacks: of gate and up, and of down, with its first experts.
-        experts, count: how many it has, and how many are in these stacks.
+        slots: of gate and up, and of down. first: number of its first expert in their stacks.
+        experts, count: how many it has, and how many slots there are for them.
         absent: how many of them have no slots of their own.
         nbytes: of an expert, as the device reads it.
     """
 
     number: int
-    stacks: tuple[ReadByDevice, ReadByDevice]
+    slots: tuple[ExpertSlots, ExpertSlots]
+    first: int
     experts: int
     count: int
     absent: int
@@ -66,18 +55,6 @@ class PassingLayer:
     def passing(self, part: float) -> int:
         """How many of its experts pass if a part of them does: some, or of no part none."""
         return min(self.count, max(1, round(part * self.experts))) if part else 0
-
-
-@dataclass
-class CopiedLayer(PassingLayer):
-    """A layer whose experts are copied to slots.
-
-    Attributes:
-        slots: its stacks. first: number of its first expert in them.
-    """
-
-    slots: tuple[ExpertSlots, ExpertSlots]
-    first: int
 
     def copy(self, count: int) -> None:
         """Start copying the first experts to the slots, on the current stream."""
@@ -94,6 +71,7 @@ class PassingSlots:
         own: gets the slots, so that they are part of the memory plan.
         packings: the device's.
         percent, residents: as of ``slots_of``.
+        chosen: whether only chosen experts pass.
 
     Attributes:
         sets: how many there are.
@@ -102,9 +80,9 @@ class PassingSlots:
 
     def __init__(
         self, sites: Sequence[CallSite], found: Mapping[str, Stacks], own: Builder, packings: Mapping[str, Packing],
-        device: Device, percent: int | None, residents: int,
+        device: Device, percent: int | None, residents: int, chosen: bool,
     ) -> None:  # fmt: skip
-        self.sets, layers, alignment = min(SETS, len(sites)), dict[str, CopiedLayer](), device.capabilities.alignment
+        self.sets, layers, alignment = _sets(sites, chosen), dict[str, PassingLayer](), device.capabilities.alignment
         for which in range(self.sets):
             kinds: dict[Any, list[tuple[int, CallSite]]] = {}
             for number in range(which, len(sites), self.sets):
@@ -122,19 +100,22 @@ class PassingSlots:
                 )
                 room.hold((gate_up, down))
                 for place, (number, site) in enumerate(group):
-                    experts, both = site.static["experts"], (gate_up, down)
-                    layers[site.path] = CopiedLayer(
-                        number, both, experts, counts[kind], experts - residents, bytes_of[kind], both, place * experts
-                    )  # fmt: skip
+                    experts, nbytes = site.static["experts"], bytes_of[kind]
+                    layers[site.path] = PassingLayer(
+                        number, (gate_up, down), place * experts, experts, counts[kind], experts - residents, nbytes
+                    )
         self.layer = dict(sorted(layers.items(), key=lambda each: each[1].number))
         self.order = list(self.layer.values())
 
-    def __str__(self) -> str:
-        return f"in {self.sets} sets of slots"
-
     @staticmethod
-    def room(sites: Sequence[CallSite], packings: Mapping[str, Packing], percent: int | None, alignment: int) -> int:
+    def room(
+        sites: Sequence[CallSite], packings: Mapping[str, Packing], percent: int | None, alignment: int, chosen: bool
+    ) -> int:
         """Bytes of the slots that layers may need, which have their layouts of the device's ``packings``."""
         counts = [slots_of(site.static["experts"], percent) for site in sites]
         each = (n * expert_bytes(stacks(site), packings) for n, site in zip(counts, sites, strict=True))
-        return min(SETS, len(sites)) * room_bytes(max(each), max(counts), alignment) if sites else 0
+        return _sets(sites, chosen) * room_bytes(max(each), max(counts), alignment) if sites else 0
+
+
+def _sets(sites: Sequence[CallSite], chosen: bool) -> int:
+    return min(1 if chosen else SETS, len(sites))
