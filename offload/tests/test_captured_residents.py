@@ -132,11 +132,11 @@ def test_an_expert_is_worth_a_slot_if_it_was_chosen_clearly_more_often(configure
     found._scores = np.zeros_like(found._scores)
     found._scores[0, held] = 10.0
     assert found._worth() == []
-    found._scores[0, absent[0]], found._scores[0, absent[1]], found._scores[0, absent[2]] = 20.0, 30.0, 14.0
+    found._scores[0, absent[0]], found._scores[0, absent[1]], found._scores[0, absent[2]] = 40.0, 50.0, 24.0
     found._scores[0, held[3]] = 2.0
     (first, second) = found._worth()
-    assert first == (28.0, path, absent[1], held[3])
-    assert second[0] == 10.0 and second[2] == absent[0] and second[3] in held
+    assert first == (48.0, path, absent[1], held[3])
+    assert second[0] == 30.0 and second[2] == absent[0] and second[3] in held
 
 
 def test_counts_that_begin_anew_are_told_apart(configured: Configured) -> None:

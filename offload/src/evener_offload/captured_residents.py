@@ -29,9 +29,10 @@ from evener_offload.resident_layer import ResidentLayer
 from evener_offload.slot_products import SlotProducts
 
 #: Steps after which counts are looked at, and what the older ones count for then.
-_REVIEW, _AGEING = 16, 0.5
-#: An expert takes another one's slot if it was chosen so many times as often, and at least so many times more.
-_MORE_OFTEN, _MORE = 1.5, 2.0
+_REVIEW, _AGEING = 16, 0.75
+#: An expert takes another one's slot if it was chosen in so many times as many steps, and in more by so many standard
+#: deviations, as if both counts were of chance (Poisson). Where tokens choose evenly, none moves.
+_MORE_OFTEN, _DEVIATIONS = 1.5, 3.0
 #: Part of the time that copies may take; experts that are copied before it is known how long one takes.
 _PART, _FIRST = 0.1, 4
 
@@ -110,8 +111,8 @@ class CapturedResidents:
         self._maps: dict[str, _Maps] = {}
         self._number = {path: number for number, path in enumerate(layers)}
         most = max(layer.experts for layer in layers.values())
-        #: Of each layer, how often each expert was chosen: on the device and by the last look, which begin anew after
-        #: 2^32, and with ageing.
+        #: Of each layer, in how many steps each expert was chosen: on the device and by the last look, which begin anew
+        #: after 2^32, and with ageing. In a step all tokens share what an expert costs.
         self._counts: torch.Tensor | None = None
         self._seen = np.zeros((len(layers), most), dtype=np.int32)
         self._scores = np.zeros(self._seen.shape, dtype=np.float32)
@@ -188,7 +189,8 @@ class CapturedResidents:
         others = wait or self._captured.start(path, compute, expert_bytes, x, ids, weights, rest)
         assert self._counts is not None, "made with the maps"
         chosen = ids.flatten()  # rows of padding count, too: they are few, and choose the same experts each time
-        self._counts[self._number[path]].index_add_(0, chosen, torch.ones_like(chosen))
+        counts = self._counts[self._number[path]]
+        counts.add_(torch.zeros_like(counts).index_add_(0, chosen, torch.ones_like(chosen)).clamp_(max=1))
         y = products.at_once(x, ids, weights, w, (maps.slots, maps.copies, maps.experts))
         return lambda: y.add_(others())
 
@@ -244,18 +246,23 @@ class CapturedResidents:
         self._write()
 
     def _worth(self) -> list[tuple[float, str, int, int | None]]:
-        """How much more often an expert was chosen than one that is in a slot of its layer, and both; by layer, the
+        """In how many more steps an expert was chosen than one that is in a slot of its layer, and both; by layer, the
         most chosen expert with the least chosen one, and so on. None: the slot is empty. Passing experts get no slot,
-        and those that have one count as never chosen."""
+        and those that have one leave for any that was chosen."""
         found = []
         for scores, (path, layer) in zip(self._scores, self._layers.items(), strict=True):
             held, passing = layer.residents.slots, layer.residents.passing
-            counts = {each: float(scores[each]) if each >= passing else 0.0 for each in held}
+            counts = {each: float(scores[each]) if each >= passing else -1.0 for each in held}
             there = [*[None] * (layer.residents.count - len(held)), *sorted(held, key=counts.__getitem__)]
             absent = sorted(set(range(passing, layer.experts)) - set(held), key=scores.__getitem__, reverse=True)
             for expert, leaves in zip(absent, there, strict=False):
-                more, less = float(scores[expert]), 0.0 if leaves is None else counts[leaves]
-                if more < _MORE_OFTEN * less or more < less + _MORE:
+                more, less = float(scores[expert]), -1.0 if leaves is None else counts[leaves]
+                if not more or (less >= 0 and not _clearly(more, less)):
                     break
-                found.append((more - less, path, expert, leaves))
+                found.append((more - max(less, 0.0), path, expert, leaves))
         return found
+
+
+def _clearly(more: float, less: float) -> bool:
+    """Whether the first of two counts is so much larger that chance does not explain it."""
+    return more >= _MORE_OFTEN * less and more - less >= _DEVIATIONS * (more + less) ** 0.5
