@@ -31,7 +31,7 @@ from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import ConfigError
 from evener_conformance.reference.engine import play
 from evener_inspection.explanation import explain
-from evener_offload import passing_part, passing_slots
+from evener_offload import choice_counts, passing_part, passing_slots
 from evener_offload.captured_experts import CapturedExperts
 from evener_offload.captured_passing import CapturedPassing
 from evener_offload.expert_slots import ExpertSlots, map_tensors, room_bytes
@@ -165,11 +165,14 @@ def test_the_host_reads_no_passing_expert(configured: Configured, monkeypatch: p
             rows = captured._progress.rows
             needed = np.unique(ids[: len(ids) if rows is None else rows])
             chosen.append(needed)
-            assert captured.work.read_bytes - before == nbytes * np.count_nonzero(needed >= 48)
+            assert captured.work.read_bytes - before == nbytes * np.count_nonzero(copies[needed])
+            assert copies.sum() == 48
 
     monkeypatch.setattr(captured, "_call", watched)
     answers(controller, 3)
-    assert len(chosen) > 20 and any((each < 48).any() for each in chosen), "some that pass are chosen"
+    read = placed(controller)._expert_bytes
+    asked = sum(map(len, chosen)) * next(iter(read.values()))
+    assert len(chosen) > 20 and captured.work.read_bytes < asked, "some that pass are chosen"
 
 
 def test_the_host_s_kernels_answer_for_the_others_by_themselves(configured: Configured) -> None:
@@ -337,3 +340,59 @@ def test_measured_costs_decide_how_many_pass(
 
 def test_auto_leaves_room_for_the_slots(configured: Configured) -> None:
     assert_auto_leaves_room_for_slots(configured, "offload.pass_experts", "20")
+
+
+def test_the_most_chosen_experts_pass(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others take their places between steps, and no token changes."""
+    monkeypatch.setattr(choice_counts, "_PART", 100.0)  # exchanges on this chip take long beside its steps
+    controller, ready = build_controller(configured(**keys(part="25")))
+    assert answers(controller, 3, 90) == answers(build_controller(configured())[0], 3, 90)
+    found = passing(controller).most_chosen
+    assert found is not None and found.exchanged > 10
+    assert "in 3 sets of slots, the most chosen ones" in "\n".join(ready.info.manifest.notes)
+    for layer, places, row in zip(found._layers, found._places, found.counts.scores, strict=True):
+        assert sorted(places.expert_at) == list(range(layer.experts))
+        count = passing(controller).part.most(layer)
+        assert row[places.expert_at[:count]].mean() > row[places.expert_at[count:]].mean()
+        for slots, stage in zip(layer.slots, layer.stages, strict=True):
+            for place in range(layer.count):
+                held = slots.parts(layer.first + int(places.expert_at[place]), 1)
+                assert all(map(torch.equal, stage._range(place, 1), held))
+
+
+def test_an_expert_gets_a_place_if_it_was_chosen_clearly_more_often(configured: Configured) -> None:
+    controller, _ = build_controller(configured(**keys(part="25")))
+    answers(controller, 3)
+    found = passing(controller).most_chosen
+    assert found is not None
+    found.counts.scores[:] = 10.0
+    assert found._worth() == []
+    (places, layer), count = (found._places[0], found._layers[0]), passing(controller).part.most(found._layers[0])
+    come, go = places.expert_at[[count + 3, 2]]
+    found.counts.scores[0, [come, go]] = 40.0, 2.0
+    (worth,) = found._worth()[:1]
+    assert worth == (38.0, layer.number, count + 3, 2)
+    with torch.inference_mode():  # as steps are
+        found.review()
+    assert places.expert_at[[count + 3, 2]].tolist() == [go, come]
+    slots, copies = (found._device.readback(each).wait() for each in places.on_device(count))
+    assert slots[[come, go], 0].tolist() == [2, -1] and copies[[come, go]].tolist() == [1, 0]
+    slots, copies = places.on_host(count)
+    assert slots[[come, go], 0].tolist() == [-1, go] and copies[[come, go]].tolist() == [0, 1]
+
+
+def test_without_room_in_host_memory_the_first_experts_pass(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PassingLayer, "stage_bytes", 1 << 50)
+    controller, ready = build_controller(configured(**keys(part="25")))
+    assert answers(controller, 3) == answers(build_controller(configured())[0], 3)
+    assert passing(controller).most_chosen is None and counted(controller, "passed_bytes") > 0
+    assert "in 3 sets of slots, the first ones" in "\n".join(ready.info.manifest.notes)
+    assert not any(layer.stages for layer in slotted(passing(controller)))
+
+
+@pytest.mark.parametrize(("more", "less", "want"), [(8, 0, True), (7, 0, True), (6, 0, False), (20, 10, False),
+                                                    (40, 10, True), (40, 30, False), (0, 0, False)])  # fmt: skip
+def test_a_count_is_clearly_larger_if_chance_does_not_explain_it(more: int, less: int, want: bool) -> None:
+    assert choice_counts.clearly(more, less) is want

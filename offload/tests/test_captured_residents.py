@@ -17,7 +17,7 @@ from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.errors import PluginError
 from evener_conformance.reference.engine import play
-from evener_offload import captured_residents, resident_experts, slot_products
+from evener_offload import choice_counts, resident_experts, slot_products
 from evener_offload.captured_residents import CapturedResidents
 from evener_offload.resident_experts import ResidentExperts
 
@@ -57,13 +57,13 @@ def test_the_host_s_kernels_answer_for_the_experts_without_a_slot(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is in slots changes between steps, and kernels that answer by themselves know only addresses."""
-    monkeypatch.setattr(captured_residents, "_PART", 100.0)
+    monkeypatch.setattr(choice_counts, "_PART", 100.0)
     want = long_answer(build_controller(configured())[0], count=2)
     controller, _ = build_controller(configured(**KEYS))
     asking = captured(controller)._captured._exchanges = Asking(chip(controller))
     assert long_answer(controller, count=2) == want  # the warm-up has captured steps of one
     assert len(asking.states) > 100 and captured(controller).exchanged > 10
-    monkeypatch.setattr(captured_residents, "_REVIEW", 10**9)
+    monkeypatch.setattr(choice_counts, "_REVIEW", 10**9)
     place, (before, read) = placed(controller), (chosen(controller), read_experts(controller))
     assert long_answer(controller, count=2) == want
     missing = here = 0.0
@@ -75,8 +75,8 @@ def test_the_host_s_kernels_answer_for_the_experts_without_a_slot(
 
 
 def chosen(controller: Controller) -> np.ndarray[Any, Any]:
-    """How often captured steps have chosen each expert of each layer."""
-    counts = captured(controller)._counts
+    """In how many captured steps each expert of each layer was chosen."""
+    counts = captured(controller).counts._counts
     assert counts is not None
     return chip(controller).readback(counts).wait().numpy().copy()
 
@@ -100,13 +100,13 @@ def long_answer(controller: Controller, tokens: int = 120, count: int = 1) -> li
 def test_the_most_chosen_experts_take_the_slots_of_the_least_chosen_ones(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_residents, "_PART", 100.0)  # copies on this chip take long beside its steps
+    monkeypatch.setattr(choice_counts, "_PART", 100.0)  # copies on this chip take long beside its steps
     want = long_answer(build_controller(configured())[0])
     controller, _ = build_controller(configured(**KEYS))
     assert long_answer(controller) == want
     exchanged = controller.scheduler.stats.counters["expert_exchanges"]
     assert exchanged > 10
-    place, scores = placed(controller), captured(controller)._scores
+    place, scores = placed(controller), captured(controller).counts.scores
     for row, layer in zip(scores, place.layer.values(), strict=True):
         held = list(layer.residents.slots)
         absent = sorted(set(range(layer.experts)) - set(held))
@@ -114,10 +114,10 @@ def test_the_most_chosen_experts_take_the_slots_of_the_least_chosen_ones(
 
 
 def test_few_exchanges_are_made_where_copies_take_long(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_residents, "_PART", 0.0)
+    monkeypatch.setattr(choice_counts, "_PART", 0.0)
     controller, _ = build_controller(configured(**KEYS))
     long_answer(controller)
-    assert captured(controller).exchanged == captured_residents._FIRST, "after these it is known how long one takes"
+    assert captured(controller).exchanged == choice_counts._FIRST, "after these it is known how long one takes"
 
 
 def test_an_expert_is_worth_a_slot_if_it_was_chosen_clearly_more_often(configured: Configured) -> None:
@@ -129,11 +129,11 @@ def test_an_expert_is_worth_a_slot_if_it_was_chosen_clearly_more_often(configure
     held = list(layer.residents.slots)
     absent = [each for each in range(layer.experts) if each not in held]
     assert len(held) == 8
-    found._scores = np.zeros_like(found._scores)
-    found._scores[0, held] = 10.0
+    found.counts.scores = np.zeros_like(found.counts.scores)
+    found.counts.scores[0, held] = 10.0
     assert found._worth() == []
-    found._scores[0, absent[0]], found._scores[0, absent[1]], found._scores[0, absent[2]] = 40.0, 50.0, 24.0
-    found._scores[0, held[3]] = 2.0
+    found.counts.scores[0, absent[:3]] = 40.0, 50.0, 24.0
+    found.counts.scores[0, held[3]] = 2.0
     (first, second) = found._worth()
     assert first == (48.0, path, absent[1], held[3])
     assert second[0] == 30.0 and second[2] == absent[0] and second[3] in held
@@ -143,10 +143,10 @@ def test_counts_that_begin_anew_are_told_apart(configured: Configured) -> None:
     """A server runs for longer than an int32 counts."""
     controller, _ = build_controller(configured(**KEYS))
     found = captured(controller)
-    found._seen[:] = 2**31 - 3
+    found.counts._seen[:] = 2**31 - 3
     with torch.inference_mode():  # as steps are
-        found._review(np.full_like(found._seen, -(2**31) + 2))
-    assert (found._scores == 5).all()
+        found.counts.add(np.full_like(found.counts._seen, -(2**31) + 2))
+    assert (found.counts.scores == 5).all()
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("GptOss", marks=pytest.mark.slow)])

@@ -19,7 +19,7 @@ from evener.engine.processes.start import build_controller
 from evener.errors import ConfigError
 from evener_conformance.reference.engine import play
 from evener_inspection.explanation import explain
-from evener_offload import captured_residents, passing_part, passing_slots, resident_experts, slot_products
+from evener_offload import choice_counts, passing_part, passing_slots, resident_experts, slot_products
 from evener_offload.captured_passing import CapturedPassing
 from evener_offload.expert_slots import ExpertSlots, map_tensors, room_bytes
 from evener_offload.passing_part import part_for
@@ -59,7 +59,7 @@ def test_passing_experts_give_the_tokens_of_a_device_that_holds_all(
     """With chunks, preemption, prefix hits and aborts together: eager steps change what is in slots between captured
     ones, and give slots to passing experts, too."""
     monkeypatch.setattr(passing_slots, "SETS", sets)
-    monkeypatch.setattr(captured_residents, "_PART", 100.0)  # copies on this chip take long beside its steps
+    monkeypatch.setattr(choice_counts, "_PART", 100.0)  # copies on this chip take long beside its steps
     want, layers = on_the_cpu(family), FAMILIES[family][1]
     without = explain(configured(family, **keys("off")))["memory"]
     controller, ready = build_controller(configured(family, **keys(part)))
@@ -82,7 +82,7 @@ def test_the_host_reads_neither_experts_in_slots_nor_passing_ones(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it reads is counted; in steps of one row, which pass nothing, it reads passing experts, too."""
-    monkeypatch.setattr(captured_residents, "_PART", 100.0)
+    monkeypatch.setattr(choice_counts, "_PART", 100.0)
     controller, _ = build_controller(configured(**keys()))
     experts, layers = captured(controller)._captured, list(placed(controller).layer.values())
     call, seen, number = experts._call, list[tuple[bool, int, int, float]](), 0
@@ -113,7 +113,7 @@ def test_the_host_s_kernels_answer_for_the_rest_by_themselves(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They know only addresses, so maps change where they are."""
-    monkeypatch.setattr(captured_residents, "_PART", 100.0)
+    monkeypatch.setattr(choice_counts, "_PART", 100.0)
     want = answers(build_controller(configured())[0], 3, 60)
     controller, _ = build_controller(configured(**keys()))
     asking = captured(controller)._captured._exchanges = Asking(chip(controller))
@@ -144,7 +144,7 @@ def test_copies_are_part_of_captures(configured: Configured, monkeypatch: pytest
 
 def test_no_passing_expert_gets_a_slot_for_later_steps(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that an eager step has left in a slot leaves it first."""
-    monkeypatch.setattr(captured_residents, "_PART", 100.0)
+    monkeypatch.setattr(choice_counts, "_PART", 100.0)
     controller, _ = build_controller(configured(**keys(part="50")))
     layers, seen = list(placed(controller).layer.values()), 0
     exchange = Residents.exchange

@@ -180,9 +180,7 @@ def every_access_checked(*others: torch.Tensor) -> Iterator[Counter[str]]:
 
     def prepared(self: Any, args: Any, kwargs: Any) -> Any:
         found = prepare(self, args, kwargs)
-        inputs = (*found[0], *found[1].values())
-        inside = (part for a in inputs for part in (a if isinstance(a, tuple) else [a]))
-        given = [part for part in inside if isinstance(part, torch.Tensor)]
+        given = [a for a in (*found[0], *found[1].values()) if isinstance(a, torch.Tensor)]
         checked.launch(self.fn.__name__, self.grid, given)
         return found
 

@@ -13,9 +13,12 @@ module                  holds
 ``host_experts``        experts that the host computes, and the copies to and from it
 ``captured_experts``    the same in captured steps, in which the device calls the host
 ``passing_slots``       sets of slots through which a part of the experts passes in captured steps
+``passing_places``      which experts pass
+``passing_stage``       page-locked copies of them
+``choice_counts``       in how many captured steps each expert was chosen
+``most_chosen``         lets the most chosen ones pass
 ``passing_part``        how large that part is: said, or measured
 ``passing_copies``      copies to those slots in captured steps
-``passing_chosen``      copies of those experts that tokens have chosen
 ``captured_passing``    captured steps in which it passes
 ``captured_prompts``    prompts that are captured but for these experts
 ``captured_residents``  captured steps in which the device computes the experts that it has
@@ -85,10 +88,6 @@ descriptor = Descriptor(
         ),
         "pass_experts_rows": Option(
             type=int, default=8, help="offload.pass_experts: rows of the smallest such step."
-        ),
-        "pass_chosen": Option(
-            type=bool, default=False, help="offload.pass_experts: a percent of the experts that tokens choose, not of "
-            "all: the device's kernels copy them from page-locked host memory once they are chosen."
         ),
         "prefetch_experts": Option(
             type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "

@@ -20,21 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from evener.contracts.device import Device, Readback
+from evener.contracts.device import Device
 from evener.contracts.ops import OpFunction
 from evener.contracts.weights import MoEWeights
 from evener_offload.captured_experts import CapturedExperts
 from evener_offload.captured_passing import Start
+from evener_offload.choice_counts import ChoiceCounts, clearly
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.slot_products import SlotProducts
-
-#: Steps after which counts are looked at, and what the older ones count for then.
-_REVIEW, _AGEING = 16, 0.75
-#: An expert takes another one's slot if it was chosen in so many times as many steps, and in more by so many standard
-#: deviations, as if both counts were of chance (Poisson). Where tokens choose evenly, none moves.
-_MORE_OFTEN, _DEVIATIONS = 1.5, 3.0
-#: Part of the time that copies may take; experts that are copied before it is known how long one takes.
-_PART, _FIRST = 0.1, 4
 
 
 class _Maps:
@@ -55,19 +48,18 @@ class _Maps:
         self.experts = whole[at + 2 * experts : at + self.size]
         self._weights = on_host
         #: As of ``ForHost``: the weights with a map of those that have no slot and do not pass.
-        self._on_host: dict[int | None, MoEWeights] = {}
+        self._on_host: dict[int, MoEWeights] = {}
 
-    def on_host(self, passing: int | None) -> MoEWeights | None:
+    def on_host(self, passing: int) -> MoEWeights | None:
         """As ``ForHost``; None: there is no such map yet."""
         return self._on_host.get(passing)
 
-    def add(self, passing: int | None) -> None:
+    def add(self, passing: int) -> None:
         """Add a map for steps in which so many pass, to be written. One that is there stays where it is."""
         if passing in self._on_host:
             return
-        experts = self._layer.experts + (passing is None)
-        slots = torch.full((experts, 1), -1, dtype=torch.int32)
-        copies = torch.zeros(experts, dtype=torch.int32)
+        slots = torch.full((self._layer.experts, 1), -1, dtype=torch.int32)
+        copies = torch.zeros(self._layer.experts, dtype=torch.int32)
         self._on_host[passing] = self._weights._replace(slots=slots, copies=copies)
 
     def write(self, into: np.ndarray[Any, Any]) -> None:
@@ -80,9 +72,9 @@ class _Maps:
         into[self.at : self.at + self.size] = np.concatenate([slot_of, slot_of >= 0, expert_of])
         numbers = np.arange(layer.experts)
         for passing, on_host in self._on_host.items():
-            absent = (slot_of < 0) & (numbers >= (passing or 0))
-            on_host.slots.numpy()[: layer.experts, 0] = np.where(absent, numbers, -1)
-            on_host.copies.numpy()[: layer.experts] = absent
+            absent = (slot_of < 0) & (numbers >= passing)
+            on_host.slots.numpy()[:, 0] = np.where(absent, numbers, -1)
+            on_host.copies.numpy()[:] = absent
 
 
 class CapturedResidents:
@@ -95,6 +87,7 @@ class CapturedResidents:
 
     Attributes:
         exchanged: experts that took another one's slot.
+        counts: of choices, by layer.
     """
 
     def __init__(
@@ -111,13 +104,7 @@ class CapturedResidents:
         self._maps: dict[str, _Maps] = {}
         self._number = {path: number for number, path in enumerate(layers)}
         most = max(layer.experts for layer in layers.values())
-        #: Of each layer, in how many steps each expert was chosen: on the device and by the last look, which begin anew
-        #: after 2^32, and with ageing. In a step all tokens share what an expert costs.
-        self._counts: torch.Tensor | None = None
-        self._seen = np.zeros((len(layers), most), dtype=np.int32)
-        self._scores = np.zeros(self._seen.shape, dtype=np.float32)
-        self._reading: Readback | None = None
-        self._steps, self._looked, self._copy_s = 0, time.perf_counter(), 0.0
+        self.counts = ChoiceCounts(device, len(layers), most)
         #: Whether an eager step has changed what is in slots; whether captured steps may be under way.
         self._stale, self._under_way = True, False
 
@@ -155,12 +142,9 @@ class CapturedResidents:
             EvenerError: the host failed in an earlier step.
         """
         self._captured.replayed(rows)
-        self._steps, self._under_way = self._steps + 1, True
-        if self._counts is not None and self._steps % _REVIEW == 0 and self._reading is None:
-            self._reading = self._device.readback(self._counts)
-        elif self._reading is not None and self._reading.ready():
-            self._review(self._reading.wait().numpy())
-            self._reading = None
+        self._under_way = True
+        if self.counts.replayed():
+            self._review()
         if self._stale:
             self._device.synchronize()
             self._write()
@@ -185,24 +169,21 @@ class CapturedResidents:
         for_host = partial(self._for_host, path, on_host)
         rest, wait, maps = for_host(0), None, self._maps[path]
         if passing is not None:
-            wait = passing((x, ids, weights), w, for_host, maps.slots)
+            wait = passing((x, ids, weights), w, for_host)
         others = wait or self._captured.start(path, compute, expert_bytes, x, ids, weights, rest)
-        assert self._counts is not None, "made with the maps"
-        chosen = ids.flatten()  # rows of padding count, too: they are few, and choose the same experts each time
-        counts = self._counts[self._number[path]]
-        counts.add_(torch.zeros_like(counts).index_add_(0, chosen, torch.ones_like(chosen)).clamp_(max=1))
+        self.counts.note(self._number[path], ids)
         y = products.at_once(x, ids, weights, w, (maps.slots, maps.copies, maps.experts))
         return lambda: y.add_(others())
 
-    def _for_host(self, path: str, on_host: Callable[[], MoEWeights], passing: int | None) -> MoEWeights:
+    def _for_host(self, path: str, on_host: Callable[[], MoEWeights], passing: int) -> MoEWeights:
         """As ``ForHost``."""
         if self._map is None:
             self._map = self._device.upload(self._host_map)
-            self._counts = self._device.upload(self._seen)
+            self.counts.prepare()
         if path not in self._maps:
             self._maps[path] = _Maps(self._layers[path], self._map, self._at[path], on_host())
         maps = self._maps[path]
-        if maps.on_host(passing) is None or (passing or 0) > self._layers[path].residents.passing:
+        if maps.on_host(passing) is None or passing > self._layers[path].residents.passing:
             maps.add(passing)
             self._device.synchronize()
             self._write()
@@ -224,13 +205,9 @@ class CapturedResidents:
             self._map.copy_(self._device.upload(self._host_map))
         self._stale = False
 
-    def _review(self, counts: np.ndarray[Any, Any]) -> None:
+    def _review(self) -> None:
         """Let the most chosen experts on the host take the slots of the least chosen ones."""
-        now, most = time.perf_counter(), _FIRST
-        if self._copy_s:
-            most = int(_PART * (now - self._looked) / self._copy_s)
-        self._scores = self._scores * _AGEING + (counts - self._seen)
-        self._seen, self._looked = counts.copy(), now
+        most = self.counts.most()
         chosen = dict[str, list[tuple[int, int | None]]]()
         for _, path, expert, leaves in sorted(self._worth(), reverse=True)[:most]:
             chosen.setdefault(path, []).append((expert, leaves))
@@ -242,7 +219,8 @@ class CapturedResidents:
             self._layers[path].exchange(pairs)
         self._device.synchronize()
         count = sum(map(len, chosen.values()))
-        self._copy_s, self.exchanged = (time.perf_counter() - began) / count, self.exchanged + count
+        self.counts.exchanged(count, time.perf_counter() - began)
+        self.exchanged += count
         self._write()
 
     def _worth(self) -> list[tuple[float, str, int, int | None]]:
@@ -250,19 +228,14 @@ class CapturedResidents:
         most chosen expert with the least chosen one, and so on. None: the slot is empty. Passing experts get no slot,
         and those that have one leave for any that was chosen."""
         found = []
-        for scores, (path, layer) in zip(self._scores, self._layers.items(), strict=True):
+        for scores, (path, layer) in zip(self.counts.scores, self._layers.items(), strict=True):
             held, passing = layer.residents.slots, layer.residents.passing
             counts = {each: float(scores[each]) if each >= passing else -1.0 for each in held}
             there = [*[None] * (layer.residents.count - len(held)), *sorted(held, key=counts.__getitem__)]
             absent = sorted(set(range(passing, layer.experts)) - set(held), key=scores.__getitem__, reverse=True)
             for expert, leaves in zip(absent, there, strict=False):
                 more, less = float(scores[expert]), -1.0 if leaves is None else counts[leaves]
-                if not more or (less >= 0 and not _clearly(more, less)):
+                if not more or (less >= 0 and not clearly(more, less)):
                     break
                 found.append((more - max(less, 0.0), path, expert, leaves))
         return found
-
-
-def _clearly(more: float, less: float) -> bool:
-    """Whether the first of two counts is so much larger that chance does not explain it."""
-    return more >= _MORE_OFTEN * less and more - less >= _DEVIATIONS * (more + less) ** 0.5

@@ -111,9 +111,18 @@ class ExpertSlots:
 
     def copy(self, expert: int, slot: int, count: int = 1) -> None:
         """Start copying ``count`` experts of one layer to as many slots from ``slot`` on, on the current stream."""
-        number, within = divmod(expert, self._experts)
-        for source, target in zip(self._parts(number, within, count), self._parts(-1, slot, count), strict=True):
+        for source, target in zip(self.parts(expert, count), self.parts_of_slots(slot, count), strict=True):
             target.copy_(source, non_blocking=True)
+
+    def parts(self, expert: int, count: int) -> list[torch.Tensor]:
+        """The tensors of ``count`` experts of one layer in host memory: those of several together where that can be,
+        else those of the first expert, then those of the second."""
+        number, within = divmod(expert, self._experts)
+        return self._parts(number, within, count)
+
+    def parts_of_slots(self, slot: int, count: int) -> list[torch.Tensor]:
+        """The same of slots."""
+        return self._parts(-1, slot, count)
 
     def places(self, number: int) -> Numbers | None:
         """Of each tensor of a stack the addresses of the first slot and of its first expert, and the bytes of an
@@ -122,18 +131,6 @@ class ExpertSlots:
         if number not in self._places:
             self._places[number] = self._place(number)
         return self._places[number]
-
-    def rows(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Each tensor of a stack in host memory, and of the slots, as int32 [experts, words] and [slots, words]. None:
-        they are not so in one piece of memory, with each expert in words of its own."""
-        stack = self.stacks[number].value
-        assert stack is not None, "weights are loaded"
-        found = []
-        for source, target in zip(_whole(stack.data), _whole(self.value.data), strict=True):
-            if source is None or target is None:
-                return None
-            found.append((source, target))
-        return found
 
     def _place(self, number: int) -> Numbers | None:
         stack = self.stacks[number].value
@@ -168,7 +165,7 @@ class ExpertSlots:
         self._places.clear()
         for stack in self.stacks:
             assert stack.value is not None, "experts on the host are loaded first"
-            stack.value = replace(stack.value, data=self._locked(stack.value.data))
+            stack.value = replace(stack.value, data=map_tensors(stack.value.data, self._pinned))
         whole, count = self.stacks[0].value, self.weight.experts
         assert whole is not None, "just set"
 
@@ -188,32 +185,12 @@ class ExpertSlots:
             return new((count, *tensor.shape[1:]), tensor.dtype)
 
         if isinstance(whole.data, tuple):
-            made: Any = _together(whole.data[0], count, new, self._device.capabilities.alignment)
-            if made is None:
-                made = tuple(map_tensors(whole.data[0], empty) for _ in range(count))
+            made: Any = tuple(map_tensors(whole.data[0], empty) for _ in range(count))
         else:
             made = map_tensors(whole.data, some)
         if "shape" in getattr(made, "__dataclass_fields__", ()):
             made = replace(made, shape=(count, *whole.shape[1:]))
         return replace(whole, data=made, shape=(count, *whole.shape[1:]), nbytes=count * self.nbytes)
-
-    def _locked(self, data: Any) -> Any:
-        """The same experts in page-locked memory, if the device has any: in one piece if that can be."""
-        if not isinstance(data, tuple) or all(tensor.is_pinned() for tensor in _tensors(data)):
-            return map_tensors(data, self._pinned)
-
-        def new(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            nbytes = math.prod(shape) * dtype.itemsize
-            (raw,) = self._device.pinned_buffers(1, nbytes) or [torch.empty(nbytes, dtype=torch.uint8)]
-            return raw[:nbytes].view(dtype).view(*shape)
-
-        made = _together(data[0], len(data), new, self._device.capabilities.alignment)
-        if made is None or any(_like(each) != _like(data[0]) for each in data):
-            return map_tensors(data, self._pinned)
-        for source, target in zip(data, made, strict=True):
-            for each, copy in zip(_tensors(source), _tensors(target), strict=True):
-                copy.copy_(each)
-        return made
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         locked = None if tensor.is_pinned() else page_locked(self._device, tensor)
@@ -248,52 +225,6 @@ def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
         return value
 
     return walk(data)
-
-
-def _like(data: Any) -> Sequence[Any]:
-    return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in _tensors(data)]
-
-
-def _together(
-    first: Any, count: int, new: Callable[[Sequence[int], torch.dtype], torch.Tensor], alignment: int
-) -> tuple[Any, ...] | None:
-    """Data of ``count`` matrices like ``first``, each of whose tensors are in one piece of ``new`` memory. None: they
-    would not be aligned, or their tensors have strides of their own."""
-    each = [tensor if tensor.is_contiguous() else tensor.mT for tensor in _tensors(first)]
-    if not all(tensor.is_contiguous() and tensor.nbytes % alignment == 0 for tensor in each):
-        return None
-    pieces = {id(one): new((count, *tensor.shape), tensor.dtype)
-              for one, tensor in zip(_tensors(first), each, strict=True)}  # fmt: skip
-
-    def matrix(at: int) -> Any:
-        return map_tensors(first, lambda like: _turned(pieces[id(like)][at], like))
-
-    return tuple(map(matrix, range(count)))
-
-
-def _turned(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return made if like.is_contiguous() else made.mT
-
-
-def _whole(data: Any) -> list[torch.Tensor | None]:
-    """Each tensor of all matrices as int32 [matrices, words], or None."""
-    if not isinstance(data, tuple):
-        return [_joined(list(tensor)) if tensor.is_contiguous() else None for tensor in _tensors(data)]
-    parts = [list(part) for part in zip(*map(_tensors, data), strict=True)]
-    return [_joined([tensor if tensor.is_contiguous() else tensor.mT for tensor in part]) for part in parts]
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Tensors that follow each other in one piece of memory."""
-    first, nbytes = tensors[0], tensors[0].nbytes
-    if not first.is_contiguous() or nbytes % 4:
-        return None
-    start, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    for at, tensor in enumerate(tensors):
-        there = tensor.is_contiguous() and tensor.nbytes == nbytes and tensor.data_ptr() == start + at * nbytes
-        if not there or tensor.untyped_storage().data_ptr() != storage:
-            return None
-    return first.view(-1).view(torch.int32).as_strided((len(tensors), nbytes // 4), (nbytes // 4, 1))
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.captured_experts import SPARING, CapturedExperts, HostWork, follows_drafter, why_eager
-from evener_offload.captured_passing import NO_READER, NONE_PASS, CapturedPassing
+from evener_offload.captured_passing import NONE_PASS, CapturedPassing
 from evener_offload.captured_prompts import captured_prompts
 from evener_offload.device_packing import PackedByDevice
 from evener_offload.half_plans import half_plans
@@ -46,10 +46,10 @@ from evener_offload.halves import Halves
 from evener_offload.halving import Halving
 from evener_offload.host_backend import new_stream, open_host, option, upload
 from evener_offload.layers import layer_number, ranges
-from evener_offload.passing_part import parse_passing, placed
+from evener_offload.passing_part import parse_passing
 from evener_offload.passing_slots import PassingSlots
 from evener_offload.placed_layers import biases_for_device, place, placed_sites, stacks
-from evener_offload.prompt_share import MapsHost, PromptShare
+from evener_offload.prompt_share import PromptShare
 from evener_offload.second_layout import keep, second_bytes, second_layout
 from evener_offload.streamed_layers import StreamedLayers, parse_threshold
 
@@ -118,11 +118,11 @@ class HostExperts(Placement):
         self.eager = why_eager(config, device, drafted) or (", and offload.halves=on" if mode == "on" else None)
         first = sites[0].path if sites else ""
         self._captured = CapturedExperts(device, host, self._threads, self._resolver.attribution, first, self._work)
-        self.replayed = self._captured.replayed
         #: Lets a part of the experts pass through the device in captured steps; None: the host computes all.
         self._passing = self._passing_part(config, own, resolver, sites, stream, inputs)
+        self.replayed = self._captured.replayed if self._passing is None else self._replayed
         #: By path and how many of its experts pass: a layer's weights, and these for the host.
-        self._rest: dict[tuple[str, int | None], tuple[MoEWeights, MoEWeights]] = {}
+        self._rest: dict[tuple[str, int], tuple[MoEWeights, MoEWeights]] = {}
         #: Captures of prompts whose experts are copied to the device; None: they run eagerly.
         self._prompts = captured_prompts(config, device) if streamed and self.eager is None else None
         resolver.manifest.notes += [] if self._prompts is None else [str(self._prompts)]
@@ -135,7 +135,7 @@ class HostExperts(Placement):
         self, config: ResolvedConfig, own: Builder, resolver: Resolver, sites: Sequence[CallSite], stream: Any,
         inputs: bool,
     ) -> CapturedPassing | None:  # fmt: skip
-        percent, least, chosen = parse_passing(config)
+        percent, least = parse_passing(config)
         if percent == 0 or not sites:
             return None
         why = None
@@ -143,8 +143,6 @@ class HostExperts(Placement):
             why = "steps are not captured"
         elif inputs:
             why = "the model weights the experts' inputs"
-        elif chosen and not isinstance(self._device, MapsHost):
-            why = NO_READER
         elif percent is None and not StreamedLayers.worthwhile(sites, self._resolver, resolver, stream, self.free):
             why = "copies do not run beside other work, or host memory does not hold experts as the device reads them"
         if why is not None:
@@ -156,13 +154,21 @@ class HostExperts(Placement):
             keep(site, found[site.path], own, self)
             self.streamed.second_bytes += second_bytes(site, found[site.path], resolver.packings_by_layout)
             biases[site.path] = biases_for_device(site, own)
+        each = (site.static["experts"] * self._expert_bytes[site.path] for site in sites)
+        left = self.free - sum(each) - self.streamed.second_bytes
         passing = CapturedPassing(
             sites=sites, found=found, biases=biases, own=own, resolver=resolver, device=self._device,
             stream=new_stream(self._device), captured=self._captured, host=self._host, threads=self._threads,
-            percent=percent, least=least, most=config.max_reqs, running=lambda: not self._eager, chosen=chosen,
+            percent=percent, least=least, most=config.max_reqs, running=lambda: not self._eager, free=left,
         )  # fmt: skip
         resolver.manifest.notes.append(str(passing))
         return passing
+
+    def _replayed(self, rows: int) -> None:
+        """As ``Placement.replayed``."""
+        self._captured.replayed(rows)
+        if self._passing is not None:
+            self._passing.replayed()
 
     def __str__(self) -> str:
         return f"the host ({self.name})"
@@ -244,11 +250,11 @@ class HostExperts(Placement):
         if lacking > 0 and streams and new_stream(a.device) is not None:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             lacking += StreamedLayers.room(moved, a.resolver.packings_by_layout)
-        percent, _, chosen = parse_passing(a.config)
+        percent, _ = parse_passing(a.config)
         if lacking > 0 and percent != 0 and a.config.use_cuda_graph and a.device.capabilities.host_calls:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             alignment = a.device.capabilities.alignment
-            lacking += PassingSlots.room(moved, a.resolver.packings_by_layout, percent, alignment, chosen)
+            lacking += PassingSlots.room(moved, a.resolver.packings_by_layout, percent, alignment)
         count = demand.layers_to_move(lacking)
         (most,) = agreed(a).most([len(demand.experts) if count is None else count])
         return replace(a.config.config.infer, cpu_layer_num=most), "cpu_layer_num"
@@ -262,9 +268,8 @@ class HostExperts(Placement):
         nbytes, experts_of_layer, streamed = self._expert_bytes[path], static["experts"], self.streamed
         stream = streamed.resolve(path, static, bucket, beside)
 
-        def for_passing(more: int) -> OpFunction:
-            there = {**static, "experts": static["experts"] + more}
-            return self._on_host(op, f"{path} beside passing experts", there, bucket)
+        def for_passing() -> OpFunction:
+            return self._on_host(op, f"{path} beside passing experts", static, bucket)
 
         passing = self._passing and self._passing.resolve(path, static, bucket, for_passing, nbytes)
 
@@ -274,9 +279,7 @@ class HostExperts(Placement):
             if stream is not None and self._prompts is not None and self._prompts.recording:
                 return self._prompts.start(stream, x, ids, weights, experts)
             if not self._eager:
-                started = passing and passing(
-                    (x, ids, weights), experts, partial(self._for_host, path, static, experts), None
-                )  # fmt: skip
+                started = passing and passing((x, ids, weights), experts, partial(self._for_host, path, experts))
                 if started:
                     return started
                 return self._captured.start(path, compute, nbytes, x, ids, weights, experts)
@@ -300,12 +303,12 @@ class HostExperts(Placement):
 
         return start
 
-    def _for_host(self, path: str, static: Static, w: MoEWeights, passing: int | None) -> MoEWeights:
+    def _for_host(self, path: str, w: MoEWeights, passing: int) -> MoEWeights:
         """As ``ForHost``."""
         known = self._rest.get((path, passing))
         if known is None or known[0] is not w:
-            experts = static["experts"]
-            slots, copies = placed(experts + (passing is None), passing or 0, experts)
+            assert self._passing is not None, "it asks for them"
+            slots, copies = self._passing.places[path].on_host(passing)
             known = self._rest[path, passing] = w, w._replace(slots=slots, copies=copies)
         return known[1]
 

@@ -1,6 +1,6 @@
 """Which part of the experts passes through the device in captured steps (``captured_passing``): the one with which the
-link and the host end together. What the host reads depends on what tokens choose, so it is timed with as many rows as
-the step has."""
+link and the host end together. Copies do not depend on what tokens choose; what the host reads does, so the host is
+timed with as many rows as the step has."""
 
 from __future__ import annotations
 
@@ -49,12 +49,10 @@ class Passing(NamedTuple):
     Attributes:
         percent: as of ``parse_part``.
         least: rows of the smallest step.
-        chosen: whether only chosen experts pass.
     """
 
     percent: int | None
     least: int
-    chosen: bool
 
 
 def parse_passing(config: ResolvedConfig) -> Passing:
@@ -66,7 +64,7 @@ def parse_passing(config: ResolvedConfig) -> Passing:
     percent, least = parse_part(str(option(config, "pass_experts"))), int(option(config, "pass_experts_rows"))
     if least < 1:
         raise ConfigError(f"offload.pass_experts_rows={least}: set the rows of the smallest such step, at least 1")
-    return Passing(percent, least, bool(option(config, "pass_chosen")))
+    return Passing(percent, least)
 
 
 def part_for(copying: float, host: float, other: float, every: float | None = None) -> float:
@@ -90,7 +88,7 @@ class PassingPart:
         host: the device that computes experts there, with so many ``threads``.
         percent: as of ``parse_part``.
         other: seconds of a step in which the host does not compute, for each layer of which experts pass.
-        spare: 1 if chosen experts pass, for which one that nobody has stands on the host; 0 if the first ones do.
+        chosen: whether the experts that pass are those that are chosen most.
 
     Attributes:
         percent: see there.
@@ -99,19 +97,15 @@ class PassingPart:
     """
 
     def __init__(
-        self, device: Device, stream: Any, host: Device, threads: int, percent: int | None, other: float, spare: int
+        self, device: Device, stream: Any, host: Device, threads: int, percent: int | None, other: float, chosen: bool
     ) -> None:
         self._device, self._stream, self._host, self._threads = device, stream, host, threads
         self.percent, self._other, self.known = percent, other, dict[int, float]()
-        self._spare = spare
+        self._chosen = chosen
 
     def count(self, layer: PassingLayer, bucket: Bucket) -> int:
         """How many of the layer's experts pass in steps of a bucket that is known."""
         return layer.passing(self.known[bucket.high])
-
-    def of_absent(self, layer: PassingLayer, bucket: Bucket) -> float:
-        """The part of the layer's experts without slots of their own that pass in steps of a bucket that is known."""
-        return min(1.0, self.known[bucket.high] * layer.experts / layer.absent)
 
     def most(self, layer: PassingLayer) -> int:
         """How many of them pass in some step, as far as that is known."""
@@ -120,7 +114,7 @@ class PassingPart:
 
     def settle(
         self, layer: PassingLayer, bucket: Bucket, compute: OpFunction,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], w: MoEWeights, link: Callable[[torch.Tensor], None],
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], w: MoEWeights, link: Callable[[], None],
     ) -> int:  # fmt: skip
         """The same as ``count``. The first layer is timed if nobody has said: not in a capture, as each step runs once
         before it is captured.
@@ -128,7 +122,7 @@ class PassingPart:
         Args:
             compute: ``routed_experts`` on the host. w: the layer's weights there.
             inputs: rows, ids and weights of a step, of which only sizes count.
-            link: submits what the link takes for all experts that may pass, given ids of rows, on the device.
+            link: submits copies of all experts that may pass.
         """
         if bucket.high not in self.known:
             fixed = self.percent
@@ -138,23 +132,23 @@ class PassingPart:
 
     def _measured(
         self, layer: PassingLayer, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor, w: MoEWeights,
-        link: Callable[[torch.Tensor], None],
+        link: Callable[[], None],
     ) -> float:  # fmt: skip
         """The part for steps of as many rows, whose tokens choose evenly."""
         rows, top = ids.shape
         random = np.random.default_rng(0)
         chosen = torch.from_numpy(random.random((rows, layer.experts)).argsort(1)[:, :top].astype(np.int32))
         some, factors = torch.randn(x.shape).to(x.dtype), torch.ones(rows, top)
-        slots, copies = placed(layer.experts + self._spare, layer.experts - layer.absent, layer.experts)
-        there, ids = w._replace(slots=slots, copies=copies), self._device.upload(chosen.numpy())
-        copying = min(self._device.measure(lambda: link(ids)) for _ in range(1 + _TIMES))
+        slots, copies = placed(layer.experts, layer.experts - layer.absent, layer.experts)
+        there = w._replace(slots=slots, copies=copies)
+        copying = min(self._device.measure(link) for _ in range(1 + _TIMES))
 
         def host(beside: float) -> float:
             times = []
             for _ in range(_TIMES):
                 with self._stream or nullcontext():
                     for _ in range(round(beside / copying)):
-                        link(ids)
+                        link()
                 began = time.perf_counter()
                 compute(some, chosen, factors, there)
                 times.append(time.perf_counter() - began)
@@ -167,9 +161,10 @@ class PassingPart:
             busy = host(_LONGER * host(0.0))
         finally:
             self._host.limit_threads(self._threads)
-        # Experts with slots of their own take neither time, but what passes is a part of all.
-        all_of_link = len(np.unique(chosen)) if self._spare else layer.experts
-        whole, every = copying * all_of_link / min(all_of_link, layer.count), busy * layer.experts / layer.absent
+        # Experts with slots of their own take neither time, but what passes is a part of all. If the most chosen ones
+        # do, the host would have read them, too.
+        read = layer.absent * (len(np.unique(chosen)) / layer.experts if self._chosen else 1.0)
+        whole, every = copying * layer.experts / layer.count, busy * layer.experts / read
         part = part_for(whole, busy, self._other, every)
         log.info(
             "in captured steps of %d rows %.1f%% of experts pass through the device, at most %.1f%%: of a layer, "

@@ -13,11 +13,12 @@ from evener.contracts.device import Device
 from evener.contracts.quant import Packing
 from evener.layers.builder import Builder
 from evener_offload.expert_slots import ExpertSlots, Room, room_bytes
+from evener_offload.passing_stage import PassingStage
 from evener_offload.placed_layers import stacks
 from evener_offload.second_layout import Stacks, expert_bytes, kind_of
 
-#: Sets of slots that are filled ahead. With two the link would be idle whenever the host is late; a third is also
-#: filled before the first layer that passes experts is reached. Experts that pass once they are chosen need one set.
+#: Sets of slots. With two the link would be idle whenever the host is late; a third is also
+#: filled before the first layer that passes experts is reached.
 SETS = 3
 #: Percent of the experts without slots of their own for which there are slots here if measured costs decide. The host
 #: reads memory at about 1.7 times the speed of the link. So both end together with 38% if tokens choose all experts,
@@ -42,6 +43,7 @@ class PassingLayer:
         experts, count: how many it has, and how many slots there are for them.
         absent: how many of them have no slots of their own.
         nbytes: of an expert, as the device reads it.
+        stages: of both stacks, with the experts that pass; none: the first ones do, from where they are.
     """
 
     number: int
@@ -51,14 +53,22 @@ class PassingLayer:
     count: int
     absent: int
     nbytes: int
+    stages: Sequence[PassingStage] = ()
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of host memory for its stages."""
+        return self.count * self.nbytes
 
     def passing(self, part: float) -> int:
         """How many of its experts pass if a part of them does: some, or of no part none."""
         return min(self.count, max(1, round(part * self.experts))) if part else 0
 
     def copy(self, count: int) -> None:
-        """Start copying the first experts to the slots, on the current stream."""
-        for each in self.slots:
+        """Start copying so many experts that pass to the slots, on the current stream."""
+        for stage in self.stages:
+            stage.copy(count)
+        for each in () if self.stages else self.slots:
             each.copy(self.first, 0, count)
 
 
@@ -71,7 +81,6 @@ class PassingSlots:
         own: gets the slots, so that they are part of the memory plan.
         packings: the device's.
         percent, residents: as of ``slots_of``.
-        chosen: whether only chosen experts pass.
 
     Attributes:
         sets: how many there are.
@@ -80,9 +89,9 @@ class PassingSlots:
 
     def __init__(
         self, sites: Sequence[CallSite], found: Mapping[str, Stacks], own: Builder, packings: Mapping[str, Packing],
-        device: Device, percent: int | None, residents: int, chosen: bool,
+        device: Device, percent: int | None, residents: int,
     ) -> None:  # fmt: skip
-        self.sets, layers, alignment = _sets(sites, chosen), dict[str, PassingLayer](), device.capabilities.alignment
+        self.sets, layers, alignment = min(SETS, len(sites)), dict[str, PassingLayer](), device.capabilities.alignment
         for which in range(self.sets):
             kinds: dict[Any, list[tuple[int, CallSite]]] = {}
             for number in range(which, len(sites), self.sets):
@@ -108,14 +117,8 @@ class PassingSlots:
         self.order = list(self.layer.values())
 
     @staticmethod
-    def room(
-        sites: Sequence[CallSite], packings: Mapping[str, Packing], percent: int | None, alignment: int, chosen: bool
-    ) -> int:
+    def room(sites: Sequence[CallSite], packings: Mapping[str, Packing], percent: int | None, alignment: int) -> int:
         """Bytes of the slots that layers may need, which have their layouts of the device's ``packings``."""
         counts = [slots_of(site.static["experts"], percent) for site in sites]
         each = (n * expert_bytes(stacks(site), packings) for n, site in zip(counts, sites, strict=True))
-        return _sets(sites, chosen) * room_bytes(max(each), max(counts), alignment) if sites else 0
-
-
-def _sets(sites: Sequence[CallSite], chosen: bool) -> int:
-    return min(1 if chosen else SETS, len(sites))
+        return min(SETS, len(sites)) * room_bytes(max(each), max(counts), alignment) if sites else 0

@@ -38,7 +38,7 @@ from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
 from evener_offload.captured_experts import CapturedExperts, HostWork, follows_drafter, why_eager
-from evener_offload.captured_passing import NO_READER, NONE_PASS, CapturedPassing
+from evener_offload.captured_passing import NONE_PASS, CapturedPassing
 from evener_offload.captured_prompts import CapturedPrompts, captured_prompts
 from evener_offload.captured_residents import CapturedResidents
 from evener_offload.host_backend import host_memory, new_stream, option
@@ -49,7 +49,6 @@ from evener_offload.numa import spread_memory
 from evener_offload.passing_part import parse_passing
 from evener_offload.passing_slots import PassingSlots
 from evener_offload.placed_layers import place, placed_sites, stacks
-from evener_offload.prompt_share import MapsHost
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.slot_products import MOST_TOKENS, SlotProducts
 
@@ -143,14 +142,12 @@ class ResidentExperts(Placement):
     def _passing_part(
         self, config: ResolvedConfig, own: Builder, sites: Sequence[CallSite], captured: CapturedExperts | None
     ) -> CapturedPassing | None:
-        percent, least, chosen = parse_passing(config)
+        percent, least = parse_passing(config)
         if percent == 0:
             return None
         stream, why = new_stream(self._device), None
         if captured is None or self.share is None or not config.use_cuda_graph:
             why = "steps are not captured"
-        elif chosen and not isinstance(self._device, MapsHost):
-            why = NO_READER
         elif percent is None and stream is None:
             why = "copies do not run beside other work"
         if captured is None or self.share is None or why is not None:
@@ -162,7 +159,7 @@ class ResidentExperts(Placement):
             sites=sites, found={site.path: stacks(site) for site in sites}, biases={}, own=own, resolver=self._resolver,
             device=self._device, stream=stream, captured=captured, host=self.share.host, threads=config.threads,
             percent=percent, least=least, most=min(config.max_reqs, MOST_TOKENS), running=lambda: not self._eager,
-            residents=residents, chosen=chosen,
+            residents=residents,
         )  # fmt: skip
         self._resolver.manifest.notes.append(str(passing))
         return passing
@@ -221,10 +218,10 @@ class ResidentExperts(Placement):
             raise ConfigError("infer.cpu_layer_num=auto cannot be used with infer.resident_experts: set a number, or "
                               "leave it out for all layers")  # fmt: skip
         sites, lacking = placed_sites(a.config, a.build, [a.build]), lacking_bytes(a, "infer.resident_experts")
-        packings, (percent, _, chosen) = a.resolver.packings_by_layout, parse_passing(a.config)
+        packings, (percent, _) = a.resolver.packings_by_layout, parse_passing(a.config)
         captures = a.config.use_cuda_graph and why_eager(a.config, a.device, follows_drafter(a.config)) is None
         if lacking > 0 and percent != 0 and captures and option(a.config, "host_when_sooner") != "off":
-            lacking += PassingSlots.room(sites, packings, percent, a.device.capabilities.alignment, chosen)
+            lacking += PassingSlots.room(sites, packings, percent, a.device.capabilities.alignment)
         each = sum(packings[s.layout].nbytes(s.parts, s.dtype) for site in sites for s in stacks(site))
         whole = sum(packings[s.layout].nbytes(s.parts, s.dtype) * s.experts for site in sites for s in stacks(site))
         (count,) = agreed(a).least([max(1, (whole - lacking) // each)])
@@ -243,11 +240,7 @@ class ResidentExperts(Placement):
         if share is not None and captured is not None and bucket.high <= MOST_TOKENS:
             routed = share.routed(path, static, bucket, "captured steps")
             if self._passing is not None:
-
-                def beside(more: int) -> OpFunction:
-                    there = {**static, "experts": static["experts"] + more}
-                    return share.routed(path, there, bucket, "captured steps in which experts pass")
-
+                beside = partial(share.routed, path, static, bucket, "captured steps in which experts pass")
                 passing = self._passing.resolve(path, static, bucket, beside, share.expert_bytes(path))
 
         def start(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights) -> Any:

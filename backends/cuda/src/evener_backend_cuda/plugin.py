@@ -18,7 +18,6 @@ from evener.contracts.ops import Kernel
 from evener.contracts.state import StateProvider
 from evener_backend_cuda import nvml
 from evener_backend_cuda.capability import capabilities
-from evener_backend_cuda.chosen_experts import copy_chosen, split_chosen
 from evener_backend_cuda.communicator import open_communicator
 from evener_backend_cuda.compiled import Driver
 from evener_backend_cuda.deep_gemm import DeepGemmGroupedLinear, DeepGemmLinear
@@ -74,20 +73,6 @@ class CudaDevice(GpuDevice):
         """Page-locked memory as a tensor of the device, whose kernels read it where it is: not behind copies, which the
         copy engine takes one after another."""
         return mapped(host, self.torch_device)
-
-    def split_chosen(
-        self, ids: torch.Tensor, held: torch.Tensor | None, experts: int, most: int, part: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split chosen experts between the device and the host: see ``chosen_experts``. Captures may hold it."""
-        return split_chosen(ids, held, experts, most, part)
-
-    def copy_chosen(
-        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], experts: torch.Tensor,
-        used: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Copy chosen experts from mapped memory to slots, on the current stream: see ``chosen_experts``. Captures may
-        hold it."""
-        copy_chosen(sources, targets, experts, used)
 
     def await_word(self, word: torch.Tensor) -> None:
         """Work that is submitted to the current stream from here on waits until ``word``, int32 [1] in page-locked

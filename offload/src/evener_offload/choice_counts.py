@@ -1,0 +1,88 @@
+"""In how many captured steps each expert was chosen, so that the most chosen ones get a better place. The device
+counts, and the host looks at the counts from time to time, with ageing (least frequently used)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from evener.contracts.device import Device, Readback
+
+#: Steps after which counts are looked at, and what the older ones count for then.
+_REVIEW, _AGEING = 8, 0.875
+#: An expert is chosen clearly more often than another one in so many times as many steps, and in more by so many
+#: standard deviations, as if both counts were of chance (Poisson).
+_MORE_OFTEN, _DEVIATIONS = 1.5, 2.5
+#: Part of the time that exchanges may take; experts that are exchanged before it is known how long one takes.
+_PART, _FIRST = 0.2, 4
+
+
+class ChoiceCounts:
+    """Counts steps, not tokens: in a step all tokens share what an expert costs.
+
+    Args:
+        layers, experts: how many there are, and how many a layer has at most.
+
+    Attributes:
+        scores: float32 [layers, experts], the counts with ageing.
+    """
+
+    def __init__(self, device: Device, layers: int, experts: int) -> None:
+        self._device = device
+        #: On the device and by the last look, which begin anew after 2^32.
+        self._counts: torch.Tensor | None = None
+        self._seen = np.zeros((layers, experts), dtype=np.int32)
+        self.scores = np.zeros(self._seen.shape, dtype=np.float32)
+        self._reading: Readback | None = None
+        self._steps, self._looked, self._exchange_s = 0, time.perf_counter(), 0.0
+
+    def prepare(self) -> None:
+        """Make the counts on the device. Not in a capture; each step runs once before."""
+        if self._counts is None:
+            self._counts = self._device.upload(self._seen)
+
+    def note(self, layer: int, ids: torch.Tensor) -> None:
+        """Submit that the step chose these experts, int32 [T, k]. Rows of padding count, too: they are few, and choose
+        the same experts each time."""
+        assert self._counts is not None, "prepared"
+        counts, chosen = self._counts[layer], ids.flatten()
+        counts.add_(torch.zeros_like(counts).index_add_(0, chosen, torch.ones_like(chosen)).clamp_(max=1))
+
+    def replayed(self) -> bool:
+        """A step is submitted next. Returns whether ``scores`` are new."""
+        self._steps += 1
+        if self._reading is not None:
+            if not self._reading.ready():
+                return False
+            self.add(self._reading.wait().numpy())
+            self._reading = None
+            return True
+        if self._counts is not None and self._steps % _REVIEW == 0:
+            self._reading = self._device.readback(self._counts)
+        return False
+
+    def add(self, counts: np.ndarray[Any, Any]) -> None:
+        """Take over the counts of the device, int32 like ``scores``."""
+        self.scores = self.scores * _AGEING + (counts - self._seen)
+        self._seen = counts.copy()
+
+    def most(self) -> int:
+        """How many experts may be exchanged now."""
+        now, most = time.perf_counter(), _FIRST
+        if self._exchange_s:
+            most = int(_PART * (now - self._looked) / self._exchange_s)
+        self._looked = now
+        return most
+
+    def exchanged(self, count: int, seconds: float) -> None:
+        """Note how long exchanges took."""
+        self._exchange_s = seconds / count
+
+
+def clearly(more: float, less: float) -> bool:
+    """Whether the first of two counts is so much larger that chance does not explain it: where tokens choose evenly,
+    few experts move."""
+    return more >= _MORE_OFTEN * less and more - less >= _DEVIATIONS * (more + less) ** 0.5 > 0

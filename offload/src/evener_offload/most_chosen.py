@@ -1,0 +1,86 @@
+"""The experts that pass through the device are those that tokens choose most (``choice_counts``). So nearly all that
+the link carries is needed, and the host reads fewer. They have a stage in page-locked memory (``passing_stage``),
+because captured copies read the same addresses in each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from evener.contracts.device import Device
+from evener_offload.choice_counts import ChoiceCounts, clearly
+from evener_offload.passing_places import PassingPlaces
+from evener_offload.passing_slots import PassingLayer
+from evener_offload.passing_stage import PassingStage
+
+
+class MostChosen:
+    """Exchanges experts of layers.
+
+    Args:
+        layers, places: of each layer, by number.
+        most: how many experts of a layer pass in some step, as far as that is known.
+
+    Attributes:
+        exchanged: experts that have got a place of those that pass.
+        counts: of choices, by layer.
+    """
+
+    def __init__(
+        self, device: Device, layers: Sequence[PassingLayer], places: Sequence[PassingPlaces],
+        most: Callable[[PassingLayer], int],
+    ) -> None:  # fmt: skip
+        self._device, self._layers, self._places, self._most, self.exchanged = device, layers, places, most, 0
+        self.counts = ChoiceCounts(device, len(layers), max(layer.experts for layer in layers))
+
+    def prepare(self, layer: PassingLayer) -> None:
+        """Put the layer's experts on their stages. Not in a capture; each step runs once before."""
+        self.counts.prepare()
+        if not layer.stages:
+            layer.stages = [PassingStage(each, layer.first, layer.count, self._device) for each in layer.slots]
+
+    def note(self, layer: PassingLayer, ids: torch.Tensor) -> None:
+        """Submit that the step chose these experts of the layer, int32 [T, k]."""
+        self.counts.note(layer.number, ids)
+
+    def replayed(self) -> None:
+        """A step is submitted next. Look at the counts now and then."""
+        if self.counts.replayed():
+            self.review()
+
+    def review(self) -> None:
+        """Let the most chosen experts take the places of the least chosen ones, as far as the time allows."""
+        chosen = sorted(self._worth(), reverse=True)[: self.counts.most()]
+        if not chosen:
+            return
+        self._device.synchronize()
+        began = time.perf_counter()
+        for _, number, come, go in chosen:
+            layer, places = self._layers[number], self._places[number]
+            places.exchange(come, go)
+            for stage in layer.stages:
+                for place in (come, go):
+                    if place < layer.count:
+                        stage.put(int(places.expert_at[place]), place)
+        for number in {number for _, number, _, _ in chosen}:
+            self._places[number].write()
+        self._device.synchronize()
+        self.counts.exchanged(len(chosen), time.perf_counter() - began)
+        self.exchanged += len(chosen)
+
+    def _worth(self) -> list[tuple[float, int, int, int]]:
+        """In how many more steps an expert was chosen than one of its layer that passes, the layer, and the places of
+        both; by layer, the most chosen one with the least chosen one, and so on."""
+        found = []
+        for layer, places, scores in zip(self._layers, self._places, self.counts.scores, strict=True):
+            passing, by_place = self._most(layer), scores[places.expert_at]
+            others = passing + np.argsort(-by_place[passing:], kind="stable")
+            for come, go in zip(others, np.argsort(by_place[:passing], kind="stable"), strict=False):
+                more, less = float(by_place[come]), float(by_place[go])
+                if not clearly(more, less):
+                    break
+                found.append((more - less, layer.number, int(come), int(go)))
+        return found
