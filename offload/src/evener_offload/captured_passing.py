@@ -124,6 +124,11 @@ class CapturedPassing:
 
         return start
 
+    @property
+    def exchanged(self) -> int:
+        """Experts that have got a place among those that pass."""
+        return 0 if self.most_chosen is None else self.most_chosen.exchanged
+
     def replayed(self) -> None:
         """A captured step is submitted next."""
         if self.most_chosen is not None and self._any:

@@ -176,8 +176,8 @@ class HostExperts(Placement):
     def counters(self) -> Mapping[str, int]:
         """Bytes of experts that the host has read, each once in a layer's step or half of it; microseconds that it
         computed; steps that were computed in two halves; captured steps; bytes of experts that passed through the
-        device in these; captured prompts; tokens of steps whose experts were copied to the device, for each layer, and
-        bytes of these experts.
+        device in these, and experts that took another one's place among them; captured prompts; tokens of steps whose
+        experts were copied to the device, for each layer, and bytes of these experts.
 
         Raises:
             EvenerError: the host failed in a captured step.
@@ -189,6 +189,7 @@ class HostExperts(Placement):
             "host_expert_halved_steps": self._work.halved,
             "host_expert_captured_steps": self._captured.steps,
             "host_expert_passed_bytes": self._work.passed_bytes,
+            "expert_exchanges": 0 if self._passing is None else self._passing.exchanged,
             "host_expert_captured_prompts": 0 if self._prompts is None else self._prompts.steps,
             "host_expert_streamed_tokens": self.streamed.tokens,
             "host_expert_streamed_bytes": self.streamed.copied,

@@ -262,7 +262,7 @@ _OF_HOST_MEMORY = {
     "expert_guesses": "Experts that were guessed for the next layer.",
     "expert_guess_hits": "Experts that were guessed for the next layer and that it needed.",
     "expert_wasted_bytes": "Bytes of experts that were copied because of wrong guesses.",
-    "expert_exchanges": "Experts that took another one's slot between captured steps.",
+    "expert_exchanges": "Experts that took another one's slot, or its place among passing ones, between steps.",
     "kv_host_hits": "Requests that got KV cache blocks from host memory.",
     "kv_host_hit_tokens": "Tokens whose KV cache came from host memory.",
     "kv_host_stored_bytes": "Bytes of KV cache blocks that were copied to host memory.",
