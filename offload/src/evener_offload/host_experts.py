@@ -120,7 +120,7 @@ class HostExperts(Placement):
         self._captured = CapturedExperts(device, host, self._threads, self._resolver.attribution, first, self._work)
         #: Lets a part of the experts pass through the device in captured steps; None: the host computes all.
         self._passing = self._passing_part(config, own, resolver, sites, stream, inputs)
-        self.replayed = self._captured.replayed if self._passing is None else self._replayed
+        self.replayed = _replayed(self._captured, self._passing)
         #: By path and how many of its experts pass: a layer's weights, and these for the host.
         self._rest: dict[tuple[str, int], tuple[MoEWeights, MoEWeights]] = {}
         #: Captures of prompts whose experts are copied to the device; None: they run eagerly.
@@ -163,12 +163,6 @@ class HostExperts(Placement):
         )  # fmt: skip
         resolver.manifest.notes.append(str(passing))
         return passing
-
-    def _replayed(self, rows: int) -> None:
-        """As ``Placement.replayed``."""
-        self._captured.replayed(rows)
-        if self._passing is not None:
-            self._passing.replayed()
 
     def __str__(self) -> str:
         return f"the host ({self.name})"
@@ -320,6 +314,17 @@ class HostExperts(Placement):
         # A capture holds a call of the host, not what the host does then.
         choices[known:] = [replace(choice, capturable=True) for choice in choices[known:]]
         return found
+
+
+def _replayed(captured: CapturedExperts, passing: CapturedPassing | None) -> Callable[[int], None]:
+    """As ``Placement.replayed``. It does not keep the placement: a cycle would keep the device's memory for a while."""
+
+    def run(rows: int) -> None:
+        captured.replayed(rows)
+        if passing is not None:
+            passing.replayed()
+
+    return run
 
 
 def _distinct(ids: torch.Tensor, experts: int) -> int:
