@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 
@@ -67,15 +68,24 @@ class BlockPool:
         totals: dict[int, int] = {}
         for count, span in wanted:
             totals[span] = totals.get(span, 0) + count
-        needed = sum(self.slabs_for(n - len(self._free_blocks.get(s, ())), s) for s, n in totals.items())
+        needed = sum(max(0, -(-(n - len(self._free_blocks.get(s, ()))) * s // self.slab)) for s, n in totals.items())
         if needed > len(self._free_slabs):
             return None
         self._spare_slabs = len(self._free_slabs) - needed
-        return [[self._allocate_block(span) for _ in range(count)] for count, span in wanted]
+        return [self._allocate(count, span) for count, span in wanted]
 
-    def slabs_for(self, count: int, span: int) -> int:
-        """Slabs that ``count`` blocks of ``span`` pages fill; 0 for a negative count."""
-        return max(0, -(-count * span // self.slab))
+    def _allocate(self, count: int, span: int) -> list[int]:
+        if span < self.slab:
+            return [self._allocate_block(span) for _ in range(count)]
+        # A block is a slab. A long prompt takes thousands, before its first step begins.
+        slabs = list(islice(self._free_slabs, count))
+        for slab in slabs:
+            del self._free_slabs[slab]
+            if self._spans[slab] != span:
+                self._split_slab(slab, span)
+            self._drop_key(slab * self.slab)
+            self._references[slab * self.slab] = 1
+        return [slab * self.slab for slab in slabs]
 
     def _allocate_block(self, span: int) -> int:
         """Take a free block. One from a slab in use is preferred so that other slabs stay whole. But a block with a key
@@ -87,8 +97,7 @@ class BlockPool:
             first = None if spare else first
         if first is None:
             slab, _ = self._free_slabs.popitem(last=False)
-            if span != self.slab or self._spans[slab] != span:
-                self._split_slab(slab, span)
+            self._split_slab(slab, span)
             first = slab * self.slab
         else:
             del self._free_blocks[span][first]
@@ -129,8 +138,7 @@ class BlockPool:
     def retain(self, block: int) -> None:
         """Hold a block once more; a free one is taken out of the free blocks."""
         if self._references[block] == 0:
-            slab = block // self.slab
-            span = self._spans[slab]
+            slab, span = block // self.slab, self._spans[block // self.slab]
             if slab in self._free_slabs:
                 del self._free_slabs[slab]
                 self._split_slab(slab, span)

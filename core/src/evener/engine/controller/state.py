@@ -16,6 +16,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import msgspec
 
@@ -25,8 +26,6 @@ from evener.engine.controller.blocks import BlockPool
 from evener.engine.wire.media import overlapping_items
 from evener.engine.wire.plan import BlockCopy
 from evener.engine.wire.slabs import find_kinds, slabs_needed
-
-_NO_SALT = hashlib.sha256(b"").digest()
 
 
 @dataclass
@@ -50,10 +49,6 @@ class BlockTable:
     cached_blocks: int = 0
     exclusive: bool = False
     media: Sequence[MediaItem] = ()
-
-    def columns(self) -> int:
-        """Blocks of each group, including dead ones."""
-        return len(self.blocks[0]) if self.blocks else 0
 
 
 class Growth(msgspec.Struct, frozen=True):
@@ -160,18 +155,19 @@ class StateManager:
         """Add blocks to the table until it covers ``tokens`` tokens in all groups, the last ``drafts`` of which are
         proposed: a later step may begin or end at each of these. Returns None, and changes nothing, when the pool has
         too few free blocks."""
-        start = table.columns()
+        start = len(table.blocks[0]) if table.blocks else 0
         if tokens <= start * self.block_size:
             return Growth(start, ())
         columns, ends = range(start, -(-tokens // self.block_size)), max(0, tokens - drafts - 1) // self.block_size
-        needs = [[kind.needs(spec, at, at if at >= ends else columns[-1], self.block_size) for at in columns]
+        # A long prompt has thousands of blocks, and most kinds need all of them.
+        needs = [columns if type(kind).needs is StateKind.needs else
+                 [at for at in columns if kind.needs(spec, at, at if at >= ends else columns[-1], self.block_size)]
                  for spec, kind in zip(self.specs, self._kinds, strict=True)]  # fmt: skip
-        taken = self.pool.allocate_all([(sum(group), span) for group, span in zip(needs, self.spans, strict=True)])
+        taken = self.pool.allocate_all([(len(group), span) for group, span in zip(needs, self.spans, strict=True)])
         if taken is None:
             return None
-        fresh = map(iter, taken)
-        parts = tuple(tuple(next(blocks) if needed else 0 for needed in group)
-                      for blocks, group in zip(fresh, needs, strict=True))  # fmt: skip
+        parts = tuple(tuple(new if own is columns else map(dict(zip(own, new, strict=True)).get, columns, repeat(0)))
+                      for new, own in zip(taken, needs, strict=True))  # fmt: skip
         for blocks, new in zip(table.blocks, parts, strict=True):
             blocks.extend(new)
         return Growth(start, parts)
@@ -221,7 +217,7 @@ class StateManager:
 
     def _announce(self, table: BlockTable, key: tuple[int, bytes], column: int, tokens: Sequence[int]) -> None:
         first, end = column * self.block_size, (column + 1) * self.block_size
-        plain = table.salt == _NO_SALT and not any(overlapping_items(table.media, 0, end))
+        plain = table.salt == hashlib.sha256(b"").digest() and not any(overlapping_items(table.media, 0, end))
         for listener in self.pool.listeners:
             listener.stored(key, table.digests[column - 1] if column else None, tokens[first:end], plain)
 

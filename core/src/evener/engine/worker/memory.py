@@ -216,7 +216,7 @@ def _expert_bytes(a: Assembly) -> tuple[int, ...]:
 
 def _blocks_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
     """Blocks that one request of ``length`` tokens needs."""
-    specs, cuts = [g.spec for g in a.geometry.groups], [g.cut for g in a.geometry.groups]
+    specs, cuts = tuple(g.spec for g in a.geometry.groups), tuple(g.cut for g in a.geometry.groups)
     kinds, step_tokens = find_kinds(specs, a.kinds), min(config.step_tokens, length)
     return slabs_needed(specs, kinds, cuts, a.geometry.block_size, length, step_tokens)
 
