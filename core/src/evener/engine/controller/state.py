@@ -36,7 +36,7 @@ class BlockTable:
         salt: digest of the request's ``cache_salt``.
         blocks: for each group the block ids, 0 (the null block) where a block is dead or was never needed.
         first_live: for each group the index of the first block that is not dead.
-        digests: the cache key of each full block, as far as they are computed.
+        digests: the cache key of each full block, as far as they are computed: of a prompt, all from the start.
         cached_blocks: how many blocks the prefix cache knows from this table.
         exclusive: the request has the pool for itself, and its state neither comes from nor goes to the prefix cache.
         media: stand for some of the request's tokens.
@@ -118,7 +118,6 @@ class StateManager:
         columns = (len(tokens) - 1) // self.block_size
         self.extend_digests(table, tokens, columns)
         hit = self.longest_hit(table.digests[:columns], self.pool.find)
-        del table.digests[hit:]
         for group in range(len(self.specs)):
             first = self.first_live_block(group, hit * self.block_size)
             for column in range(hit):
@@ -200,11 +199,12 @@ class StateManager:
         if self.prefix_cache and not table.exclusive and computed // self.block_size > table.cached_blocks:
             columns = computed // self.block_size
             self.extend_digests(table, tokens, columns)
+            new = range(table.cached_blocks, columns)
             for group, (spec, kind, blocks) in enumerate(zip(self.specs, self._kinds, table.blocks, strict=True)):
-                for column in range(table.cached_blocks, columns):
-                    key = (group, table.digests[column])
-                    if (blocks[column] and kind.reusable(spec, column, self.block_size)
-                            and self.pool.set_key(blocks[column], key) and self.pool.listeners):  # fmt: skip
+                whole = type(kind).reusable is StateKind.reusable
+                for column in new if whole else [at for at in new if kind.reusable(spec, at, self.block_size)]:
+                    block, key = blocks[column], (group, table.digests[column])
+                    if block and self.pool.set_key(block, key) and self.pool.listeners:
                         self._announce(table, key, column, tokens)
             table.cached_blocks = columns
         for group in self._mortal:
