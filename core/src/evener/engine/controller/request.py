@@ -93,8 +93,7 @@ class Request:
     def needs_whole_prompt(self) -> bool:
         """Whether the prompt has to be computed, even if its state is cached."""
         rows = self.message.sampling.prompt_outputs
-        missing = rows is not None and self.outputs_read < rows.end
-        return self.message.whole_prompt or self.wants_prompt_logprobs or missing
+        return self.message.whole_prompt or self.wants_prompt_logprobs or bool(rows and self.outputs_read < rows.end)
 
     def outputs_of(self, index: int, start: int, end: int) -> Iterator[WantedOutputs]:
         """The outputs wanted of the tokens from ``start`` to before ``end``, which are row ``index`` of a plan."""

@@ -59,17 +59,16 @@ class DeviceTables:
     def write(self, plan: Plan) -> None:
         """Write the rows of new requests, the new entries of block tables, and proposed ids where the plan's rows
         expect them; a draft model has written its own."""
-        # Slots, columns and values, of shapes that broadcast to that of the values.
-        parts: list[tuple[Any, Any, np.ndarray[Any, Any]]] = []
-        for a in plan.admissions:
-            parts.append((a.slot, np.arange(len(a.tokens)), np.array(a.tokens, dtype=np.int32)))
+        # A slot, columns of its row, and their values.
+        parts: list[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         if plan.admissions:
-            slots = np.array([[a.slot] for a in plan.admissions])
             floats = [(x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.frequency_penalty, x.presence_penalty)
                       for x in (a.sampling for a in plan.admissions)]  # fmt: skip
             ints = [(a.sampling.top_k, _signed(a.sampling.seed), a.prompt, a.adapter) for a in plan.admissions]
             numbers = np.array(floats, dtype=np.float32).view(np.int32), np.array(ints, dtype=np.int32)
-            parts.append((slots, np.arange(self._end, self._end + 10), np.hstack(numbers)))
+            for a, row in zip(plan.admissions, np.hstack(numbers), strict=True):
+                parts.append((a.slot, np.arange(len(a.tokens)), np.array(a.tokens, dtype=np.int32)))
+                parts.append((a.slot, np.arange(self._end, self._end + 10), row))
         for u in plan.updates:
             columns = self._starts + np.arange(u.start, u.start + len(u.blocks[0]))
             parts.append((u.slot, columns, np.array(u.blocks, dtype=np.int32) // self._spans))
@@ -78,13 +77,9 @@ class DeviceTables:
             own = [(at, id) for at, id in enumerate(draft.ids, end - len(draft.ids)) if id != BY_WORKER]
             parts += [(slot, *np.array(own, dtype=np.int32).T)] if own else []
         if parts:
-            packed = np.empty((3, sum(part[2].size for part in parts)), dtype=np.int32)
-            at = 0
-            for part in parts:
-                for row, value in zip(packed, part, strict=True):
-                    row[at : at + part[2].size].reshape(part[2].shape)[...] = value
-                at += part[2].size
-            rows, columns, values = self._device.upload(packed)
+            slots = np.repeat([part[0] for part in parts], [part[2].size for part in parts])
+            rest = (np.concatenate([part[at] for part in parts], axis=None) for at in (1, 2))
+            rows, columns, values = self._device.upload(np.array([slots, *rest], dtype=np.int32))
             self._rows[rows, columns] = values
         if changed := [a for a in plan.admissions if a.sampling.bias or a.slot in self._biased]:
             self._write_biases(changed)
