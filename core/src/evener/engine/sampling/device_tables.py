@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -59,27 +60,31 @@ class DeviceTables:
     def write(self, plan: Plan) -> None:
         """Write the rows of new requests, the new entries of block tables, and proposed ids where the plan's rows
         expect them; a draft model has written its own."""
-        # A slot, columns of its row, and their values.
-        parts: list[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        # Arrays of slots, columns and values, of the same size.
+        parts: list[Sequence[np.ndarray[Any, Any]]] = []
         if plan.admissions:
+            slots, known = [a.slot for a in plan.admissions], [np.array(a.tokens, np.int32) for a in plan.admissions]
+            columns = np.concatenate([np.arange(len(each)) for each in known])
+            parts.append((np.repeat(slots, [len(each) for each in known]), columns, np.concatenate(known)))
             floats = [(x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.frequency_penalty, x.presence_penalty)
                       for x in (a.sampling for a in plan.admissions)]  # fmt: skip
             ints = [(a.sampling.top_k, _signed(a.sampling.seed), a.prompt, a.adapter) for a in plan.admissions]
             numbers = np.array(floats, dtype=np.float32).view(np.int32), np.array(ints, dtype=np.int32)
-            for a, row in zip(plan.admissions, np.hstack(numbers), strict=True):
-                parts.append((a.slot, np.arange(len(a.tokens)), np.array(a.tokens, dtype=np.int32)))
-                parts.append((a.slot, np.arange(self._end, self._end + 10), row))
-        for u in plan.updates:
-            columns = self._starts + np.arange(u.start, u.start + len(u.blocks[0]))
-            parts.append((u.slot, columns, np.array(u.blocks, dtype=np.int32) // self._spans))
-        for draft in plan.drafts:
-            slot, end = plan.slots[draft.row], plan.starts[draft.row] + plan.counts[draft.row]
-            own = [(at, id) for at, id in enumerate(draft.ids, end - len(draft.ids)) if id != BY_WORKER]
-            parts += [(slot, *np.array(own, dtype=np.int32).T)] if own else []
+            columns = np.tile(np.arange(self._end, self._end + 10), len(slots))
+            parts.append((np.repeat(slots, 10), columns, np.hstack(numbers)))
+        if plan.updates:
+            slots = [u.slot for u in plan.updates for _ in u.blocks[0]]
+            places = [at for u in plan.updates for at in range(u.start, u.start + len(u.blocks[0]))]
+            ids = [[*chain.from_iterable(blocks)] for blocks in zip(*(u.blocks for u in plan.updates), strict=True)]
+            parts.append((np.tile(slots, len(ids)), self._starts + places, np.array(ids, np.int32) // self._spans))
+        drafted = [(plan.slots[d.row], at, id) for d in plan.drafts for at, id in enumerate(
+            d.ids, plan.starts[d.row] + plan.counts[d.row] - len(d.ids)) if id != BY_WORKER]  # fmt: skip
+        parts += [np.array(drafted).T] if drafted else []
         if parts:
-            slots = np.repeat([part[0] for part in parts], [part[2].size for part in parts])
-            rest = (np.concatenate([part[at] for part in parts], axis=None) for at in (1, 2))
-            rows, columns, values = self._device.upload(np.array([slots, *rest], dtype=np.int32))
+            packed = np.empty((3, sum(values.size for *_, values in parts)), dtype=np.int32)
+            for row, each in zip(packed, zip(*parts, strict=True), strict=True):
+                np.concatenate(each, axis=None, out=row, casting="same_kind")
+            rows, columns, values = self._device.upload(packed)
             self._rows[rows, columns] = values
         if changed := [a for a in plan.admissions if a.sampling.bias or a.slot in self._biased]:
             self._write_biases(changed)
