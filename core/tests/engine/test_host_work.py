@@ -1,4 +1,5 @@
-"""Host work of a decode step: bounded, whatever the context and the vocabulary; nothing is looked up."""
+"""Host work of a decode step: bounded, whatever the context and the vocabulary; nothing is looked up. And of a prompt
+before its first step, which the device waits for."""
 
 from __future__ import annotations
 
@@ -97,3 +98,19 @@ def test_a_decode_step_calls_no_registry_and_no_hook(calls: Any) -> None:
     seen = calls(100, 1000, RANDOM).modules
     assert "evener.engine.worker.runner" in seen and "evener.ops.composites" in seen, "the profile saw a step"
     assert not [m for m in seen if m.startswith(LOOKUPS)]
+
+
+def test_calls_before_the_first_step_of_a_prompt_do_not_grow_with_its_length(make_config: Any) -> None:
+    shape = {"num_hidden_layers": 1, "vocab_size": 1000, "max_position_embeddings": 4200}
+    limits = {"infer.max_seq_len": 4200, "infer.step_tokens": 4096, "infer.max_reqs": 1, "infer.kv_memory": 2**24}
+
+    def count(length: int) -> Calls:
+        controller, _ = build_controller(make_config("Llama", shape, **limits, **{"infer.prefix_cache": False}))
+        request = NewRequest(id="a", prompt=[i % 900 for i in range(length)], max_tokens=1, sampling=GREEDY)
+        with (calls := Calls()):
+            controller.handle([request])
+            plan = controller.scheduler.schedule()
+        assert plan is not None and plan.counts == [length]
+        return calls
+
+    assert count(4000).found == count(1000).found

@@ -335,7 +335,7 @@ class Harness:
         for request in (*self.scheduler.running, *self.scheduler._pending_release):
             assert request.table is not None
             for group, blocks in enumerate(request.table.blocks):
-                assert len(blocks) == request.table.columns()
+                assert len(blocks) == len(request.table.blocks[0])
                 live = blocks[request.table.first_live[group] :]
                 if self.state.specs[group] == APART:
                     live = [block for block in live if block]

@@ -55,10 +55,5 @@ class StopStrings:
 
     def _partial_match_len(self, buffer: str) -> int:
         """Length of the longest suffix of ``buffer`` that is a prefix of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(buffer)), longest, -1):
-                if buffer.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+        sizes = ((stop, size) for stop in self._stops for size in range(1, min(len(stop) - 1, len(buffer)) + 1))
+        return max((size for stop, size in sizes if buffer.endswith(stop[:size])), default=0)

@@ -45,16 +45,19 @@ class BlockPool:
         self._keys: list[Hashable | None] = [None] * count
         self._by_key: dict[Hashable, int] = {}
         self._spans = [slab] * (count // slab)
-        #: Slabs whose blocks are all free, and by span the free blocks of other slabs. Both are in the order in which
-        #: they are given out: those without a key first, then the least recently used.
-        self._free_slabs: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count // slab))
+        #: Slabs whose blocks are all free: those without keys, the last of which is given out first, and the others,
+        #: which are given out after them, the least recently used first. A long prompt takes thousands at once.
+        self._empty = list(range(count // slab - 1, 0, -1))
+        self._cached = OrderedDict[int, None]()
+        #: By span the free blocks of other slabs, in the same order: those without a key first.
         self._free_blocks = defaultdict[int, OrderedDict[int, None]](OrderedDict)
         self._spare_slabs = 0
 
     @property
     def free(self) -> int:
         """Number of pages whose blocks are free."""
-        return len(self._free_slabs) * self.slab + sum(span * len(part) for span, part in self._free_blocks.items())
+        slabs = len(self._empty) + len(self._cached)
+        return slabs * self.slab + sum(span * len(part) for span, part in self._free_blocks.items())
 
     @property
     def used(self) -> int:
@@ -67,46 +70,52 @@ class BlockPool:
         totals: dict[int, int] = {}
         for count, span in wanted:
             totals[span] = totals.get(span, 0) + count
-        needed = sum(self.slabs_for(n - len(self._free_blocks.get(s, ())), s) for s, n in totals.items())
-        if needed > len(self._free_slabs):
+        needed = sum(max(0, -(-(n - len(self._free_blocks.get(s, ()))) * s // self.slab)) for s, n in totals.items())
+        self._spare_slabs = len(self._empty) + len(self._cached) - needed
+        if self._spare_slabs < 0:
             return None
-        self._spare_slabs = len(self._free_slabs) - needed
-        return [[self._allocate_block(span) for _ in range(count)] for count, span in wanted]
+        return [self._allocate(count, span) for count, span in wanted]
 
-    def slabs_for(self, count: int, span: int) -> int:
-        """Slabs that ``count`` blocks of ``span`` pages fill; 0 for a negative count."""
-        return max(0, -(-count * span // self.slab))
+    def _allocate(self, count: int, span: int) -> list[int]:
+        if span < self.slab:
+            return [self._allocate_block(span) for _ in range(count)]
+        slabs, left = self._empty[: -count - 1 : -1], max(0, len(self._empty) - count)
+        del self._empty[left:]
+        slabs += [self._take_cached(span) for _ in range(count - len(slabs))]
+        blocks = [slab * self.slab for slab in slabs]
+        for slab, block in zip(slabs, blocks, strict=True):
+            self._spans[slab] = span
+            self._references[block] = 1
+        return blocks
+
+    def _take_cached(self, span: int) -> int:
+        """The least recently used slab with keys, which it loses as far as it is not cut in such blocks already."""
+        slab, _ = self._cached.popitem(last=False)
+        if span == self.slab or self._spans[slab] != span:
+            for page in range(slab * self.slab, (slab + 1) * self.slab):
+                self._drop_key(page)
+        return slab
 
     def _allocate_block(self, span: int) -> int:
         """Take a free block. One from a slab in use is preferred so that other slabs stay whole. But a block with a key
         is spared if there is a free slab without keys that this call does not need otherwise."""
         first = next(iter(part)) if (part := self._free_blocks.get(span)) else None
-        if first is not None and self._keys[first] is not None and self._spare_slabs > 0:
-            spare = not self._has_key(next(iter(self._free_slabs)))
-            self._spare_slabs -= spare
-            first = None if spare else first
+        if first is not None and self._keys[first] is not None and self._empty and self._spare_slabs > 0:
+            self._spare_slabs -= 1
+            first = None
         if first is None:
-            slab, _ = self._free_slabs.popitem(last=False)
-            if span != self.slab or self._spans[slab] != span:
-                self._split_slab(slab, span)
+            slab = self._empty.pop() if self._empty else self._take_cached(span)
+            self._split_slab(slab, span)
             first = slab * self.slab
-        else:
-            del self._free_blocks[span][first]
+        del self._free_blocks[span][first]
         self._drop_key(first)
         self._references[first] = 1
         return first
 
-    def _has_key(self, slab: int) -> bool:
-        return self._keys[slab * self.slab : (slab + 1) * self.slab].count(None) < self.slab
-
     def _split_slab(self, slab: int, span: int) -> None:
-        """Cut a free slab into blocks of ``span`` pages. All but the first become free; the caller takes that."""
-        pages = range(slab * self.slab, (slab + 1) * self.slab)
-        if self._spans[slab] != span:
-            for page in pages:
-                self._drop_key(page)
-            self._spans[slab] = span
-        for block in pages[span::span]:
+        """Cut a slab, which is free, into free blocks of ``span`` pages."""
+        self._spans[slab] = span
+        for block in (*range(slab * self.slab + span, (slab + 1) * self.slab, span), slab * self.slab):
             self._append_free(block, span)
 
     def _drop_key(self, block: int) -> None:
@@ -119,8 +128,7 @@ class BlockPool:
     def _append_free(self, block: int, span: int) -> None:
         part = self._free_blocks[span]
         part[block] = None
-        if self._keys[block] is None:
-            part.move_to_end(block, last=False)
+        part.move_to_end(block, last=self._keys[block] is not None)
 
     def find(self, key: Hashable) -> int | None:
         """The block with this key, or None. Does not hold it."""
@@ -129,36 +137,34 @@ class BlockPool:
     def retain(self, block: int) -> None:
         """Hold a block once more; a free one is taken out of the free blocks."""
         if self._references[block] == 0:
-            slab = block // self.slab
-            span = self._spans[slab]
-            if slab in self._free_slabs:
-                del self._free_slabs[slab]
+            slab, span = block // self.slab, self._spans[block // self.slab]
+            if slab in self._cached:
+                del self._cached[slab]
                 self._split_slab(slab, span)
-                self._append_free(slab * self.slab, span)
             del self._free_blocks[span][block]
         self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one hold of each block. Null blocks are skipped."""
+        references = self._references
         for block in filter(None, blocks):
-            assert self._references[block] > 0, f"block {block} is released more often than it was taken"
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                self._free(block)
-
-    def _free(self, block: int) -> None:
-        slab = block // self.slab
-        span, start, has_key = self._spans[slab], slab * self.slab, self._keys[block] is not None
-        if span != self.slab:
-            self._append_free(block, span)
-            if any(self._references[start : start + self.slab]):
-                return
-            for each in range(start, start + self.slab, span):
-                del self._free_blocks[span][each]
-            has_key = self._has_key(slab)
-        self._free_slabs[slab] = None
-        if not has_key:
-            self._free_slabs.move_to_end(slab, last=False)
+            assert references[block] > 0, f"block {block} is released more often than it was taken"
+            references[block] -= 1
+            if references[block]:
+                continue
+            slab, has_key = block // self.slab, self._keys[block] is not None
+            if (span := self._spans[slab]) != self.slab:
+                self._append_free(block, span)
+                pages = slice(slab * self.slab, (slab + 1) * self.slab)
+                if any(references[pages]):
+                    continue
+                for each in range(pages.start, pages.stop, span):
+                    del self._free_blocks[span][each]
+                has_key = self._keys[pages].count(None) < self.slab
+            if has_key:
+                self._cached[slab] = None
+            else:
+                self._empty.append(slab)
 
     def set_key(self, block: int, key: Hashable) -> bool:
         """Record what a held block contains. Returns False if another block has this key already; that one keeps it."""
@@ -170,5 +176,7 @@ class BlockPool:
         """Forget all keys: the prefix cache is empty then."""
         self._by_key.clear()
         self._keys = [None] * self.count
+        self._empty[:0] = reversed(self._cached)
+        self._cached.clear()
         for listener in self.listeners:
             listener.cleared()

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
-
-
-class _Deadline(NamedTuple):
-    time: float
-    request_id: str
 
 
 class Deadlines:
@@ -21,7 +15,7 @@ class Deadlines:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._heap: list[_Deadline] = []
+        self._heap: list[tuple[float, str]] = []
         self._times: dict[str, float] = {}
 
     def set(self, request_id: str, seconds: float | None) -> None:
@@ -30,12 +24,12 @@ class Deadlines:
         self._times.pop(request_id, None)
         if seconds is not None:
             self._times[request_id] = time = self._clock() + seconds
-            heapq.heappush(self._heap, _Deadline(time, request_id))
+            heapq.heappush(self._heap, (time, request_id))
 
     def expired(self) -> Iterator[str]:
         """The ids whose deadline has passed, each once. Requests that have ended in time are among them."""
-        while self._heap and self._heap[0].time <= self._clock():
-            deadline = heapq.heappop(self._heap)
-            if self._times.get(deadline.request_id) == deadline.time:  # it was not replaced
-                del self._times[deadline.request_id]
-                yield deadline.request_id
+        while self._heap and self._heap[0][0] <= self._clock():
+            time, request_id = heapq.heappop(self._heap)
+            if self._times.get(request_id) == time:  # it was not replaced
+                del self._times[request_id]
+                yield request_id

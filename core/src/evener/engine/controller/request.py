@@ -92,13 +92,8 @@ class Request:
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether the prompt has to be computed, even if its state is cached."""
-        return self.message.whole_prompt or self.wants_prompt_logprobs or self.wants_outputs
-
-    @property
-    def wants_outputs(self) -> bool:
-        """Whether rows of prompt tokens are still missing."""
-        wanted = self.message.sampling.prompt_outputs
-        return wanted is not None and self.outputs_read < wanted.end
+        rows = self.message.sampling.prompt_outputs
+        return self.message.whole_prompt or self.wants_prompt_logprobs or bool(rows and self.outputs_read < rows.end)
 
     def outputs_of(self, index: int, start: int, end: int) -> Iterator[WantedOutputs]:
         """The outputs wanted of the tokens from ``start`` to before ``end``, which are row ``index`` of a plan."""

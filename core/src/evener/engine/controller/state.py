@@ -16,6 +16,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import msgspec
 
@@ -26,8 +27,6 @@ from evener.engine.wire.media import overlapping_items
 from evener.engine.wire.plan import BlockCopy
 from evener.engine.wire.slabs import find_kinds, slabs_needed
 
-_NO_SALT = hashlib.sha256(b"").digest()
-
 
 @dataclass
 class BlockTable:
@@ -37,7 +36,7 @@ class BlockTable:
         salt: digest of the request's ``cache_salt``.
         blocks: for each group the block ids, 0 (the null block) where a block is dead or was never needed.
         first_live: for each group the index of the first block that is not dead.
-        digests: the cache key of each full block, as far as they are computed.
+        digests: the cache key of each full block, as far as they are computed: of a prompt, all from the start.
         cached_blocks: how many blocks the prefix cache knows from this table.
         exclusive: the request has the pool for itself, and its state neither comes from nor goes to the prefix cache.
         media: stand for some of the request's tokens.
@@ -50,10 +49,6 @@ class BlockTable:
     cached_blocks: int = 0
     exclusive: bool = False
     media: Sequence[MediaItem] = ()
-
-    def columns(self) -> int:
-        """Blocks of each group, including dead ones."""
-        return len(self.blocks[0]) if self.blocks else 0
 
 
 class Growth(msgspec.Struct, frozen=True):
@@ -123,7 +118,6 @@ class StateManager:
         columns = (len(tokens) - 1) // self.block_size
         self.extend_digests(table, tokens, columns)
         hit = self.longest_hit(table.digests[:columns], self.pool.find)
-        del table.digests[hit:]
         for group in range(len(self.specs)):
             first = self.first_live_block(group, hit * self.block_size)
             for column in range(hit):
@@ -160,18 +154,19 @@ class StateManager:
         """Add blocks to the table until it covers ``tokens`` tokens in all groups, the last ``drafts`` of which are
         proposed: a later step may begin or end at each of these. Returns None, and changes nothing, when the pool has
         too few free blocks."""
-        start = table.columns()
+        start = len(table.blocks[0]) if table.blocks else 0
         if tokens <= start * self.block_size:
             return Growth(start, ())
         columns, ends = range(start, -(-tokens // self.block_size)), max(0, tokens - drafts - 1) // self.block_size
-        needs = [[kind.needs(spec, at, at if at >= ends else columns[-1], self.block_size) for at in columns]
+        # A long prompt has thousands of blocks, and most kinds need all of them.
+        needs = [columns if type(kind).needs is StateKind.needs else
+                 [at for at in columns if kind.needs(spec, at, at if at >= ends else columns[-1], self.block_size)]
                  for spec, kind in zip(self.specs, self._kinds, strict=True)]  # fmt: skip
-        taken = self.pool.allocate_all([(sum(group), span) for group, span in zip(needs, self.spans, strict=True)])
+        taken = self.pool.allocate_all([(len(group), span) for group, span in zip(needs, self.spans, strict=True)])
         if taken is None:
             return None
-        fresh = map(iter, taken)
-        parts = tuple(tuple(next(blocks) if needed else 0 for needed in group)
-                      for blocks, group in zip(fresh, needs, strict=True))  # fmt: skip
+        parts = tuple(tuple(new if own is columns else map(dict(zip(own, new, strict=True)).get, columns, repeat(0)))
+                      for new, own in zip(taken, needs, strict=True))  # fmt: skip
         for blocks, new in zip(table.blocks, parts, strict=True):
             blocks.extend(new)
         return Growth(start, parts)
@@ -204,11 +199,12 @@ class StateManager:
         if self.prefix_cache and not table.exclusive and computed // self.block_size > table.cached_blocks:
             columns = computed // self.block_size
             self.extend_digests(table, tokens, columns)
+            new = range(table.cached_blocks, columns)
             for group, (spec, kind, blocks) in enumerate(zip(self.specs, self._kinds, table.blocks, strict=True)):
-                for column in range(table.cached_blocks, columns):
-                    key = (group, table.digests[column])
-                    if (blocks[column] and kind.reusable(spec, column, self.block_size)
-                            and self.pool.set_key(blocks[column], key) and self.pool.listeners):  # fmt: skip
+                whole = type(kind).reusable is StateKind.reusable
+                for column in new if whole else [at for at in new if kind.reusable(spec, at, self.block_size)]:
+                    block, key = blocks[column], (group, table.digests[column])
+                    if block and self.pool.set_key(block, key) and self.pool.listeners:
                         self._announce(table, key, column, tokens)
             table.cached_blocks = columns
         for group in self._mortal:
@@ -221,7 +217,7 @@ class StateManager:
 
     def _announce(self, table: BlockTable, key: tuple[int, bytes], column: int, tokens: Sequence[int]) -> None:
         first, end = column * self.block_size, (column + 1) * self.block_size
-        plain = table.salt == _NO_SALT and not any(overlapping_items(table.media, 0, end))
+        plain = table.salt == hashlib.sha256(b"").digest() and not any(overlapping_items(table.media, 0, end))
         for listener in self.pool.listeners:
             listener.stored(key, table.digests[column - 1] if column else None, tokens[first:end], plain)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 
 from evener.contracts.device import Device
 from evener.contracts.generation.drafter import BY_WORKER
-from evener.engine.wire.plan import Admission, Plan, TableUpdate
+from evener.engine.wire.plan import Admission, Plan
 from evener.sampling_params import MAX_BIASES
 
 _FOREVER = 2**31 - 1
@@ -18,7 +20,8 @@ _FOREVER = 2**31 - 1
 
 class DeviceTables:
     """Tables with one row for each of ``slots`` requests, and one spare row at the end: the padding rows of captured
-    steps use it, and all its blocks are the null block.
+    steps use it, and all its blocks are the null block. All but the biases are parts of one tensor, so that whatever a
+    plan changes is one copy to the device and one write there: each costs the host more time than the device.
 
     Args:
         length: tokens of the longest sequence.
@@ -27,21 +30,22 @@ class DeviceTables:
 
     Attributes:
         tokens: int32 [slots + 1, length + 1], known and sampled ids by position.
-        blocks: for each group int32 [slots + 1, columns]. A block is numbered as the group's provider numbers it:
-            the plan's block id divided by the group's span.
+        blocks: int32 [groups, slots + 1, columns]. A block is numbered as the group's provider numbers it: the plan's
+            block id divided by the group's span.
         floats: float32 [slots + 1, 6]: temperature, top_p, min_p, repetition, frequency and presence penalty.
         ints: int32 [slots + 1, 4]: top_k, seed, prompt length, slot of the adapter or -1.
     """
 
     def __init__(self, device: Device, slots: int, length: int, spans: Sequence[int], block_size: int) -> None:
-        where = device.torch_device
-        slots += 1
-        self._device, self._spans = device, spans
-        self.tokens = torch.zeros(slots, length + 1, dtype=torch.int32, device=where)
-        columns = -(-length // block_size)
-        self.blocks = [torch.zeros(slots, columns, dtype=torch.int32, device=where) for _ in spans]
-        self.floats = torch.ones(slots, 6, dtype=torch.float32, device=where)
-        self.ints = torch.zeros(slots, 4, dtype=torch.int32, device=where)
+        columns = table_columns(-(-length // block_size), len(spans), device.capabilities.alignment)
+        self._device, self._spans = device, np.array(spans, dtype=np.int32)[:, None]
+        self._starts = length + 1 + columns * np.arange(len(spans))[:, None]
+        self._end = length + 1 + columns * len(spans)
+        self._rows = torch.zeros(slots + 1, self._end + 10, dtype=torch.int32, device=device.torch_device)
+        self.tokens = self._rows[:, : length + 1]
+        self.blocks = self._rows[:, length + 1 : self._end].unflatten(1, (len(spans), columns)).transpose(0, 1)
+        self.floats, self.ints = self._rows.view(torch.float32)[:, self._end : -4], self._rows[:, -4:]
+        self.floats.fill_(1)
         self.ints[:, 3] = -1
         self._biased: set[int] = set()
 
@@ -53,17 +57,36 @@ class DeviceTables:
         shape, where = (self.tokens.shape[0], MAX_BIASES), self.tokens.device
         return [torch.zeros(shape, dtype=kind, device=where) for kind in (torch.int32, torch.float32, torch.int32)]
 
-    def admit(self, admissions: Sequence[Admission]) -> None:
-        """Write the rows of new requests."""
-        for a in admissions:
-            self.tokens[a.slot, : len(a.tokens)] = self._device.upload(np.array(a.tokens, dtype=np.int32))
-        slots = self._device.upload(np.array([a.slot for a in admissions], dtype=np.int32))
-        floats = [(x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.frequency_penalty, x.presence_penalty)
-                  for x in (a.sampling for a in admissions)]  # fmt: skip
-        ints = [(a.sampling.top_k, _signed(a.sampling.seed), a.prompt, a.adapter) for a in admissions]
-        self.floats[slots] = self._device.upload(np.array(floats, dtype=np.float32))
-        self.ints[slots] = self._device.upload(np.array(ints, dtype=np.int32))
-        if changed := [a for a in admissions if a.sampling.bias or a.slot in self._biased]:
+    def write(self, plan: Plan) -> None:
+        """Write the rows of new requests, the new entries of block tables, and proposed ids where the plan's rows
+        expect them; a draft model has written its own."""
+        # Arrays of slots, columns and values, of the same size.
+        parts: list[Sequence[np.ndarray[Any, Any]]] = []
+        if plan.admissions:
+            slots, known = [a.slot for a in plan.admissions], [np.array(a.tokens, np.int32) for a in plan.admissions]
+            columns = np.concatenate([np.arange(len(each)) for each in known])
+            parts.append((np.repeat(slots, [len(each) for each in known]), columns, np.concatenate(known)))
+            floats = [(x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.frequency_penalty, x.presence_penalty)
+                      for x in (a.sampling for a in plan.admissions)]  # fmt: skip
+            ints = [(a.sampling.top_k, _signed(a.sampling.seed), a.prompt, a.adapter) for a in plan.admissions]
+            numbers = np.array(floats, dtype=np.float32).view(np.int32), np.array(ints, dtype=np.int32)
+            columns = np.tile(np.arange(self._end, self._end + 10), len(slots))
+            parts.append((np.repeat(slots, 10), columns, np.hstack(numbers)))
+        if plan.updates:
+            slots = [u.slot for u in plan.updates for _ in u.blocks[0]]
+            places = [at for u in plan.updates for at in range(u.start, u.start + len(u.blocks[0]))]
+            ids = [[*chain.from_iterable(blocks)] for blocks in zip(*(u.blocks for u in plan.updates), strict=True)]
+            parts.append((np.tile(slots, len(ids)), self._starts + places, np.array(ids, np.int32) // self._spans))
+        drafted = [(plan.slots[d.row], at, id) for d in plan.drafts for at, id in enumerate(
+            d.ids, plan.starts[d.row] + plan.counts[d.row] - len(d.ids)) if id != BY_WORKER]  # fmt: skip
+        parts += [np.array(drafted).T] if drafted else []
+        if parts:
+            packed = np.empty((3, sum(values.size for *_, values in parts)), dtype=np.int32)
+            for row, each in zip(packed, zip(*parts, strict=True), strict=True):
+                np.concatenate(each, axis=None, out=row, casting="same_kind")
+            rows, columns, values = self._device.upload(packed)
+            self._rows[rows, columns] = values
+        if changed := [a for a in plan.admissions if a.sampling.bias or a.slot in self._biased]:
             self._write_biases(changed)
 
     def _write_biases(self, admissions: Sequence[Admission]) -> None:
@@ -78,32 +101,12 @@ class DeviceTables:
         for table, part, kind in zip(self.biases, packed, (np.int32, np.float32, np.int32), strict=True):
             table[slots] = self._device.upload(part.astype(kind))
 
-    def write_drafts(self, plan: Plan) -> None:
-        """Write proposed ids where the plan's rows expect them; a draft model has written its own."""
-        places: list[tuple[int, int, int]] = []
-        for draft in plan.drafts:
-            end = plan.starts[draft.row] + plan.counts[draft.row]
-            first = end - len(draft.ids)
-            places += [(plan.slots[draft.row], at, id) for at, id in enumerate(draft.ids, first) if id != BY_WORKER]
-        if not places:
-            return
-        slots, positions, ids = self._device.upload(np.array(places, dtype=np.int32).T.copy())
-        self.tokens[slots, positions] = ids
 
-    def update(self, updates: Sequence[TableUpdate]) -> None:
-        """Write the new block table entries of one step, all in one upload."""
-        rows: list[int] = []
-        columns: list[int] = []
-        values: list[list[int]] = [[] for _ in self.blocks]
-        for u in updates:
-            count = len(u.blocks[0])
-            rows.extend([u.slot] * count)
-            columns.extend(range(u.start, u.start + count))
-            for group, blocks, span in zip(values, u.blocks, self._spans, strict=True):
-                group.extend(block // span for block in blocks)
-        packed = self._device.upload(np.array([rows, columns, *values], dtype=np.int32))
-        for table, ids in zip(self.blocks, packed[2:], strict=True):
-            table[packed[0], packed[1]] = ids
+def table_columns(columns: int, groups: int, alignment: int) -> int:
+    """At least ``columns``. With several groups, whose tables are selected together, a row of any table is a multiple
+    of ``alignment`` bytes, so that each of them starts at one."""
+    step = max(1, alignment // 4) if groups > 1 else 1
+    return -(-columns // step) * step
 
 
 def _signed(seed: int) -> int:

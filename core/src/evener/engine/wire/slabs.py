@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from evener.contracts.state import StateKind, StateSpec
 from evener.errors import UnknownNameError
@@ -24,8 +25,9 @@ def find_kinds(specs: Sequence[StateSpec], kinds: Mapping[str, StateKind]) -> tu
     return tuple(kinds[spec.kind] for spec in specs)
 
 
+@lru_cache(4096)  # many requests of one time have the same length
 def slabs_needed(
-    specs: Sequence[StateSpec], kinds: Sequence[StateKind], cuts: Sequence[int], block_size: int, tokens: int,
+    specs: tuple[StateSpec, ...], kinds: tuple[StateKind, ...], cuts: tuple[int, ...], block_size: int, tokens: int,
     step_tokens: int,
 ) -> int:  # fmt: skip
     """Slabs that one request of ``tokens`` tokens holds at most, when a step adds at most ``step_tokens`` of them.
@@ -40,11 +42,6 @@ def slabs_needed(
         # The number goes up and down as tokens are added: a window of w tokens touches one block more at some ends than
         # at others, and a step may pass one snapshot more. So all ends within the last block or snapshot are looked at.
         ends = range(max(1, tokens - (spec.every or block_size) + 1), tokens + 1)
-        held[cut] += groups * max(_live_blocks(kind, spec, end, step_tokens, block_size) for end in ends)
+        firsts = ((end, kind.first_live_block(spec, max(0, end - step_tokens), block_size)) for end in ends)
+        held[cut] += groups * max(kind.live_blocks(spec, at, -(-end // block_size), block_size) for end, at in firsts)
     return sum(-(-count // cut) for cut, count in held.items())
-
-
-def _live_blocks(kind: StateKind, spec: StateSpec, end: int, step_tokens: int, block_size: int) -> int:
-    """Blocks of one group while a step of ``step_tokens`` tokens that ends at ``end`` is in flight."""
-    first = kind.first_live_block(spec, max(0, end - step_tokens), block_size)
-    return kind.live_blocks(spec, first, -(-end // block_size), block_size)

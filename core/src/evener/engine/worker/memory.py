@@ -29,6 +29,7 @@ from evener.contracts.declared import Declared
 from evener.contracts.device import MemoryInfo
 from evener.contracts.quant import DTYPE_BYTES
 from evener.engine.facts.memory_plan import MemoryPlan, in_gib
+from evener.engine.sampling.device_tables import table_columns
 from evener.engine.wire.slabs import find_kinds, slabs_needed
 from evener.engine.worker.assembly import Assembly
 from evener.errors import MemoryPlanError
@@ -177,7 +178,7 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
     """What ``config`` asks of the device of ``a``."""
     groups, size = a.geometry.groups, a.geometry.block_size
     min_blocks = _blocks_for(a, config, config.max_seq_len)
-    columns = -(-config.max_seq_len // size)
+    columns = table_columns(-(-config.max_seq_len // size), len(groups), a.device.capabilities.alignment)
     attention = max(g.provider.workspace(g.spec, g.attention, config.step_tokens, config.max_seq_len) for g in groups)
     scratch = max(attention, a.resolver.footprint.workspace)
     here, placed = divide_weights(a)
@@ -215,7 +216,7 @@ def _expert_bytes(a: Assembly) -> tuple[int, ...]:
 
 def _blocks_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
     """Blocks that one request of ``length`` tokens needs."""
-    specs, cuts = [g.spec for g in a.geometry.groups], [g.cut for g in a.geometry.groups]
+    specs, cuts = tuple(g.spec for g in a.geometry.groups), tuple(g.cut for g in a.geometry.groups)
     kinds, step_tokens = find_kinds(specs, a.kinds), min(config.step_tokens, length)
     return slabs_needed(specs, kinds, cuts, a.geometry.block_size, length, step_tokens)
 

@@ -14,7 +14,7 @@ from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.device import Device, Readback
 from evener.contracts.state import StateStep, StoredStateProvider
-from evener.engine.sampling.device_tables import DeviceTables
+from evener.engine.sampling.device_tables import DeviceTables, table_columns
 from evener.engine.sampling.masks import pack_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.sampling.sampler import Sampler
@@ -22,7 +22,7 @@ from evener.engine.wire.plan import Plan, StepMasks
 from evener.engine.wire.pooling import pooling_part
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.stages import PipelineChannel
-from evener.engine.worker.step_layout import LayoutArrays, StepArrays, StepLayout, StepShape
+from evener.engine.worker.step_layout import LayoutArrays, StepArrays, StepLayout, StepShape, aligned
 from evener.resolution.buckets import bucket_index
 
 
@@ -119,12 +119,7 @@ class Runner:
         if self.before is not None:
             self.before(plan)
         self.adapters.write(plan.adapters)
-        if plan.admissions:
-            self.tables.admit(plan.admissions)
-        if plan.updates:
-            self.tables.update(plan.updates)
-        if plan.drafts:
-            self.tables.write_drafts(plan)
+        self.tables.write(plan)
         for index, (group, span) in enumerate(zip(self.geometry.groups, self.geometry.spans, strict=True)):
             if pairs := [(copy.source // span, copy.target // span) for copy in plan.copies if copy.group == index]:
                 source, target = (self.device.upload(part) for part in np.array(pairs, dtype=np.int32).T.copy())
@@ -136,16 +131,21 @@ class Runner:
         size, positions = self.geometry.block_size, arrays.positions
         column = torch.div(positions, size, rounding_mode="floor")
         offset = torch.sub(positions, column, alpha=size)  # one launch, as below: each takes a microsecond of a step
-        columns, metas = -(-shape.max_kv // size), list[Any]()
-        for table, group in zip(self.tables.blocks, self.geometry.groups, strict=True):
+        # Those of all groups at once, each starting where the device's alignment wants it.
+        blocks, alignment, metas = self.tables.blocks, self.device.capabilities.alignment, list[Any]()
+        found = blocks[:, arrays.token_slots, column]
+        slots = found.new_empty(len(found), aligned(shape.tokens, alignment))[:, : shape.tokens]
+        torch.add(offset, found, alpha=size, out=slots)
+        columns = table_columns(-(-shape.max_kv // size), len(found), alignment)
+        tables = blocks[:, :, :columns].index_select(1, arrays.slots)
+        for slot_mapping, table, group in zip(slots, tables, self.geometry.groups, strict=True):
             if not group.slots:
                 metas.append(None)
                 continue
             step = StateStep(
                 tokens=shape.tokens, requests=shape.requests, max_query=shape.max_query, max_kv=shape.max_kv,
                 query_start=arrays.query_start, kv_lens=arrays.kv_lens, positions=positions,
-                slot_mapping=torch.add(offset, table[arrays.token_slots, column], alpha=size),
-                block_table=table[:, :columns].index_select(0, arrays.slots),
+                slot_mapping=slot_mapping, block_table=table,
                 host_query_lens=shape.query_lens, host_kv_lens=shape.kv_lens, captured=shape.captured,
                 kept_lens=arrays.kept_lens, host_kept_lens=shape.kept_lens,
             )  # fmt: skip

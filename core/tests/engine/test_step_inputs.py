@@ -1,0 +1,98 @@
+"""What a step reads from the device's tables: written in one copy, read for all state groups at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evener.contracts.generation.drafter import BY_WORKER
+from evener.contracts.state import StateStep
+from evener.engine.sampling.device_tables import DeviceTables
+from evener.engine.wire.messages import Sampling
+from evener.engine.wire.plan import Admission, DraftedTokens, Plan, TableUpdate
+from evener.engine.worker.runner import Runner
+from evener.engine.worker.step_layout import StepLayout
+from evener_conformance.reference.device import HostDevice
+
+BLOCK = 4
+
+
+class CountingDevice(HostDevice):
+    """Counts its uploads."""
+
+    uploads = 0
+
+    def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        self.uploads += 1
+        return super().upload(array)
+
+
+@pytest.fixture
+def device() -> CountingDevice:
+    return CountingDevice(0)
+
+
+class Recorder:
+    """A state provider that keeps the steps that it is asked about."""
+
+    def metadata(self, step: StateStep, spec: Any, attention: Any, block_size: int) -> StateStep:
+        return step
+
+
+def test_whatever_a_plan_changes_is_one_upload(device: CountingDevice) -> None:
+    tables = DeviceTables(device, 3, 16, (1, 2), BLOCK)
+    drawn = Sampling(temperature=0.5, top_k=7, top_p=0.25, seed=2**31 + 5)
+    plan = Plan(
+        id=0, admissions=[Admission(2, [5, 6, 7], drawn, 3, adapter=1), Admission(0, [8], Sampling(), 1)],
+        updates=[TableUpdate(2, 0, [[3], [4]]), TableUpdate(1, 1, [[5, 6], [8, 10]])],
+        slots=[2, 0, 1], starts=[0, 0, 6], counts=[3, 1, 3],
+        drafts=[DraftedTokens(2, [11, BY_WORKER])],
+    )  # fmt: skip
+    tables.write(plan)
+    assert device.uploads == 1
+    assert tables.tokens[2, :3].tolist() == [5, 6, 7] and tables.tokens[0, :2].tolist() == [8, 0]
+    # A row that ends behind token 8 has its two proposed tokens at 7 and 8; the worker writes the second.
+    assert tables.tokens[1, 6:9].tolist() == [0, 11, 0]
+    # Each group numbers its blocks in its own size.
+    assert tables.blocks[:, 2, 0].tolist() == [3, 2] and tables.blocks[:, 1, :3].tolist() == [[0, 5, 6], [0, 4, 5]]
+    assert tables.floats[2, :2].tolist() == [0.5, 0.25] and tables.ints[2].tolist() == [7, 5 - 2**31, 3, 1]
+    assert tables.floats[1].tolist() == [1.0] * 6 and tables.ints[1, 3] == -1, "nobody wrote this row"
+    assert not tables.tokens[3].any() and not tables.blocks[:, 3].any(), "the spare row has the null block only"
+
+
+def test_a_plan_that_changes_nothing_uploads_nothing(device: CountingDevice) -> None:
+    tables = DeviceTables(device, 2, 16, (1,), BLOCK)
+    tables.write(Plan(id=0, slots=[0], starts=[3], counts=[2], drafts=[DraftedTokens(0, [BY_WORKER])]))
+    assert device.uploads == 0
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_each_group_gets_its_own_aligned_slots_and_block_table(device: CountingDevice, groups: int) -> None:
+    tables = DeviceTables(device, 3, 30, (1,) * groups, BLOCK)
+    rows = {0: [4, 5, 6], 2: [7, 8]}
+    tables.write(Plan(id=0, updates=[
+        TableUpdate(slot, 0, [[10 * group + block for block in blocks] for group in range(groups)])
+        for slot, blocks in rows.items()
+    ]))  # fmt: skip
+    group = SimpleNamespace(slots=[object()], provider=Recorder(), spec=None, attention=None)
+    geometry: Any = SimpleNamespace(block_size=BLOCK, groups=[group] * groups, spans=(1,) * groups)
+    nothing: Any = None
+    runner = Runner(device, nothing, nothing, tables, geometry, nothing)
+    layout = StepLayout(Plan(id=1, slots=[2, 0], starts=[6, 7], counts=[1, 4], samples=[0, 1]))
+    steps = runner._metas(layout, layout.upload(device))
+    for number, step in enumerate(steps):
+        first = 10 * number
+        places = [(8, 2), (5, 3), (6, 0), (6, 1), (6, 2)]
+        assert step.slot_mapping.tolist() == [(first + block) * BLOCK + offset for block, offset in places]
+        assert step.block_table[:, :3].tolist() == [[first + 7, first + 8, 0], [first + 4, first + 5, first + 6]]
+        for tensor in (step.slot_mapping, step.block_table):
+            assert tensor.is_contiguous() and tensor.dtype == torch.int32
+            # The first one starts where torch's allocator puts it.
+            apart = (
+                tensor.data_ptr() - getattr(steps[0], "slot_mapping" if tensor.dim() == 1 else "block_table").data_ptr()
+            )
+            assert apart % device.capabilities.alignment == 0
