@@ -92,11 +92,13 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def test_passing_experts_give_the_tokens_of_a_device_that_holds_all(
     configured: Configured, monkeypatch: pytest.MonkeyPatch, family: str, part: str, sets: int
 ) -> None:
-    """With chunks, preemption, prefix hits and aborts together."""
+    """With chunks, preemption, prefix hits and aborts together; with three sets or more, the most chosen ones pass."""
     monkeypatch.setattr(passing_slots, "SETS", sets)
+    monkeypatch.setattr(choice_counts, "_PART", 100.0)  # exchanges on this chip take long beside its steps
     want, layers = on_the_cpu(family), FAMILIES[family][1]
     once = explain(configured(family, **{"infer.cpu_layer_num": layers}))["memory"]
-    controller, ready = build_controller(configured(family, **keys(family, part)))
+    more = {"offload.pass_most_chosen": sets >= 3}
+    controller, ready = build_controller(configured(family, **keys(family, part, **more)))
     shrink(controller, FEW_BLOCKS[family])
     assert_same(play(controller, **traffic()), want)
     stats, found = controller.scheduler.stats, passing(controller)
@@ -345,7 +347,8 @@ def test_auto_leaves_room_for_the_slots(configured: Configured) -> None:
 def test_the_most_chosen_experts_pass(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others take their places between steps, and no token changes."""
     monkeypatch.setattr(choice_counts, "_PART", 100.0)  # exchanges on this chip take long beside its steps
-    controller, ready = build_controller(configured(**keys(part="25")))
+    controller, ready = build_controller(configured(**keys(part="25", **{"offload.pass_most_chosen": True})))
+    assert all(len(layer.stages) == 2 for layer in slotted(passing(controller))), "no page is locked in a step"
     assert answers(controller, 3, 90) == answers(build_controller(configured())[0], 3, 90)
     found = passing(controller).most_chosen
     assert found is not None and found.exchanged > 10
@@ -361,7 +364,7 @@ def test_the_most_chosen_experts_pass(configured: Configured, monkeypatch: pytes
 
 
 def test_an_expert_gets_a_place_if_it_was_chosen_clearly_more_often(configured: Configured) -> None:
-    controller, _ = build_controller(configured(**keys(part="25")))
+    controller, _ = build_controller(configured(**keys(part="25", **{"offload.pass_most_chosen": True})))
     answers(controller, 3)
     found = passing(controller).most_chosen
     assert found is not None
@@ -385,7 +388,7 @@ def test_without_room_in_host_memory_the_first_experts_pass(
     configured: Configured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PassingLayer, "stage_bytes", 1 << 50)
-    controller, ready = build_controller(configured(**keys(part="25")))
+    controller, ready = build_controller(configured(**keys(part="25", **{"offload.pass_most_chosen": True})))
     assert answers(controller, 3) == answers(build_controller(configured())[0], 3)
     assert passing(controller).most_chosen is None and counted(controller, "passed_bytes") > 0
     assert "in 3 sets of slots, the first ones" in "\n".join(ready.info.manifest.notes)

@@ -89,6 +89,10 @@ descriptor = Descriptor(
         "pass_experts_rows": Option(
             type=int, default=8, help="offload.pass_experts: rows of the smallest such step."
         ),
+        "pass_most_chosen": Option(
+            type=bool, default=False, help="offload.pass_experts, with infer.cpu_layer_num or infer.host_experts: the "
+            "most chosen experts of each layer pass, not its first ones. They are in host memory once more."
+        ),
         "prefetch_experts": Option(
             type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "
             "the next layer's router would choose for its rows."

@@ -60,7 +60,7 @@ class CapturedPassing:
         least, most: rows of the smallest and the largest captured step.
         running: whether a step is submitted that is captured, now or next.
         residents: how many experts of each layer have slots of their own.
-        free: bytes of host memory that are left for stages of the most chosen experts; too few: the first ones pass.
+        free: bytes of host memory for stages of the most chosen experts; too few: the first ones pass.
 
     Attributes:
         part: decides how many pass.
@@ -85,7 +85,7 @@ class CapturedPassing:
         self.part = PassingPart(device, stream, host, threads, percent, OTHER * layers / len(sites), chosen)
         #: Decides which ones pass; None: the first ones.
         self.most_chosen = (
-            MostChosen(device, slots.order, list(self.places.values()), self.part.most) if chosen else None
+            MostChosen(device, own, slots.order, list(self.places.values()), self.part.most) if chosen else None
         )
         self._copies = PassingCopies(slots, self.part, own, device, stream, running)
         self._where = f"in {slots.sets} sets of slots, {'the most chosen' if chosen else 'the first'} ones"
@@ -137,7 +137,7 @@ class CapturedPassing:
     def _start(self, step: _Layer, inputs: Inputs, w: MoEWeights, for_host: ForHost) -> Finish | None:
         layer, copies, chosen = step.layer, self._copies, self.most_chosen
         if chosen is not None:
-            chosen.prepare(layer)
+            chosen.counts.prepare()
         count = self.part.settle(
             layer, step.bucket, step.compute, inputs, for_host(0), partial(layer.copy, layer.count)
         )

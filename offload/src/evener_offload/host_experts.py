@@ -135,7 +135,7 @@ class HostExperts(Placement):
         self, config: ResolvedConfig, own: Builder, resolver: Resolver, sites: Sequence[CallSite], stream: Any,
         inputs: bool,
     ) -> CapturedPassing | None:  # fmt: skip
-        percent, least = parse_passing(config)
+        percent, least, chosen = parse_passing(config)
         if percent == 0 or not sites:
             return None
         why = None
@@ -159,7 +159,8 @@ class HostExperts(Placement):
         passing = CapturedPassing(
             sites=sites, found=found, biases=biases, own=own, resolver=resolver, device=self._device,
             stream=new_stream(self._device), captured=self._captured, host=self._host, threads=self._threads,
-            percent=percent, least=least, most=config.max_reqs, running=lambda: not self._eager, free=left,
+            percent=percent, least=least, most=config.max_reqs, running=lambda: not self._eager,
+            free=left if chosen else 0,
         )  # fmt: skip
         resolver.manifest.notes.append(str(passing))
         return passing
@@ -245,7 +246,7 @@ class HostExperts(Placement):
         if lacking > 0 and streams and new_stream(a.device) is not None:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             lacking += StreamedLayers.room(moved, a.resolver.packings_by_layout)
-        percent, _ = parse_passing(a.config)
+        percent = parse_passing(a.config).percent
         if lacking > 0 and percent != 0 and a.config.use_cuda_graph and a.device.capabilities.host_calls:
             moved = [site for site in a.build.sites if site.op == "moe_block"]
             alignment = a.device.capabilities.alignment

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from evener.contracts.device import Device
+from evener.layers.builder import Builder
 from evener_offload.choice_counts import ChoiceCounts, clearly
 from evener_offload.passing_places import PassingPlaces
 from evener_offload.passing_slots import PassingLayer
@@ -21,6 +23,8 @@ class MostChosen:
     """Exchanges experts of layers.
 
     Args:
+        own: makes the stages once experts are loaded. Not in a step: locking pages waits for the device, which may wait
+            for the host.
         layers, places: of each layer, by number.
         most: how many experts of a layer pass in some step, as far as that is known.
 
@@ -30,17 +34,27 @@ class MostChosen:
     """
 
     def __init__(
-        self, device: Device, layers: Sequence[PassingLayer], places: Sequence[PassingPlaces],
+        self, device: Device, own: Builder, layers: Sequence[PassingLayer], places: Sequence[PassingPlaces],
         most: Callable[[PassingLayer], int],
     ) -> None:  # fmt: skip
         self._device, self._layers, self._places, self._most, self.exchanged = device, layers, places, most, 0
         self.counts = ChoiceCounts(device, len(layers), max(layer.experts for layer in layers))
+        for number in range(len(layers)):
+            own.table(("stages of passing experts", number), 0, partial(self._make, number))
 
-    def prepare(self, layer: PassingLayer) -> None:
-        """Put the layer's experts on their stages. Not in a capture; each step runs once before."""
-        self.counts.prepare()
-        if not layer.stages:
-            layer.stages = [PassingStage(each, layer.first, layer.count, self._device) for each in layer.slots]
+    def _make(self, number: int, where: torch.device) -> torch.Tensor:
+        """Put a layer's experts on its stages, which take no memory of the device."""
+        layer, places = self._layers[number], self._places[number]
+        layer.stages = [PassingStage(each, layer.first, layer.count, self._device) for each in layer.slots]
+        for place in range(layer.count):
+            if places.expert_at[place] != place:
+                self._put(layer, places, place)
+        return torch.empty(0, device=where)
+
+    @staticmethod
+    def _put(layer: PassingLayer, places: PassingPlaces, place: int) -> None:
+        for stage in layer.stages:
+            stage.put(int(places.expert_at[place]), place)
 
     def note(self, layer: PassingLayer, ids: torch.Tensor) -> None:
         """Submit that the step chose these experts of the layer, int32 [T, k]."""
@@ -61,10 +75,9 @@ class MostChosen:
         for _, number, come, go in chosen:
             layer, places = self._layers[number], self._places[number]
             places.exchange(come, go)
-            for stage in layer.stages:
-                for place in (come, go):
-                    if place < layer.count:
-                        stage.put(int(places.expert_at[place]), place)
+            for place in (come, go):
+                if place < layer.count:
+                    self._put(layer, places, place)
         for number in {number for _, number, _, _ in chosen}:
             self._places[number].write()
         self._device.synchronize()

@@ -49,10 +49,12 @@ class Passing(NamedTuple):
     Attributes:
         percent: as of ``parse_part``.
         least: rows of the smallest step.
+        chosen: whether the most chosen ones pass.
     """
 
     percent: int | None
     least: int
+    chosen: bool
 
 
 def parse_passing(config: ResolvedConfig) -> Passing:
@@ -64,7 +66,7 @@ def parse_passing(config: ResolvedConfig) -> Passing:
     percent, least = parse_part(str(option(config, "pass_experts"))), int(option(config, "pass_experts_rows"))
     if least < 1:
         raise ConfigError(f"offload.pass_experts_rows={least}: set the rows of the smallest such step, at least 1")
-    return Passing(percent, least)
+    return Passing(percent, least, bool(option(config, "pass_most_chosen")))
 
 
 def part_for(copying: float, host: float, other: float, every: float | None = None) -> float:

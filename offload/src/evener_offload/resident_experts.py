@@ -142,7 +142,7 @@ class ResidentExperts(Placement):
     def _passing_part(
         self, config: ResolvedConfig, own: Builder, sites: Sequence[CallSite], captured: CapturedExperts | None
     ) -> CapturedPassing | None:
-        percent, least = parse_passing(config)
+        percent, least, _ = parse_passing(config)
         if percent == 0:
             return None
         stream, why = new_stream(self._device), None
@@ -218,7 +218,7 @@ class ResidentExperts(Placement):
             raise ConfigError("infer.cpu_layer_num=auto cannot be used with infer.resident_experts: set a number, or "
                               "leave it out for all layers")  # fmt: skip
         sites, lacking = placed_sites(a.config, a.build, [a.build]), lacking_bytes(a, "infer.resident_experts")
-        packings, (percent, _) = a.resolver.packings_by_layout, parse_passing(a.config)
+        packings, percent = a.resolver.packings_by_layout, parse_passing(a.config).percent
         captures = a.config.use_cuda_graph and why_eager(a.config, a.device, follows_drafter(a.config)) is None
         if lacking > 0 and percent != 0 and captures and option(a.config, "host_when_sooner") != "off":
             lacking += PassingSlots.room(sites, packings, percent, a.device.capabilities.alignment)
