@@ -393,9 +393,3 @@ def test_without_room_in_host_memory_the_first_experts_pass(
     assert passing(controller).most_chosen is None and counted(controller, "passed_bytes") > 0
     assert "in 3 sets of slots, the first ones" in "\n".join(ready.info.manifest.notes)
     assert not any(layer.stages for layer in slotted(passing(controller)))
-
-
-@pytest.mark.parametrize(("more", "less", "want"), [(8, 0, True), (7, 0, True), (6, 0, False), (20, 10, False),
-                                                    (40, 10, True), (40, 30, False), (0, 0, False)])  # fmt: skip
-def test_a_count_is_clearly_larger_if_chance_does_not_explain_it(more: int, less: int, want: bool) -> None:
-    assert choice_counts.clearly(more, less) is want

@@ -169,15 +169,17 @@ class CapturedPassing:
             gate_up, down = (each.value for each in layer.slots)
             made = w._replace(gate_up=gate_up, down=down, slots=slots, copies=copies)
             known = self._weights[key] = w, made
-        biases = self._biases_of(step, w)
-        if biases != (None, None):  # in each step, as the experts in these places change
-            gate_up_bias, down_bias = (None if b is None else b.index_select(0, places.experts) for b in biases)
-            return known[1]._replace(gate_up_bias=gate_up_bias, down_bias=down_bias)
-        return known[1]
-
-    def _biases_of(self, step: _Layer, w: MoEWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if w.gate_up_bias is None and w.down_bias is None:
+            return known[1]
         found = self._biases[step.path].on_device(w) if step.path in self._biases else w
-        return found.gate_up_bias, found.down_bias
+        gate_up_bias, down_bias = (self._of_places(step, bias) for bias in (found.gate_up_bias, found.down_bias))
+        return known[1]._replace(gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    def _of_places(self, step: _Layer, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """Those of the experts in slots, which change between steps if the most chosen ones pass."""
+        if bias is None or self.most_chosen is None:
+            return None if bias is None else bias[: step.layer.count]
+        return bias.index_select(0, self.places[step.path].experts)
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,8 @@ class CapturedResidents:
         if passing is not None:
             wait = passing((x, ids, weights), w, for_host)
         others = wait or self._captured.start(path, compute, expert_bytes, x, ids, weights, rest)
-        self.counts.note(self._number[path], ids)
         y = products.at_once(x, ids, weights, w, (maps.slots, maps.copies, maps.experts))
+        self.counts.note(self._number[path], ids)  # while the host computes
         return lambda: y.add_(others())
 
     def _for_host(self, path: str, on_host: Callable[[], MoEWeights], passing: int) -> MoEWeights:

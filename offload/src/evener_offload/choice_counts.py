@@ -31,10 +31,13 @@ class ChoiceCounts:
     """
 
     def __init__(self, device: Device, layers: int, experts: int) -> None:
-        self._device = device
+        self._device, self._last = device, layers - 1
         #: On the device and by the last look, which begin anew after 2^32.
         self._counts: torch.Tensor | None = None
         self._seen = np.zeros((layers, experts), dtype=np.int32)
+        #: How often the step that runs has chosen each expert so far; and ones, by how many.
+        self._marks: torch.Tensor | None = None
+        self._ones: dict[int, torch.Tensor] = {}
         self.scores = np.zeros(self._seen.shape, dtype=np.float32)
         self._reading: Readback | None = None
         self._steps, self._looked, self._exchange_s = 0, time.perf_counter(), 0.0
@@ -42,14 +45,19 @@ class ChoiceCounts:
     def prepare(self) -> None:
         """Make the counts on the device. Not in a capture; each step runs once before."""
         if self._counts is None:
-            self._counts = self._device.upload(self._seen)
+            self._counts, self._marks = self._device.upload(self._seen), self._device.upload(self._seen)
 
     def note(self, layer: int, ids: torch.Tensor) -> None:
-        """Submit that the step chose these experts, int32 [T, k]. Rows of padding count, too: they are few, and choose
-        the same experts each time."""
-        assert self._counts is not None, "prepared"
-        counts, chosen = self._counts[layer], ids.flatten()
-        counts.add_(torch.zeros_like(counts).index_add_(0, chosen, torch.ones_like(chosen)).clamp_(max=1))
+        """Submit that the step chose these experts, int32 [T, k]: one launch, and three more in the last layer. Rows of
+        padding count, too: they are few, and choose the same experts each time."""
+        assert self._counts is not None and self._marks is not None, "prepared"
+        chosen = ids.flatten()
+        if len(chosen) not in self._ones:
+            self._ones[len(chosen)] = self._device.upload(np.ones(len(chosen), dtype=np.int32))
+        self._marks[layer].index_add_(0, chosen, self._ones[len(chosen)])
+        if layer == self._last:
+            self._counts.add_(self._marks.clamp_(max=1))
+            self._marks.zero_()
 
     def replayed(self) -> bool:
         """A step is submitted next. Returns whether ``scores`` are new."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -39,15 +38,13 @@ class MostChosen:
     ) -> None:  # fmt: skip
         self._device, self._layers, self._places, self._most, self.exchanged = device, layers, places, most, 0
         self.counts = ChoiceCounts(device, len(layers), max(layer.experts for layer in layers))
-        for number in range(len(layers)):
-            own.table(("stages of passing experts", number), 0, partial(self._make, number))
+        own.table(("stages of passing experts",), 0, self._make)
 
-    def _make(self, number: int, where: torch.device) -> torch.Tensor:
-        """Put a layer's experts on its stages, which take no memory of the device."""
-        layer, places = self._layers[number], self._places[number]
-        layer.stages = [PassingStage(each, layer.first, layer.count, self._device) for each in layer.slots]
-        for place in range(layer.count):
-            if places.expert_at[place] != place:
+    def _make(self, where: torch.device) -> torch.Tensor:
+        """Put the layers' experts on their stages, which take no memory of the device."""
+        for layer, places in zip(self._layers, self._places, strict=True):
+            layer.stages = [PassingStage(each, layer.first, layer.count, self._device) for each in layer.slots]
+            for place in np.flatnonzero(places.expert_at[: layer.count] != np.arange(layer.count)).tolist():
                 self._put(layer, places, place)
         return torch.empty(0, device=where)
 

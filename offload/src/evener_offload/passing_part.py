@@ -20,6 +20,7 @@ from evener.contracts.weights import MoEWeights
 from evener.errors import ConfigError
 from evener_offload.captured_experts import SPARING
 from evener_offload.host_backend import auto_or_number, option
+from evener_offload.passing_places import expert_map
 from evener_offload.passing_slots import PassingLayer
 
 log = logging.getLogger("evener.worker")
@@ -141,7 +142,8 @@ class PassingPart:
         random = np.random.default_rng(0)
         chosen = torch.from_numpy(random.random((rows, layer.experts)).argsort(1)[:, :top].astype(np.int32))
         some, factors = torch.randn(x.shape).to(x.dtype), torch.ones(rows, top)
-        slots, copies = placed(layer.experts, layer.experts - layer.absent, layer.experts)
+        absent = np.arange(layer.experts - layer.absent, layer.experts, dtype=np.int32)
+        slots, copies = expert_map(layer.experts, absent, absent)
         there = w._replace(slots=slots, copies=copies)
         copying = min(self._device.measure(link) for _ in range(1 + _TIMES))
 
@@ -175,11 +177,3 @@ class PassingPart:
             1e3 * self._other,
         )  # fmt: skip
         return part if round(part * layer.experts) else 0.0
-
-
-def placed(experts: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``slots`` and ``copies`` of ``ExpertMap`` in host memory, with the experts from ``first`` to ``end`` alone, each
-    in the slot of its number."""
-    numbers = torch.arange(experts, dtype=torch.int32)
-    there = (numbers >= first) & (numbers < end)
-    return torch.where(there, numbers, -1)[:, None], there.to(torch.int32)

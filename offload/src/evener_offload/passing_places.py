@@ -3,11 +3,16 @@ say so, and are written where captured steps read them, so only while no step ru
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import numpy as np
 import torch
 
 from evener.contracts.device import Device
 from evener_offload.passing_slots import PassingLayer
+
+#: Numbers of experts or slots.
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class PassingPlaces:
@@ -61,12 +66,17 @@ class PassingPlaces:
 
     def _passing(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A map of the first experts, each in the slot of its place."""
-        slots = np.full((self._layer.experts, 1), -1, dtype=np.int32)
-        slots[self.expert_at[:count], 0] = np.arange(count, dtype=np.int32)
-        return torch.from_numpy(slots), torch.from_numpy((slots[:, 0] >= 0).astype(np.int32))
+        return expert_map(self._layer.experts, self.expert_at[:count], np.arange(count, dtype=np.int32))
 
     def _others(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A map of all but the first experts, each in the slot of its number."""
-        slots = np.full((self._layer.experts, 1), -1, dtype=np.int32)
-        slots[self.expert_at[count:], 0] = self.expert_at[count:]
-        return torch.from_numpy(slots), torch.from_numpy((slots[:, 0] >= 0).astype(np.int32))
+        others = self.expert_at[count:]
+        return expert_map(self._layer.experts, others, others)
+
+
+def expert_map(count: int, held: Numbers, slots: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
+    """``slots`` and ``copies`` of ``ExpertMap`` in host memory for a layer of ``count`` experts, of which those that
+    are ``held`` are in these slots."""
+    slot_of = np.full((count, 1), -1, dtype=np.int32)
+    slot_of[held, 0] = slots
+    return torch.from_numpy(slot_of), torch.from_numpy((slot_of[:, 0] >= 0).astype(np.int32))

@@ -50,16 +50,11 @@ class Begins(Protocol):
 
 
 @runtime_checkable
-class MapsHost(Protocol):
-    """A device whose kernels read page-locked memory where it is."""
+class ReadsHost(Protocol):
+    """A device that reads page-locked memory where it is. Copies to it would wait for those of experts."""
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
         """Page-locked ``host``, contiguous, as a tensor of the device."""
-
-
-@runtime_checkable
-class ReadsHost(MapsHost, Protocol):
-    """It also waits for words in that memory: what the host writes there does not wait behind copies of experts."""
 
     def await_word(self, word: torch.Tensor) -> None:
         """Let all work that is submitted to the current stream from here on wait until ``word``, int32 [1] in

@@ -27,6 +27,8 @@ from evener.engine.wire.media import overlapping_items
 from evener.engine.wire.plan import BlockCopy
 from evener.engine.wire.slabs import find_kinds, slabs_needed
 
+_NO_SALT = hashlib.sha256(b"").digest()
+
 
 @dataclass
 class BlockTable:
@@ -217,7 +219,7 @@ class StateManager:
 
     def _announce(self, table: BlockTable, key: tuple[int, bytes], column: int, tokens: Sequence[int]) -> None:
         first, end = column * self.block_size, (column + 1) * self.block_size
-        plain = table.salt == hashlib.sha256(b"").digest() and not any(overlapping_items(table.media, 0, end))
+        plain = table.salt == _NO_SALT and not any(overlapping_items(table.media, 0, end))
         for listener in self.pool.listeners:
             listener.stored(key, table.digests[column - 1] if column else None, tokens[first:end], plain)
 
