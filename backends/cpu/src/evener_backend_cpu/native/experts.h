@@ -7,6 +7,8 @@ enum Scoring { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_TOP = 2 };
 static const int CLAMPED_SWIGLU = 3;
 // Tokens that go through routing, gate/up and down at a time; rows and columns of a thread's result buffer.
 static const long EXPERT_PANEL = 512, TILE = 128, WIDE = 64;
+// So many bytes of products with ``down`` are kept until they are added up.
+static const long MOST_PARTS = 8 << 20;
 
 struct Experts {
   int64_t hidden, inner, count, top, slots, copy_columns, scoring, groups, top_groups, group_best, renormalize, activation, shared_inner;
@@ -152,9 +154,9 @@ template <class T> INLINE void clamped_row(const float* pairs, T* y, long n, flo
 }
 
 struct ExpertSizes {
-  long threads, tokens, panel, pairs, xn, ints, logits, routes, h, shared, h_ints, shared_ints, priv, total;
+  long threads, tokens, panel, pairs, xn, ints, logits, routes, h, shared, h_ints, shared_ints, parts, priv, total;
   long own_ints, own_routes, routing, sorted, tokens_of, tile, sum, priv_bytes;
-  bool few;
+  bool few, apart;  // apart: products with ``down`` are kept
   template <class T> static ExpertSizes of(const Experts& e, long tokens, long threads) {
     ExpertSizes s;
     long at = 0;
@@ -173,6 +175,9 @@ struct ExpertSizes {
     s.h = add(s.pairs * e.inner * sizeof(T)), s.shared = add(s.panel * e.shared_inner * sizeof(T));
     s.h_ints = add(e.packed_inner ? Quantized::bytes(s.pairs, e.inner) : 0);
     s.shared_ints = add(e.packed_shared ? Quantized::bytes(s.panel, e.shared_inner) : 0);
+    const long parts = ((s.pairs + (e.shared_inner ? tokens : 0)) * e.hidden + 16) * 4;
+    s.apart = tokens <= s.panel && parts <= MOST_PARTS;
+    s.parts = add(s.apart ? parts : 0);
     s.priv = at, at = 0;
     add(FEW * e.hidden * (4 + sizeof(T)));
     s.own_ints = add(e.packed && s.few ? Quantized::bytes(FEW, e.hidden) : 0);
@@ -202,10 +207,13 @@ template <class T> struct ExpertRun {
     bool packed;
   };
 
+  // Columns of h that are computed at a time from M rows, as many as ``tile`` holds: long runs of memory are read faster than short ones.
+  static long columns_at_once(long M) { return TILE * WIDE / 2 / (M < TILE ? M : TILE) / UNIT * UNIT; }
+
   // The k-th span that ``run_gate_up`` reads.
-  bool gate_up_span(const Matrix& w, long width, long i0, long i1, long k, Span* to) {
+  bool gate_up_span(const Matrix& w, long width, long M, long i0, long i1, long k, Span* to) {
     bool pairs = e.activation == CLAMPED_SWIGLU;
-    long i = i0 + (pairs ? k : k / 2) * (WIDE / 2), n = i1 - i < WIDE / 2 ? i1 - i : WIDE / 2;
+    long step = columns_at_once(M), i = i0 + (pairs ? k : k / 2) * step, n = i1 - i < step ? i1 - i : step;
     if (i >= i1) return false;
     long at = pairs ? 2 * i : k % 2 * width + i;
     *to = span_of(w, at, at + (pairs ? 2 * n : n), e.hidden, sizeof(T));
@@ -216,21 +224,22 @@ template <class T> struct ExpertRun {
   void run_gate_up(const Matrix& w, const T* bias, const Inner& to, long row, const T* y, const Quantized& in, Rows rows, long M, long i0, long i1,
             float* tile, Ahead& ahead) {
     bool pairs = e.activation == CLAMPED_SWIGLU;
-    for (long i = i0; i < i1; i += WIDE / 2) {
-      long n = i1 - i < WIDE / 2 ? i1 - i : WIDE / 2;
+    const long step = columns_at_once(M), ld = 2 * step;
+    for (long i = i0; i < i1; i += step) {
+      long n = i1 - i < step ? i1 - i : step;
       for (long m = 0; m < M; m += TILE) {
         long some = M - m < TILE ? M - m : TILE;
         long at = pairs ? 2 * i : i, wide = pairs ? 2 * n : n;
-        multiply<T, float>(w, y, in, some, at, at + wide, e.hidden, bias, tile, WIDE, rows.from(m), {}, m ? nullptr : &ahead);
+        multiply<T, float>(w, y, in, some, at, at + wide, e.hidden, bias, tile, ld, rows.from(m), {}, m ? nullptr : &ahead);
         if (!pairs)
-          multiply<T, float>(w, y, in, some, to.width + i, to.width + i + n, e.hidden, bias, tile + WIDE / 2, WIDE, rows.from(m), {},
+          multiply<T, float>(w, y, in, some, to.width + i, to.width + i + n, e.hidden, bias, tile + step, ld, rows.from(m), {},
                              m ? nullptr : &ahead);
         for (long r = 0; r < some; r++) {
-          const float* from = tile + r * WIDE;
+          const float* from = tile + r * ld;
           long k = row + m + r;
           T* h = to.h + k * to.width + i;
           if (pairs) clamped_row(from, h, n, e.alpha, e.limit);
-          else act_row<float, T>(from, from + WIDE / 2, h, n, (int)e.activation);
+          else act_row<float, T>(from, from + step, h, n, (int)e.activation);
           // A piece starts and ends at a unit of columns that share a scale.
           if (to.packed) quantize_row(h, n, to.ints.q + k * to.width + i, to.ints.scale + (k * to.width + i) / 32, to.ints.sum + (k * to.width + i) / 16);
         }
@@ -247,8 +256,8 @@ template <class T> struct ExpertRun {
     auto first_of = [&](long at) { return (routed(at) ? at % each : at - by.count * each) * piece; };
     auto last_of = [&](long at) { return first_of(at) + piece < to_of(at).width ? first_of(at) + piece : to_of(at).width; };
     auto own = pieces(gate_up_queue, all, [&](long at, long k, Span* to) {
-      const Matrix& w = routed(at) ? e.gate_up[by.active[at / each]] : e.shared_gate_up;
-      return gate_up_span(w, to_of(at).width, first_of(at), last_of(at), k, to);
+      long s = routed(at) ? by.active[at / each] : -1;
+      return gate_up_span(s < 0 ? e.shared_gate_up : e.gate_up[s], to_of(at).width, s < 0 ? M : by.rows(s), first_of(at), last_of(at), k, to);
     });
     Ahead ahead;
     ahead.follow(own);
@@ -310,13 +319,60 @@ template <class T> struct ExpertRun {
             *weight = gates ? gates[first + r] : 1.f;
             return r;
           });
-        for (long t = 0; t < M; t++) {
-          T* to = x + (first + t) * H + n0;
-          long c = 0;
-          for (; c + 16 <= n1 - n0; c += 16) store(to + c, load(sum + t * WIDE + c));
-          for (; c < n1 - n0; c++) put(to + c, sum[t * WIDE + c]);
-        }
+        put_sums(sum, first, M, n0, n1);
       }
+  }
+
+  // As ``run_all_down``, with the same bits, for few rows. A thread would read a short run of each expert's matrix there; here it reads a long one
+  // of one expert's. ``parts``: [pairs, hidden] and, of shared experts, [M, hidden].
+  void run_down_apart(const SortedPairs& by, const Inner& h, const Inner& shared, long M, float* parts, long threads) {
+    long H = e.hidden, experts = by.count + (shared.width > 0), piece = even_piece(experts * H, H, threads, 16), each = ceil_div(H, piece), at;
+    auto first_of = [&](long at) { return at % each * piece; };
+    auto last_of = [&](long at) { return first_of(at) + piece < H ? first_of(at) + piece : H; };
+    auto own = pieces(down_queue, experts * each, [&](long at, long k, Span* to) {
+      bool routed = at < by.count * each;
+      return span_at(routed ? e.down[by.active[at / each]] : e.shared_down, first_of(at), last_of(at), k, routed ? h.width : shared.width, sizeof(T), to);
+    });
+    Ahead ahead;
+    ahead.follow(own);
+    wait_ahead(barrier, threads, ahead);
+    while (own.next(&at)) {
+      long n0 = first_of(at), n1 = last_of(at);
+      if (at < by.count * each) {
+        long s = by.active[at / each];
+        const T* bias = e.down_bias ? (const T*)e.down_bias + s * H : nullptr;
+        Rows rows{nullptr, by.start[s]};
+        multiply<T, float>(e.down[s], h.h, h.ints, by.rows(s), n0, n1, h.width, bias, parts + n0, H, rows, rows, &ahead);
+      } else {
+        float* to = parts + by.start[e.slots] * H;
+        multiply<T, float>(e.shared_down, shared.h, shared.ints, M, n0, n1, shared.width, (const T*)nullptr, to + n0, H, {}, {}, &ahead);
+      }
+    }
+  }
+
+  // Adds up what ``run_down_apart`` kept, in the order of experts.
+  void add_parts(const SortedPairs& by, const int32_t* tokens_of, const float* weights, const float* gates, bool shared, long M, const float* parts,
+                 float* sum, long tid, long threads) {
+    long H = e.hidden, units = ceil_div(H, 16), pairs = by.start[e.slots], to = units * (tid + 1) / threads * 16;
+    for (long n0 = units * tid / threads * 16, n; n0 < to && n0 < H; n0 += WIDE) {
+      n = to - n0 < WIDE ? to - n0 : WIDE, n = H - n0 < n ? H - n0 : n;
+      memset((void*)sum, 0, M * WIDE * 4);
+      for (long r = 0; r < pairs + (shared ? M : 0); r++) {
+        float weight = r < pairs ? weights[by.pair[r]] : gates ? gates[r - pairs] : 1.f, *at = sum + (r < pairs ? tokens_of[r] : r - pairs) * WIDE;
+        for (long c = 0; c < n; c += 16) store(at + c, load(at + c) + load(parts + r * H + n0 + c) * weight);
+      }
+      put_sums(sum, 0, M, n0, n0 + n);
+    }
+  }
+
+  // Columns n0 <= n < n1 of M rows of x.
+  void put_sums(const float* sum, long first, long M, long n0, long n1) {
+    for (long t = 0; t < M; t++) {
+      T* to = x + (first + t) * e.hidden + n0;
+      long c = 0;
+      for (; c + 16 <= n1 - n0; c += 16) store(to + c, load(sum + t * WIDE + c));
+      for (; c < n1 - n0; c++) put(to + c, sum[t * WIDE + c]);
+    }
   }
 
   void operator()(char* base, const ExpertSizes& s) {
@@ -353,7 +409,12 @@ template <class T> struct ExpertRun {
         run_all_gate_up(by, tokens_of, h, shared, y, in, p, M, tile, threads);
         if (!whole) barrier.wait(threads);
         if (!whole && tid == 0) gate_up_queue.reset();
-        run_all_down(by, tokens_of, h, shared, weights + p * e.top, e.gated() ? gates : nullptr, p, M, tile, sum, threads, whole);
+        if (s.apart) {
+          float* parts = (float*)(base + s.parts);
+          run_down_apart(by, h, shared, M, parts, threads);
+          barrier.wait(threads);
+          add_parts(by, tokens_of, weights, e.gated() ? gates : nullptr, shared.width > 0, M, parts, sum, tid, threads);
+        } else run_all_down(by, tokens_of, h, shared, weights + p * e.top, e.gated() ? gates : nullptr, p, M, tile, sum, threads, whole);
         barrier.wait(threads);
         if (tid == 0) down_queue.reset();
       }
@@ -384,6 +445,13 @@ template <class T> static void routed(ExpertRun<T>& run, char* base, const Exper
       run.run_all_gate_up(by, tokens_of, h, none, y, in, p, M, tile, threads);
       if (!whole) run.barrier.wait(threads);
       if (!whole && tid == 0) run.gate_up_queue.reset();
+      if (s.apart) {
+        float* parts = (float*)(base + s.parts);
+        run.run_down_apart(by, h, none, M, parts, threads);
+        run.barrier.wait(threads);
+        run.add_parts(by, tokens_of, weights, nullptr, false, M, parts, sum, tid, threads);
+        continue;
+      }
       run.run_all_down(by, tokens_of, h, none, weights + p * e.top, nullptr, p, M, tile, sum, threads, whole);
       if (whole) continue;  // the last one
       run.barrier.wait(threads);

@@ -98,6 +98,9 @@ template <class T> static void quantize_rows(const T* x, long ldx, long from, lo
 // Results of one tile for R rows of x, [R, 16]. ``ahead``: the tile is not in a cache yet.
 template <class F, int R> static __attribute__((noinline)) void quant_tile(const char* tile, const Quantized& x, Rows in, long columns, v16 out[R],
                                                                       Ahead* ahead) {
+  // A product waits for the one before it that adds to the same sum, so few rows have several sums, which are exact in any order.
+  const int sums_of_row = CHAINS / R > 1 ? CHAINS / R : 1;
+  const long each = F::quant_bytes + F::scale_bytes, units = columns / UNIT;
   const int16_t* q[R];
   const float* xs[R];
   const int32_t* sums[R];
@@ -109,36 +112,50 @@ template <class F, int R> static __attribute__((noinline)) void quant_tile(const
   }
   const bool shifted = F::scales == AFFINE || F::scales == KMIN || has_zero(F::scales);
   v16 d = splat(0.f), dm = splat(0.f);
-  for (long u = 0; u < columns / UNIT; u++) {
-    const char* scales = tile + F::at(u);
-    head_scales<F>(tile, u, d, dm);
-    Unit<F> unit{scales + F::scale_bytes};
-    if (ahead) ahead->step(F::quant_bytes + F::scale_bytes + F::head_bytes / 8);
+  for (long first = 0; first < units; first += 8) {
+    const long here = units - first < 8 ? units - first : 8;
+    // No function is called for each unit: it would cost the registers of d, dm and f.
+    const char* next = ahead ? ahead->take(here * each + F::head_bytes, tile) : nullptr;
+    for (long u = first; u < first + here; u++, next += each) {
+      const char* scales = tile + F::at(u);
+      head_scales<F>(tile, u, d, dm);
+      const Unit<F> unit{scales + F::scale_bytes};
+      if (ahead)
+        for (long at = 0; at < each; at += 64) __builtin_prefetch(next + at, 0, 2);
 #pragma GCC unroll 2
-    for (int g = 0; g < F::groups; g++) {
-      v16 s, t = splat(0.f);
-      group_scales<F>(scales, g, d, dm, s, t);
-      i16x a[R];
-      float total[R];
+      for (int g = 0; g < F::groups; g++) {
+        v16 s, t = splat(0.f);
+        group_scales<F>(scales, g, d, dm, s, t);
+        i16x a[R][sums_of_row];
+        float total[R];
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        const int32_t* at = sums[r] + 2 * u + g;
-        int32_t sum = F::groups == 1 ? at[0] + at[1] : at[0];
-        a[r] = i16x{} + (F::offset ? -F::offset * sum : 0);
-        total[r] = (float)sum;
-      }
-      const int pairs = 16 / F::groups;
-#pragma GCC unroll 16
-      for (int i = 0; i < pairs; i++) {
-        Pair w = unit.pair(g * pairs + i);
+        for (int r = 0; r < R; r++) {
+          const int32_t* at = sums[r] + 2 * u + g;
+          int32_t sum = F::groups == 1 ? at[0] + at[1] : at[0];
+          a[r][0] = i16x{} + (F::offset ? -F::offset * sum : 0);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) w.dot(a[r], q[r] + u * UNIT + 2 * (g * pairs + i));
-      }
+          for (int k = 1; k < sums_of_row; k++) a[r][k] = i16x{};
+          total[r] = (float)sum;
+        }
+        const int pairs = 16 / F::groups;
+#pragma GCC unroll 4
+        for (int i = g * pairs; i < (g + 1) * pairs; i += 4) {
+          const auto words = unit.words(i / 4);
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; j++) {
+            Pair w = unit.pair(i + j, words);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        float scale = xs[r][u];
-        f[r] = add_product(f[r], floats_of(a[r]), s * scale);
-        if (shifted) f[r] = add_product(f[r], t, splat(scale * total[r]));
+            for (int r = 0; r < R; r++) w.dot(a[r][j % sums_of_row], q[r] + u * UNIT + 2 * (i + j));
+          }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+          for (int k = 1; k < sums_of_row; k++) a[r][0] += a[r][k];
+          float scale = xs[r][u];
+          f[r] = add_product(f[r], floats_of(a[r][0]), s * scale);
+          if (shifted) f[r] = add_product(f[r], t, splat(scale * total[r]));
+        }
       }
     }
   }
@@ -216,6 +233,7 @@ __attribute__((noinline)) void gemm_part(const char* tiles, const Quantized& x, 
       };
       while (m + PRODUCT_ROWS <= m1) rows(std::integral_constant<int, PRODUCT_ROWS>());
       if (PRODUCT_ROWS > 4 && m1 - m >= 4) rows(std::integral_constant<int, 4>());
+      if (PRODUCT_ROWS > 4 && m1 - m == 3) rows(std::integral_constant<int, 3>());  // of a few requests, often those of one expert
       if (m1 - m >= 2) rows(std::integral_constant<int, 2>());
       if (m1 - m == 1) rows(std::integral_constant<int, 1>());
       n += count;

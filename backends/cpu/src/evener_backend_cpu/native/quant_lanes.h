@@ -8,11 +8,11 @@
 #define EVENER_LANES512 1
 #endif
 
-// Rows of x at a time: what fits the registers.
+// PRODUCT_ROWS: rows of x at a time, what fits the registers. CHAINS: sums of products side by side.
 #ifdef EVENER_LANES256
-static const int PRODUCT_ROWS = 4;
+static const int PRODUCT_ROWS = 4, CHAINS = 1;
 #else
-static const int PRODUCT_ROWS = 8;
+static const int PRODUCT_ROWS = 8, CHAINS = 4;
 #endif
 
 // Sixteen float16 numbers.
@@ -111,24 +111,40 @@ template <class F> struct Unit {
   static constexpr int upper_word(int i) { return 256 + (six ? i / 8 * 64 : 0); }
   static constexpr int upper_bit(int i) { return six ? 2 * (i % 8) : i; }
 #if defined(EVENER_LANES512)
-  static MEMBER __m512i word(const char* p) { return _mm512_loadu_si512(p); }
-  MEMBER Pair pair(int i) const {
+  // Of four pairs: the word with their lower bits, and that with their upper ones.
+  struct Words {
+    __m512i low, high;
+  };
+  static MEMBER __m512i word(const char* p) {
+    __m512i w = _mm512_loadu_si512(p);
+    asm("" : "+v"(w));  // else GCC reads it again for each pair, and most words lie in two lines of the cache
+    return w;
+  }
+  MEMBER Words words(int four) const {
+    Words w{};
+    if (F::bits < 8) w.low = word(p + four * 64);
+    if (F::bits == 5 || six) w.high = word(p + upper_word(four * 4));
+    return w;
+  }
+  MEMBER Pair pair(int i, const Words& w) const {
     if (F::bits == 8) return Pair{_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(p + i * 32)))};
-    __m512i low = _mm512_srli_epi16(word(p + i / 4 * 64), 4 * (i % 4));
+    __m512i low = _mm512_srli_epi16(w.low, 4 * (i % 4));
     if (has_fp4(F::scales)) {
       __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4));
       return Pair{_mm512_maskz_shuffle_epi8(0x5555555555555555, table, _mm512_and_si512(low, _mm512_set1_epi16(15)))};
     }
     if (F::bits == 4) return Pair{_mm512_and_si512(low, _mm512_set1_epi16(15))};
-    __m512i high = word(p + upper_word(i));
     int at = upper_bit(i);
+    __m512i high = w.high;
     high = at < 4 ? _mm512_slli_epi16(high, 4 - at) : _mm512_srli_epi16(high, at - 4);
     // bits of ``low`` where the mask is set, else those of ``high``
     __m512i mixed = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, high, 0xca);
     return Pair{_mm512_and_si512(mixed, _mm512_set1_epi16((1 << F::bits) - 1))};
   }
 #elif defined(EVENER_LANES256)
-  MEMBER Pair pair(int i) const { return Pair{half(i, 0), half(i, 1)}; }
+  struct Words {};
+  MEMBER Words words(int) const { return {}; }
+  MEMBER Pair pair(int i, Words) const { return Pair{half(i, 0), half(i, 1)}; }
   // Rows 8 h to 8 h + 7.
   MEMBER __m256i half(int i, int h) const {
     if (F::bits == 8) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + i * 32 + h * 16)));
@@ -145,8 +161,10 @@ template <class F> struct Unit {
     return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi16((1 << F::bits) - 16)));
   }
 #else
+  struct Words {};
+  MEMBER Words words(int) const { return {}; }
   static MEMBER u16x word(const char* p) { return (u16x)load_bits(p); }
-  MEMBER Pair pair(int i) const {
+  MEMBER Pair pair(int i, Words) const {
     Pair r;
     if (F::bits == 8) {
       for (int l = 0; l < 16; l++) r.one[l] = (int8_t)p[i * 32 + 2 * l], r.two[l] = (int8_t)p[i * 32 + 2 * l + 1];
