@@ -17,7 +17,7 @@ _REVIEW, _AGEING = 8, 0.875
 #: standard deviations, as if both counts were of chance (Poisson).
 _MORE_OFTEN, _DEVIATIONS = 1.5, 2.5
 #: Part of the time that exchanges may take; experts that are exchanged before it is known how long one takes.
-_PART, _FIRST = 0.2, 4
+_PART, _FIRST = 0.05, 4
 
 
 class ChoiceCounts:
