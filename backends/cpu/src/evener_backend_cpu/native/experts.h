@@ -197,7 +197,8 @@ template <class T> struct ExpertRun {
   T* x;
   float* stream;
   Barrier barrier;
-  WorkQueue router_queue, gate_up_queue, down_queue;
+  WorkQueue router_queue;
+  SharedPieces gate_up_pieces, down_pieces;
 
   // Input of the block's second product.
   struct Inner {
@@ -248,17 +249,17 @@ template <class T> struct ExpertRun {
   }
 
   void run_all_gate_up(const SortedPairs& by, const int32_t* tokens_of, const Inner& h, const Inner& shared, const T* y, const Quantized& in, long first,
-                long M, float* tile, long threads) {
+                long M, float* tile, long tid, long threads) {
     long piece = even_piece(by.count * h.width + shared.width, h.width ? h.width : shared.width, threads, WIDE / 2);
     long each = ceil_div(h.width, piece), all = by.count * each + ceil_div(shared.width, piece), at;
     auto routed = [&](long at) { return at < by.count * each; };
     auto to_of = [&](long at) -> const Inner& { return routed(at) ? h : shared; };
     auto first_of = [&](long at) { return (routed(at) ? at % each : at - by.count * each) * piece; };
     auto last_of = [&](long at) { return first_of(at) + piece < to_of(at).width ? first_of(at) + piece : to_of(at).width; };
-    auto own = pieces(gate_up_queue, all, [&](long at, long k, Span* to) {
+    auto own = pieces(gate_up_pieces, all, [&](long at, long k, Span* to) {
       long s = routed(at) ? by.active[at / each] : -1;
       return gate_up_span(s < 0 ? e.shared_gate_up : e.gate_up[s], to_of(at).width, s < 0 ? M : by.rows(s), first_of(at), last_of(at), k, to);
-    });
+    }, tid, threads);
     Ahead ahead;
     ahead.follow(own);
     while (own.next(&at)) {
@@ -290,15 +291,15 @@ template <class T> struct ExpertRun {
 
   // One thread computes a piece of the columns for all experts in order: no two threads add to the same number.
   void run_all_down(const SortedPairs& by, const int32_t* tokens_of, const Inner& h, const Inner& shared, const float* weights, const float* gates,
-                long first, long M, float* tile, float* sum, long threads, bool wait_first) {
+                long first, long M, float* tile, float* sum, long tid, long threads, bool wait_first) {
     long H = e.hidden, piece = even_piece(H, H, threads, 16), each = by.count + (shared.width > 0), at;
     auto last_of = [&](long at) { return (at + 1) * piece < H ? (at + 1) * piece : H; };
-    auto own = pieces(down_queue, ceil_div(H, piece), [&](long at, long k, Span* to) {
+    auto own = pieces(down_pieces, ceil_div(H, piece), [&](long at, long k, Span* to) {
       long n0 = at * piece + (each ? k / each * WIDE : H), n1 = n0 + WIDE < last_of(at) ? n0 + WIDE : last_of(at), i = each ? k % each : 0;
       if (n0 >= n1) return false;
       *to = i < by.count ? span_of(e.down[by.active[i]], n0, n1, h.width, sizeof(T)) : span_of(e.shared_down, n0, n1, shared.width, sizeof(T));
       return true;
-    });
+    }, tid, threads);
     Ahead ahead;
     ahead.follow(own);
     if (wait_first) wait_ahead(barrier, threads, ahead);
@@ -325,14 +326,14 @@ template <class T> struct ExpertRun {
 
   // As ``run_all_down``, with the same bits, for few rows. A thread would read a short run of each expert's matrix there; here it reads a long one
   // of one expert's. ``parts``: [pairs, hidden] and, of shared experts, [M, hidden].
-  void run_down_apart(const SortedPairs& by, const Inner& h, const Inner& shared, long M, float* parts, long threads) {
+  void run_down_apart(const SortedPairs& by, const Inner& h, const Inner& shared, long M, float* parts, long tid, long threads) {
     long H = e.hidden, experts = by.count + (shared.width > 0), piece = even_piece(experts * H, H, threads, 16), each = ceil_div(H, piece), at;
     auto first_of = [&](long at) { return at % each * piece; };
     auto last_of = [&](long at) { return first_of(at) + piece < H ? first_of(at) + piece : H; };
-    auto own = pieces(down_queue, experts * each, [&](long at, long k, Span* to) {
+    auto own = pieces(down_pieces, experts * each, [&](long at, long k, Span* to) {
       bool routed = at < by.count * each;
       return span_at(routed ? e.down[by.active[at / each]] : e.shared_down, first_of(at), last_of(at), k, routed ? h.width : shared.width, sizeof(T), to);
-    });
+    }, tid, threads);
     Ahead ahead;
     ahead.follow(own);
     wait_ahead(barrier, threads, ahead);
@@ -406,17 +407,17 @@ template <class T> struct ExpertRun {
         long M = tokens - p < s.panel ? tokens - p : s.panel;
         SortedPairs by(mine + s.sorted, slots + p * e.top, M * e.top, e.slots);
         for (long i = 0; i < by.start[e.slots]; i++) tokens_of[i] = (int32_t)(p + by.pair[i] / e.top);
-        run_all_gate_up(by, tokens_of, h, shared, y, in, p, M, tile, threads);
+        run_all_gate_up(by, tokens_of, h, shared, y, in, p, M, tile, tid, threads);
         if (!whole) barrier.wait(threads);
-        if (!whole && tid == 0) gate_up_queue.reset();
+        if (!whole && tid == 0) gate_up_pieces.reset();
         if (s.apart) {
           float* parts = (float*)(base + s.parts);
-          run_down_apart(by, h, shared, M, parts, threads);
+          run_down_apart(by, h, shared, M, parts, tid, threads);
           barrier.wait(threads);
           add_parts(by, tokens_of, weights, e.gated() ? gates : nullptr, shared.width > 0, M, parts, sum, tid, threads);
-        } else run_all_down(by, tokens_of, h, shared, weights + p * e.top, e.gated() ? gates : nullptr, p, M, tile, sum, threads, whole);
+        } else run_all_down(by, tokens_of, h, shared, weights + p * e.top, e.gated() ? gates : nullptr, p, M, tile, sum, tid, threads, whole);
         barrier.wait(threads);
-        if (tid == 0) down_queue.reset();
+        if (tid == 0) down_pieces.reset();
       }
       if (e.post_norm)
         for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)
@@ -442,20 +443,20 @@ template <class T> static void routed(ExpertRun<T>& run, char* base, const Exper
       long M = run.tokens - p < s.panel ? run.tokens - p : s.panel;
       SortedPairs by(mine + s.sorted, slots + p * e.top, M * e.top, e.slots);
       for (long i = 0; i < by.start[e.slots]; i++) tokens_of[i] = (int32_t)(p + by.pair[i] / e.top);
-      run.run_all_gate_up(by, tokens_of, h, none, y, in, p, M, tile, threads);
+      run.run_all_gate_up(by, tokens_of, h, none, y, in, p, M, tile, tid, threads);
       if (!whole) run.barrier.wait(threads);
-      if (!whole && tid == 0) run.gate_up_queue.reset();
+      if (!whole && tid == 0) run.gate_up_pieces.reset();
       if (s.apart) {
         float* parts = (float*)(base + s.parts);
-        run.run_down_apart(by, h, none, M, parts, threads);
+        run.run_down_apart(by, h, none, M, parts, tid, threads);
         run.barrier.wait(threads);
         run.add_parts(by, tokens_of, weights, nullptr, false, M, parts, sum, tid, threads);
         continue;
       }
-      run.run_all_down(by, tokens_of, h, none, weights + p * e.top, nullptr, p, M, tile, sum, threads, whole);
+      run.run_all_down(by, tokens_of, h, none, weights + p * e.top, nullptr, p, M, tile, sum, tid, threads, whole);
       if (whole) continue;  // the last one
       run.barrier.wait(threads);
-      if (tid == 0) run.down_queue.reset();
+      if (tid == 0) run.down_pieces.reset();
     }
   });
 }

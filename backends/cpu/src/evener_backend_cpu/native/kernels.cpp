@@ -92,7 +92,7 @@ static int attend(const Geometry* g, const Step* step, const T* q, const T* sink
   Run<T> run{l, step, step->tokens, nullptr, nullptr, nullptr, nullptr, 0, 0, {}, {}, {}, {}, {}, {}};
   Pool::run(threads, [&](long tid, long n) {
     char* mine = base + s.priv + tid * s.priv_bytes + Sizes::up(2 * MLP_PANEL * MLP_ROWS * 4);
-    auto own = run.items();
+    auto own = run.items(tid, n);
     Ahead ahead;
     ahead.follow(own);
     run.attend(*step, q, sinks, out, (float*)(base + s.parts), (float*)mine, tid, n, own, &ahead);

@@ -175,7 +175,7 @@ template <class T> struct Run {
   const void* positions;
   long positions64, flags;
   Barrier barrier;
-  WorkQueue qkv_queue, attend_queue, o_queue, gate_up_queue, down_queue;
+  SharedPieces qkv_pieces, attend_pieces, o_pieces, gate_up_pieces, down_pieces;
 
   T* norms(T* add, const void* post, const void* weight, float eps, float offset, T* xn, float* priv, long tid, long threads, float** sum) {
     return norm_rows(stream, tokens, l.hidden, add, Norm{post, l.eps, l.offset}, Norm{weight, eps, offset}, xn, priv, barrier, tid, threads, sum);
@@ -234,11 +234,11 @@ template <class T> struct Run {
       auto rows = [&](const Matrix& w, long N, long K) { return RowPieces<T>{w, N, K, piece_of(N, threads, 16)}; };
       const RowPieces<T> qkv_rows = rows(l.qkv, width, H), o_rows = rows(l.o, H, g.heads * g.dv), down_rows = rows(l.down, H, l.inner);
       const GateUpRows<T> gate_up_rows{l.gate_up, l.inner, H, piece_of(l.inner, threads, 16), rows_at_once(tokens)};
-      auto own_qkv = pieces(qkv_queue, qkv_rows.count(), qkv_rows);
-      auto own_items = items();
-      auto own_o = pieces(o_queue, o_rows.count(), o_rows);
-      auto own_gate_up = pieces(gate_up_queue, gate_up_rows.count(), gate_up_rows);
-      auto own_down = pieces(down_queue, down_rows.count(), down_rows);
+      auto own_qkv = pieces(qkv_pieces, qkv_rows.count(), qkv_rows, tid, threads);
+      auto own_items = items(tid, threads);
+      auto own_o = pieces(o_pieces, o_rows.count(), o_rows, tid, threads);
+      auto own_gate_up = pieces(gate_up_pieces, gate_up_rows.count(), gate_up_rows, tid, threads);
+      auto own_down = pieces(down_pieces, down_rows.count(), down_rows, tid, threads);
       auto next = [&](Span* to) {
         return (flags & ENTER && own_qkv(to)) || (flags & ATTEND && (own_items(to) || own_o(to))) || (flags & MLP && (own_gate_up(to) || own_down(to)));
       };
@@ -271,7 +271,9 @@ template <class T> struct Run {
   }
 
   // What a thread attends to.
-  Pieces<Attended<T>> items() { return pieces(attend_queue, step ? step->items * l.g.kv_heads : 0, Attended<T>{l.g, step}); }
+  Pieces<Attended<T>> items(long tid, long threads) {
+    return pieces(attend_pieces, step ? step->items * l.g.kv_heads : 0, Attended<T>{l.g, step}, tid, threads);
+  }
 
   void attend(const Step& st, const T* q, const T* sinks, T* attn, float* parts, float* scratch, long tid, long threads, Pieces<Attended<T>>& own,
               Ahead* ahead) {
@@ -308,12 +310,14 @@ template <class T> struct Run {
           for (long m = 0; m < M; m++) act_row<float, T>(gate + m * some, up + m * some, h + m * I + i, n, l.activation);
         }
       wait(threads, ahead);
-      if (!ahead && tid == 0) gate_up_queue.reset();
+      if (!ahead) own_gate_up.again();
+      if (!ahead && tid == 0) gate_up_pieces.reset();
       if (p == 0) commit_residual(sum, tid);
       in = quantized(l.down, h, M, I, ints, few, barrier, tid, threads);
       gemm_pieces<T, T>(own_down, h, in, M, l.down_bias, out + p * H, ahead);
       barrier.wait(threads);
-      if (!ahead && tid == 0) down_queue.reset();
+      if (!ahead) own_down.again();
+      if (!ahead && tid == 0) down_pieces.reset();
     }
     if (l.mlp_post_norm)
       for (long t = tokens * tid / threads; t < tokens * (tid + 1) / threads; t++)

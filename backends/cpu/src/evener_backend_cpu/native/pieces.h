@@ -25,24 +25,50 @@ INLINE long piece_of(long total, long threads, long unit) {
   return p > unit ? p : unit;
 }
 
-// Pieces that a thread takes from a queue. What it reads next is prefetched, so it takes a piece shortly before it needs it.
+// Pieces that are shared among threads. Each has a run of its own, which it takes from the front: a long run of memory is read faster than short ones.
+// After its own it takes from the ends of the others' runs, so that all end at about the same time.
+struct SharedPieces {
+  static const long RUNS = 256;
+  std::atomic<uint64_t> taken[RUNS] = {};  // of each run: how many from the front, and 2^32 times how many from the end
+  // One of the ``size`` pieces of a run, by number. One addition decides: what is taken from both sides together never is more than there is.
+  bool take(long run, long size, bool front, long* piece) {
+    uint64_t was = taken[run].fetch_add(front ? 1 : 1ul << 32, std::memory_order_relaxed);
+    long before = (long)(was & 0xffffffff), behind = (long)(was >> 32);
+    *piece = front ? before : size - 1 - behind;
+    return before + behind < size;
+  }
+  void reset() {
+    for (auto& each : taken) each.store(0, std::memory_order_relaxed);
+  }
+};
+
+// Pieces that a thread takes. What it reads next is prefetched, so it takes a piece shortly before it needs it.
 // ``span_of(piece, k, to)``: whether there is a k-th span of a piece, which is put into ``to``.
 template <class F> struct Pieces {
   static const long MOST = 8;
-  WorkQueue& queue;
-  long total;
+  SharedPieces& shared;
+  long total, own, runs, passed;  // own: the thread's run; passed: how many runs are used up, from its own on
   F span_of;
   long taken[MOST], count, at, part;  // at, part: what is prefetched next
-  bool begun, used_up;
-  Pieces(WorkQueue& queue, long total, F span_of) : queue(queue), total(total), span_of(span_of), count(0), at(0), part(0), begun(false), used_up(false) {}
+  bool begun;
+  Pieces(SharedPieces& shared, long total, F span_of, long tid, long threads)
+      : shared(shared), total(total), runs(threads < SharedPieces::RUNS ? threads : SharedPieces::RUNS), passed(0), span_of(span_of), count(0), at(0),
+        part(0), begun(false) {
+    own = tid % runs;
+  }
 
   bool take() {
-    long end;
-    if (count == MOST || used_up) return false;
-    used_up = !queue.take(total, 1, taken + count, &end);
-    count += !used_up;
-    return !used_up;
+    for (long piece; count < MOST && passed < runs; passed++) {
+      const long run = (own + passed) % runs, first = total * run / runs;
+      if (!shared.take(run, total * (run + 1) / runs - first, !passed, &piece)) continue;
+      taken[count++] = first + piece;
+      return true;
+    }
+    return false;
   }
+  // All may be taken once more.
+  void again() { passed = 0; }
+
   bool operator()(Span* to) {
     for (; at < count || take(); at++, part = 0)
       if (span_of(taken[at], part++, to)) return true;
@@ -58,11 +84,12 @@ template <class F> struct Pieces {
     }
     begun = count || take();
     if (begun) *piece = taken[0];
-    else used_up = false;  // the queue may be filled again
     return begun;
   }
 };
-template <class F> static Pieces<F> pieces(WorkQueue& queue, long total, F span_of) { return Pieces<F>(queue, total, span_of); }
+template <class F> static Pieces<F> pieces(SharedPieces& shared, long total, F span_of, long tid, long threads) {
+  return Pieces<F>(shared, total, span_of, tid, threads);
+}
 
 // Waits for the other threads, and prefetches meanwhile: memory would have nothing to do, and threads seldom arrive at the same time.
 static const long EARLY = 49152;
