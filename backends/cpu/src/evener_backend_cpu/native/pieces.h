@@ -25,17 +25,19 @@ INLINE long piece_of(long total, long threads, long unit) {
   return p > unit ? p : unit;
 }
 
-// Pieces that are shared among threads. Each has a run of its own, which it takes from the front: a long run of memory is read faster than short ones.
+// Pieces that are shared among threads. Each thread has a run of its own, which it takes from the front: a long run of memory is read faster than short ones.
 // After its own it takes from the ends of the others' runs, so that all end at about the same time.
 struct SharedPieces {
   static const long RUNS = 256;
   std::atomic<uint64_t> taken[RUNS] = {};  // of each run: how many from the front, and 2^32 times how many from the end
   // One of the ``size`` pieces of a run, by number. One addition decides: what is taken from both sides together never is more than there is.
   bool take(long run, long size, bool front, long* piece) {
+    auto left = [size](uint64_t was) { return size - (long)(was & 0xffffffff) - (long)(was >> 32); };
+    // Only read: at the end of a product every thread asks for every run.
+    if (left(taken[run].load(std::memory_order_relaxed)) <= 0) return false;
     uint64_t was = taken[run].fetch_add(front ? 1 : 1ul << 32, std::memory_order_relaxed);
-    long before = (long)(was & 0xffffffff), behind = (long)(was >> 32);
-    *piece = front ? before : size - 1 - behind;
-    return before + behind < size;
+    *piece = front ? (long)(was & 0xffffffff) : size - 1 - (long)(was >> 32);
+    return left(was) > 0;
   }
   void reset() {
     for (auto& each : taken) each.store(0, std::memory_order_relaxed);
