@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import re
 import signal
 import socket
@@ -15,7 +17,11 @@ import httpx
 import pytest
 from warm import warm
 
+from evener.async_llm import AsyncLLM
+from evener.config import from_overrides
 from evener.errors import ConfigError
+from evener_conformance.fake_engine import FakeEngine
+from evener_server import process
 from evener_server.command import main
 from evener_server.connections import Listener
 from evener_server.process import bind, url
@@ -252,3 +258,24 @@ def test_with_restart_a_new_engine_follows_one_that_died(serve: Any) -> None:
     served.wait_for("starting again")
     served.wait_for(r"(?s)starting again.*serving fake at http")
     assert served.process.poll() is None
+
+
+def test_collections_while_it_serves_do_not_look_at_the_objects_of_its_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+
+    async def start(config: Any) -> AsyncLLM:
+        llm = AsyncLLM(FakeEngine(), model_dir=folder)
+        await llm.wait_ready()
+        gc.unfreeze()
+        return llm
+
+    async def run(run: Any) -> int:
+        frozen.append(gc.get_freeze_count())
+        return 0
+
+    monkeypatch.setattr(process._ServerRun, "run", run)
+    config = from_overrides(str(folder), {"serve.port": 0})
+    assert asyncio.run(process.serve(config, drain_timeout=0, start=start)) == 0
+    assert frozen[0] > 1000 and gc.get_freeze_count() == 0

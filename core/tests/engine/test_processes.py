@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -17,8 +18,10 @@ import pytest
 import zmq
 
 from evener.config import to_flat
-from evener.engine.processes import child_process
+from evener.distributed.world import RankPlacement, World
+from evener.engine.processes import child, child_process
 from evener.engine.processes.child_process import ChildFailure
+from evener.engine.processes.control_channel import SHUTDOWN
 from evener.engine.processes.local_clients import InlineClient
 from evener.engine.processes.process_executor import ProcessExecutor
 from evener.engine.processes.start import build_controller, start_engine
@@ -270,3 +273,29 @@ def test_close_with_drain_finishes_open_requests_and_without_aborts_them(
         assert set(played.reasons().values()) == {reason} and len(played.ends) == 3
         if drain:
             assert played.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("role", ["worker", "controller"])
+def test_collections_in_a_child_do_not_look_at_the_objects_of_its_start(
+    role: str, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+
+    def count(*_: Any) -> bytes:
+        frozen.append(gc.get_freeze_count())
+        return SHUTDOWN
+
+    end = SimpleNamespace(send=count, receive=count, put=count)
+    started = SimpleNamespace(run=count, close=lambda: None, facts=None)
+    gc.unfreeze()
+    monkeypatch.setattr("evener.engine.worker.worker.Worker", lambda *_, **__: started)
+    monkeypatch.setattr("evener.engine.processes.start.build_controller", lambda *_, **__: (started, None))
+    try:
+        if role == "worker":
+            child.run_worker(make_config(), end, RankPlacement(World.of(0, 1, 1), 0, 1, ""))
+        else:
+            child.run_controller_process(make_config(), end)
+    finally:
+        gc.unfreeze()
+    ready, running = frozen
+    assert ready == 0 and running > 1000

@@ -24,7 +24,7 @@ def collector_paused() -> Iterator[None]:
 @contextmanager
 def objects_frozen() -> Iterator[None]:
     """Collections inside do not look at objects made before: nearly all objects of a start stay, and the first look at
-    them would take a tenth of a second of the first answer."""
+    them would take a tenth of a second, in the middle of answers."""
     gc.freeze()
     try:
         yield

@@ -26,6 +26,7 @@ from evener.config import Config
 from evener.errors import ConfigError
 from evener_server.api_keys import ApiKeys, KeyReader
 from evener_server.app import create_app
+from evener_server.collector import objects_frozen
 from evener_server.connections import AcceptErrors, Listener, Protocol, max_connections
 from evener_server.grammar_check import GrammarChecks
 from evener_server.ksanallm.plugin_file import unused_file
@@ -109,6 +110,7 @@ async def _serve(config: Config, drain_timeout: float, start: Start, dead_grace:
                 llm.chat.templates = {"default": template}
             # Otherwise the first chat would wait for the process that renders them.
             await asyncio.to_thread(llm.chat.warm_up)
+            ends.enter_context(objects_frozen())
             if (unused := unused_file(config)) is not None:
                 logger.warning("%s", unused)
             run = _ServerRun(llm, config, listener, drain_timeout, dead_grace, keys, traces, tls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -41,6 +42,9 @@ def run_worker(config: Config, control: ControlClient, place: RankPlacement) -> 
 
     worker = Worker(config, search, serving=True, ranks=place)
     control.send(_ENCODER.encode(worker.facts))
+    # Later collections do not look at the objects of the start, which would take a tenth of a second between two steps.
+    gc.collect()
+    gc.freeze()
     decoder = msgspec.msgpack.Decoder(Order)
     pending: deque[PendingStep] = deque()
     while True:
@@ -49,8 +53,7 @@ def run_worker(config: Config, control: ControlClient, place: RankPlacement) -> 
         while pending and pending[0].ready():
             control.send(_ENCODER.encode(pending.popleft().wait()))
         # Take a plan that is already here even while a result is pending, so that the device stays busy.
-        data = control.receive(0 if pending else None)
-        if data == SHUTDOWN:
+        if (data := control.receive(0 if pending else None)) == SHUTDOWN:
             return
         if data is not None:
             step = worker.execute(decoder.decode(data))
@@ -66,6 +69,7 @@ def run_controller_process(config: Config, parent: ParentChannel) -> None:
 
     controller, ready = build_controller(config, serving=True)
     parent.put([ready])
+    gc.freeze()  # as in ``run_worker``
     controller.run(parent)
     controller.close()
 
@@ -74,19 +78,17 @@ def run_role(end: ControlClient | ParentChannel, role: Callable[[], None]) -> in
     """Run one role and return the exit code. An error is sent to the other end of the channel as ``ChildFailure``."""
     try:
         role()
-    except EvenerError as error:
-        # The other end shows one line; a package's author needs the traceback. If no backend fits, no package failed.
-        if isinstance(error, PluginError) and not isinstance(error, NoBackendError):
-            log.exception("a package failed in this process")
-        end.send(_ENCODER.encode(ChildFailure(type(error).__name__, str(error))))
-        return 1
-    except Exception as error:  # a bug, or another rank has died: the other end gets one line, the log the traceback
-        log.exception("this process failed")
-        end.send(_ENCODER.encode(ChildFailure(EngineError.__name__, f"{type(error).__name__}: {error}")))
+        return 0
+    except Exception as error:
+        # Another error than ours is a bug, or another rank has died. The other end shows one line; the author of what
+        # failed needs the traceback. If no backend fits, nothing failed.
+        known = error if isinstance(error, EvenerError) else EngineError(f"{type(error).__name__}: {error}")
+        if known is not error or (isinstance(error, PluginError) and not isinstance(error, NoBackendError)):
+            log.exception("this process failed")
+        end.send(_ENCODER.encode(ChildFailure(type(known).__name__, str(known))))
         return 1
     finally:
         end.close()
-    return 0
 
 
 def main(argv: list[str]) -> int:

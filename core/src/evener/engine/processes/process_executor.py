@@ -51,11 +51,9 @@ class ProcessExecutor(Executor):
         self.children: dict[int, ChildProcess] = {}
         meet = f"file://{self._control.folder.path}/meet"
         try:
-            if launched is not None:
-                self._start(config, launched.place(*sizes))
-            else:
-                for world in self._worlds:
-                    self._start(config, RankPlacement(world, world.rank, world.size, meet))
+            here = [RankPlacement(world, world.rank, world.size, meet) for world in self._worlds]
+            for place in here if launched is None else [launched.place(*sizes)]:
+                self._start(config, place)
             self.facts = merge_facts(self._gather())
             self._heartbeat_timeout = infer.heartbeat_timeout
         except BaseException:
