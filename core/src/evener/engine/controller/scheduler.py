@@ -98,7 +98,7 @@ class _NewPlan:
 
 
 class _SubmittedPlan(msgspec.Struct, frozen=True):
-    """A plan in flight, the requests of its rows, and whether these got drafts where some were likely."""
+    """A plan in flight, its rows, and ``Drafts.on`` as it was when the plan was made."""
 
     plan: Plan
     rows: list[PlannedRow]
@@ -340,7 +340,7 @@ class Scheduler:
     def _plan_row(
         self, new: _NewPlan, request: Request, count: int, drafted: list[int] | None = None, admit: bool = False
     ) -> bool:
-        """Add a row of ``count`` tokens and the ``drafted`` ones behind them to the plan; False, with nothing changed,
+        """Add a row of ``count`` tokens and the ``drafted`` ones after them to the plan; False, with nothing changed,
         if the pool has too few blocks."""
         assert request.table is not None, "a running request has a table"
         drafted = drafted or []
