@@ -103,7 +103,7 @@ class Adapters:
         self.find(name)
 
     def hold(self, adapter: str | HeldAdapter | None) -> HeldAdapter | None:
-        """Keep an adapter in the engine until it was released as often, also if it is unloaded or replaced meanwhile.
+        """Keep an adapter in the engine until ``release`` ends each hold, even if it is unloaded or replaced meanwhile.
 
         Raises:
             RequestError: there is no such adapter.
@@ -158,7 +158,7 @@ class AdapterSlots:
         """A request with this adapter has ended, and no plan computes it any more."""
 
     def startable(self, requests: Iterable[R]) -> R | None:
-        """The first that may start; None: no one may."""
+        """The first that may start; None: none may."""
         return next(iter(requests), None)
 
     def start(self, adapter: str) -> int:
@@ -166,7 +166,7 @@ class AdapterSlots:
         return -1
 
     def stop(self, adapter: str) -> None:
-        """A request that has started with this adapter holds no slot of the tables any more."""
+        """A request that was started with this adapter has left its slot in the device tables."""
 
     def writes(self) -> list[Any]:
         """An ``AdapterWrite`` for each adapter that got its slot since the last plan."""

@@ -105,14 +105,14 @@ class Architecture(ABC):
 
         Args:
             hidden: what ``forward`` returned for this step.
-            step: the same step, but ``token_ids`` are the tokens behind those of ``forward``, one position later.
+            step: the same step, but each of ``token_ids`` is the token after that of ``forward``, one position later.
             own: the model has not computed these tokens, and ``hidden`` are the states that this method returned for
                 the tokens one position before, in place of the model's.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method predict()")
 
     def predicted(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """(optional) Logits float32 [R, vocab_size] of the tokens behind ``step.token_ids``; ``hidden`` [R, hidden] are
+        """(optional) Logits float32 [R, vocab_size] of the tokens after ``step.token_ids``; ``hidden`` [R, hidden] are
         rows of the result of ``predict``."""
         raise NotImplementedError(f"{type(self).__name__} has no method predicted()")
 

@@ -7,7 +7,7 @@ as the first half says in ``Plan.moves``; plans are in the same order on all ran
 
 A block comes back as a block of the prefix cache. The first half takes free blocks of the pool, sets their keys, and
 lets the next plan copy into them. The request waits meanwhile (``ready``); then it starts as with any prefix hit. A
-copy that was begun may take longer than the plan. Whatever needs it, or uses a block anew that it still writes to,
+copy may take longer than the plan that began it. A plan that needs the copy, or reuses a block that it still writes to,
 names it in ``BlockMoves.waits``.
 
 A package announces one in ``Descriptor.connectors``, as a class with two static functions::
@@ -92,8 +92,8 @@ class Connector:
     counters: Mapping[str, int] = MappingProxyType({})
 
     def ready(self, request: StartingRequest, busy: bool) -> bool:
-        """Whether a waiting request may start. If more of its prefix is kept, that is on its way from now on. Without
-        other work (not ``busy``) it may always start."""
+        """Whether a waiting request may start. If more of its prefix is kept, this call begins to bring it back.
+        Without other work (not ``busy``) the request may always start."""
         return True
 
     def started(self, request: StartingRequest) -> None:
@@ -111,7 +111,7 @@ class Connector:
         return None
 
     def done(self, transfers: Sequence[int]) -> None:
-        """A rank has reported these transfers as over. Others may still be at them."""
+        """A rank has reported these transfers as over. Other ranks may not have finished them."""
 
 
 class BlockMover(ABC):

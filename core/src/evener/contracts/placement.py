@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Placement(ABC):
-    """Where the routed experts of some layers are, beside the device: their weights, and the ops that compute them, are
-    another backend's. ``str`` of it names that backend.
+    """Where the routed experts of some layers are instead of on the device: another backend holds their weights and
+    computes them. ``str`` of it names that backend.
 
     Attributes:
         torch_device: of the weights.

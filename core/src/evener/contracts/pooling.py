@@ -94,10 +94,10 @@ class PoolingRequest:
 
 @dataclass(frozen=True)
 class PoolingAnswer:
-    """What a model makes of a text.
+    """How a model embeds or scores a text.
 
     Attributes:
-        settings: how.
+        settings: how the rows of its tokens become a vector or a score.
         head: declares what computes a row from the last hidden states, for ``Builder.head``; None: the head of a
             language model.
     """

@@ -1,8 +1,8 @@
 """The state contract: what a layer keeps from one step to the next (its KV cache), and who owns the memory layout.
 
 A layer declares a ``StateSpec``. Layers with equal specs form a *group*, with one block table per request. Resolution
-chooses one ``StateProvider`` for each group. It decides the layout of a block, writes to it and reads from it; core
-knows only block ids. Block 0 is the null block: padding tokens may write to it, and no real token reads it.
+chooses one ``StateProvider`` for each group. The provider decides the layout of a block, writes to it and reads from
+it; core knows only block ids. Block 0 is the null block: padding tokens may write to it, and no real token reads it.
 
 A block holds ``block_size`` tokens of one layer (``per="token"``), or one row of state as it was after the block's last
 computed token (``per="request"``). All groups take their blocks from one pool.
@@ -143,7 +143,7 @@ class StateKind(ABC):
     Kinds are hashed: one that is a dataclass must be frozen.
 
     Attributes:
-        undivided: (optional) a token reads tokens behind it, so that one step computes all tokens of a request.
+        undivided: (optional) a token reads later tokens too, so that one step must compute all tokens of a request.
     """
 
     name: str
@@ -273,8 +273,8 @@ class StateProvider(ABC):
             request adds one, and steps of one short prompt.
         owns_memory: it allocates a pool of its own in ``bind`` and ignores ``storage``.
         batch_invariant: the result of a request does not depend on the other requests in the step.
-        drafts: (state per request) it stores the row behind ``StateStep.kept_lens`` tokens. Without, a model that it
-            serves has no speculative decoding.
+        drafts: (state per request) it stores the row after ``StateStep.kept_lens`` tokens. A provider that does not
+            cannot serve speculative decoding.
     """
 
     name: str
@@ -426,8 +426,8 @@ class RecurrentProvider(StoredStateProvider):
     def advance(self, views: Any, meta: Any, *inputs: torch.Tensor) -> torch.Tensor:
         """Run this step's tokens through the recurrence. Each request starts from the row before its first token in the
         step (zeros at position 0). The row after its last token is stored, and so is the row at every snapshot on the
-        way (``StateSpec.every``). With ``drafts``, its last token that counts here is the last of ``kept_lens``: the
-        proposed ones behind it are computed, and leave nothing. Mutates the state.
+        way (``StateSpec.every``). With ``drafts``, only rows up to ``kept_lens`` tokens are stored, the last of them
+        included: proposed tokens are computed but leave no state. Mutates the state.
 
         Inputs and result depend on ``AttentionSpec.algorithm``. "gated_delta" (Yang et al. 2024) has the state conv
         [channels, width - 1] and delta float32 [heads, key_dim, value_dim]. Its inputs are mixed [T, channels] (queries

@@ -101,7 +101,7 @@ class QuantFormat:
     cut: tuple[int, int] = field(default=(0, 0), compare=False)
 
     def __post_init__(self) -> None:
-        # Schemes that were written before ``Rounding`` name the element type alone.
+        # A scheme may name the element type alone.
         if isinstance(self.activation, str):
             object.__setattr__(self, "activation", Rounding(self.activation))
 

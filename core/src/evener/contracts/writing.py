@@ -21,9 +21,9 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tags: for each function a structural tag ``{"type": "tag", "begin": …, "content": …, "end": …}``: one call.
-        begin: text before the first call; end: behind the last one.
+        begin: text before the first call; end: after the last one.
         separator: text between two calls; None: an answer has one call at most.
-        trigger: the text with which calls begin behind other text: the first part of ``begin``, or of each tag. None:
+        trigger: the text with which calls begin after other text: the first part of ``begin``, or of each tag. None:
             calls are the whole answer, and an answer that calls nothing begins otherwise.
     """
 
@@ -55,7 +55,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         begin: text before it; "" if the prompt ends with that text already.
-        end: text behind it.
+        end: text after it.
         answer: text before an answer that calls no tool.
     """
 

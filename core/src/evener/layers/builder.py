@@ -54,10 +54,10 @@ class Builder:
         weights, sites, slots, groups: everything declared so far, in order.
         ignored: regular expressions for names of checkpoint tensors that are not read.
         chosen: ascending numbers of the only layers that run (``infer.layers``); empty: all.
-        head: what to declare in place of a language model's head, from the builder, ``CausalLM.names`` and the sizes of
-            the last norm; None: that head.
+        head: declares another head in place of a language model's, given the builder, ``CausalLM.names`` and the static
+            parameters of the last norm; None: a language model's head.
         ties: ``{name: twin}``: ``twin`` is read instead of ``name``; a checkpoint may hold both if they are equal.
-        staged: whether the model has asked for its ``layers``; held: from the first to the last one of the answer.
+        staged: whether the model has called ``layers``; held: the range from the first to the last layer of the answer.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Builder:
         self.dtype, self.max_positions, self.communicator = dtype, max_positions, communicator
         self._part_source = part_source
         self._tables: dict[tuple[Any, ...], Table] = {}
-        #: Of tables with a row for each position: makes the rows, float32, from one position up to another.
+        #: For each table with a row per position, what makes its float32 rows from one position up to another.
         self.rows: dict[Table, Callable[[int, int], torch.Tensor]] = {}
         self.weights: list[Declared] = []
         self.sites: list[declared.CallSite] = []

@@ -293,8 +293,8 @@ class DecoderStack:
     than all other roundings of a 16-bit dtype together.
 
     Attributes:
-        taps: numbers of layers before which the stream is kept, for a drafter; and what it was in the last step,
-            float32 [T, hidden].
+        taps: for a drafter: by the number of a layer, the stream before that layer in the last step, float32 [T,
+            hidden]. A drafter adds the keys.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:

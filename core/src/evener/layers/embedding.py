@@ -24,7 +24,7 @@ def shard_vocab(build: Builder, vocab: int) -> Span:
 class Embedding:
     """Token embedding [vocab, hidden], times ``scale``. Ranks share the rows (Shoeybi et al. 2019).
 
-    A quantized table of one rank stays quantized if a kernel reads its rows so; else it is dequantized at load.
+    On one rank a quantized table stays quantized if a kernel reads it so; otherwise it is dequantized at load.
     """
 
     def __init__(self, build: Builder, name: str, vocab: int, hidden: int, scale: float = 1.0) -> None:

@@ -28,7 +28,7 @@ class MoEConfig:
         inner: width between the projections of one expert.
         activation: one that the op ``act_and_mul`` knows.
         alpha, limit: parameters of the activation ``clamped_swiglu``.
-        scoring: how logits become weights, as in the op ``route``; so are the next five.
+        scoring: how logits become weights. This and the next five are parameters of the op ``route``.
         groups: equal groups of neighbouring experts, of which a token uses some; 1: none.
         top_groups: groups per token.
         group_best: how many of a group's best scores are added up to rank it.

@@ -22,8 +22,8 @@ from evener.loading.uploader import BUFFER_BYTES, BUFFER_COUNT, Uploader
 
 @dataclass
 class WeightBytes:
-    """Bytes of loaded weights: in memory (``allocated``), in pages of weight files (``mapped``), and both together of
-    those with a placement of their own (``placed``)."""
+    """Bytes of loaded weights: in memory (``allocated``) and in pages of weight files (``mapped``); ``placed``: both
+    together, of weights with a placement of their own, which the other two leave out."""
 
     allocated: int = 0
     mapped: int = 0
@@ -83,7 +83,7 @@ class Ledger:
 
     def add(self, value: Any, nbytes: int) -> None:
         """Count a value that was loaded."""
-        places = set(_places(value)) or {("", id(value))}  # data of another type is known by itself
+        places = set(_places(value)) or {("", id(value))}  # data of another type counts by its identity
         if places <= self._seen:
             return
         self._seen |= places
@@ -112,7 +112,7 @@ class _Loader:
         self._ends: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def load(self, declared: Sequence[Declared]) -> WeightBytes:
-        # The largest first, heads mostly: while one is packed the pages of its file are in memory beside it.
+        # The largest first, mostly heads: while a weight is packed, the pages of its file are in memory too.
         sizes = {id(item): item.rows * item.columns for item in declared if type(item) is LinearWeight}
         most = max(sizes.values(), default=0)
         order = sorted(declared, key=lambda item: sizes.get(id(item), 0) < most)
@@ -123,8 +123,8 @@ class _Loader:
         return counted
 
     def _note(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, of which the least and the largest number are remembered: they are NaN or infinite if any number
-        is. ``load`` looks at them in the end: here, a device's queue would have to be waited for."""
+        """Remember the smallest and the largest number of ``tensor``, which are NaN or infinite if any number is;
+        returns ``tensor``. ``load`` checks them at the end: reading them here would wait for the device."""
         if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
             # On the host, one pass; not every device has that op.
             self._ends.append((name, *(torch.aminmax(tensor) if tensor.is_cpu else (tensor.amin(), tensor.amax()))))

@@ -43,7 +43,7 @@ def check_match(
         declared: the model's weights; tables are skipped.
         headers: ``{tensor: (dtype, shape)}``.
         scheme: how the checkpoint stores linear weights.
-        builds: of all stages. What they declare, ignore or tie may be there too: other stages, and other calls, read
+        builds: of all stages. What they declare, ignore or tie may be stored too: other stages, and other calls, read
             it.
         where: what to call the checkpoint in the message.
 

@@ -63,8 +63,8 @@ class Unquantized(QuantScheme):
 
 
 def scheme_of(name: str, scheme: QuantScheme, headers: Headers) -> QuantScheme:
-    """Who is asked about the tensor ``name``: ``scheme`` about matrices and stacks of them, and never about a vector (a
-    norm, a bias), which no scheme stores in a way of its own."""
+    """The scheme that reads the tensor ``name``: ``scheme``, except for a vector (a norm, a bias), which no scheme
+    quantizes."""
     return Unquantized() if name in headers and len(headers[name][1]) == 1 else scheme
 
 

@@ -22,7 +22,7 @@ BUFFER_COUNT, BUFFER_BYTES, MIN_READ_BYTES, READERS = 8, 16 << 20, 1 << 20, 4
 
 
 class Uploader:
-    """Close it after use: that waits for its threads and copies."""
+    """Moves stored tensors to a device. Close it after use: that waits for its threads and copies."""
 
     def __init__(self, device: Device, buffers: Sequence[torch.Tensor]) -> None:
         self._device = device

@@ -56,7 +56,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         "x / sqrt(mean(x²) + eps) * (weight + offset), in float32 (Zhang and Sennrich 2019).",
         static=_NORM, inputs="x …,hidden; weight hidden", outputs="y …,hidden",
     ),
-    # The sum, its norm in float32, and the product with the weight exist at the same time.
+    # Scratch: the sum, its norm in float32, and the product with the weight exist at the same time.
     _primitive(
         "reference.norm:add_rms_norm", "s = x + residual, kept in float32; (rms_norm(s), s).",
         static=_NORM, inputs="x T,hidden donated; residual T,hidden float32 donated; weight hidden",
@@ -76,7 +76,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         inputs="x T,columns; weight rows,columns packed; bias rows optional", outputs="y T,rows out",
         weights=("weight",),
     ),
-    # One expert's rows and results at a time.
+    # Scratch: one expert's rows and results at a time.
     _primitive(
         "reference.linear:grouped_linear",
         "y[t, k] = x[t] @ weight[slots[t, k]]ᵀ + bias[slots[t, k]]: K matrices of a stack for each row; slot -1 "
@@ -116,7 +116,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         "reference.basic:softcap", "cap * tanh(x / cap), in float32.",
         static={"cap": "the bound", "dtype": "compute dtype"}, inputs="x R,V", outputs="y R,V",
     ),
-    # Scores, biased ones, their order and its ids of 8 bytes.
+    # Scratch: scores, biased ones, their order and its ids of 8 bytes.
     _primitive(
         "reference.experts:route",
         "The ``top`` experts of each row with the highest score + bias; their scores are the weights. With groups, "
@@ -146,7 +146,7 @@ PRIMITIVES: tuple[OpSchema, ...] = (
         "reference.sampling:greedy", "The id of the largest logit of each row; ties go to the lowest id.",
         static={"vocab": "V"}, inputs="logits R,vocab", outputs="ids R int32",
     ),
-    # Sorted logits, their ids, probabilities and noise.
+    # Scratch: sorted logits, their ids, probabilities and noise.
     _primitive(
         "reference.sampling:sample",
         "One id per row by temperature, top-k, top-p and min-p, with Gumbel noise from (seed, position, id).",
@@ -194,7 +194,7 @@ OTHER_PRIMITIVES: tuple[OpSchema, ...] = (
                 "dtype": "compute dtype"},
         inputs="x T,heads,columns; weight heads,rows,columns", outputs="y T,heads,rows",
     ),
-    # Scores of all heads in float32, and their softmax.
+    # Scratch: scores of all heads in float32, and their softmax.
     _primitive(
         "reference.latent:partial_attention",
         "Causal attention over a piece of one request's context, in float32, and the log of the sum of its weights; "
@@ -214,7 +214,7 @@ OTHER_PRIMITIVES: tuple[OpSchema, ...] = (
         static={"hidden": "D, width of the rows", "dtype": "compute dtype", "eps": "added to the mean square"},
         inputs="x …,hidden; gate …,hidden; weight hidden", outputs="y …,hidden",
     ),
-    # Sums before and after an adapter, and its products, in float32.
+    # Scratch: sums before and after an adapter, and its products, in float32.
     _primitive(
         "reference.adapters:add_adapters",
         "Row t of part p of y, + x[t] @ down[s, p]ᵀ @ up[s, rows of p]ᵀ with s = index[t]; nothing for -1. ``down[s, "

@@ -33,8 +33,8 @@ class Candidates:
         reference_packing: what the reference ``linear`` reads.
         device: capabilities of the device.
         buckets: token buckets, ascending.
-        reference_ops, reference_attention: the option that asks for the reference, empty if none does; ``forced`` goes
-            before it.
+        reference_ops, reference_attention: the option that asks for the reference, empty if none does; ``forced``
+            overrides it.
         forced: ``{op: provider}``; an op name or "attention"; a provider is a kernel, a package or "reference".
         max_fallback: "none" refuses primitives that only the reference serves.
         version: core's own, for the manifest.
@@ -91,8 +91,8 @@ class Candidates:
 
     @cached_property
     def packings_by_layout(self) -> Mapping[str, Packing]:
-        """Every available packing. A package's own of the reference's layout, with the same content at a place of its
-        own, goes before the reference's."""
+        """Every available packing. A package may have one for the reference's layout too, which puts the same content
+        elsewhere; it replaces the reference's."""
         found = {self.reference_packing.layout: self.reference_packing}
         return found | {packing.layout: packing for each in self.kernels for packing in each.value.packings}
 
@@ -146,7 +146,8 @@ def kernel_refusal(schema: OpSchema, kernel: Kernel, call: OpCall) -> str | None
 
 
 def _forced_part(available: Candidates, candidate: Provided[Any], call: OpCall) -> str | None:
-    """The option about an op inside a composite that keeps other packages' kernels from the whole of it."""
+    """The option about an op inside a composite that keeps kernels of other packages from serving the whole composite;
+    None if there is none."""
     forced, schema = available.forced, available.schemas[call.op]
     if not forced or not schema.composite or call.op in forced:
         return None

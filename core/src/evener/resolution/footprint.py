@@ -68,7 +68,7 @@ class StepFootprint:
         """Within the block the op's inputs and outputs are held; ``known``: as ``Use`` was given."""
         before, high, largest = (self._held, self._sizes), bucket.high, self._largest
         numbers = (item for item in static.items() if isinstance(item[1], (int, str)))
-        # Layers are alike, so most ops come again. What is kept here keeps the ``id`` of sizes.
+        # Layers are alike, so most ops repeat. ``_counted`` keeps the sizes alive, so no ``id`` is used again.
         key = (schema.name, high, id(self._sizes), *(known or {}).items(), None, *numbers)
         if key not in self._counted:
             whole = self._sizes[1] if self._sizes else Sizes(min(high, largest.tokens), min(high, largest.outputs))
@@ -85,12 +85,12 @@ class StepFootprint:
             self._held, self._sizes = before
 
     def add_reference_scratch(self, schema: OpSchema, static: Mapping[str, Any]) -> None:
-        """The op that is being resolved is served by its reference."""
+        """Count the scratch of the op that is being resolved: its reference serves it."""
         assert self._sizes is not None, "the resolver calls it inside of an op"
         self._peak = max(self._peak, self._held + scratch_bytes(schema, static, self._sizes[0]))
 
     def add_workspace(self, nbytes: int, owner: str) -> None:
-        """A kernel that was built asks for ``nbytes`` of scratch."""
+        """Count the ``nbytes`` of scratch that the kernel ``owner`` asks for."""
         if nbytes > self.workspace:
             self.workspace, self.workspace_owner = nbytes, owner
 
@@ -133,6 +133,6 @@ def _elements(tensor: Tensor, static: Mapping[str, Any], sizes: Sizes) -> int:
 
 @cache
 def _factors(shape: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """What the dimensions of a tensor are products of: numbers and names; a name counts as 1 if only a request decides
-    it (the number of log-probabilities). A start asks for the same shapes thousands of times."""
+    """The factors of a tensor's dimensions: numbers and names. A name counts as 1 if only a request decides it (the
+    number of log-probabilities). Cached because a start asks for the same shapes thousands of times."""
     return tuple(int(part) if part.isdigit() else part for dim in shape for part in str(dim).split("*"))

@@ -51,8 +51,9 @@ class Dequantized:
 
 @dataclass
 class Manifest:
-    """Everything that resolution decided. ``dequantized``: by storage format and compute dtype. ``rounded``: of
-    weights whose activations may be rounded, by name, the format and at which tokens they are."""
+    """Everything that resolution decided. ``packings``: the layout of each weight, by name. ``dequantized``: by storage
+    format and compute dtype. ``rounded``: for each weight whose activations may be rounded, by name, its format and the
+    buckets at which they are."""
 
     choices: list[Choice] = field(default_factory=list)
     packings: dict[str, str] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Manifest:
     notes: list[str] = field(default_factory=list)
 
     def note_rounding(self, weight: LinearWeight, bucket: Bucket, rounds: bool) -> None:
-        """Note whether activations are rounded before products with a weight, which may be."""
+        """Note whether activations are rounded before products with ``weight``, whose format allows it."""
         self.rounded.setdefault(weight.name, (weight.parts[0].format, []))[1].extend([bucket] if rounds else [])
 
     def rounding_lines(self) -> list[str]:

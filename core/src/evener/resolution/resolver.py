@@ -36,7 +36,7 @@ class Resolver:
         available: what there is to choose from.
         manifest: what was decided, and why.
         attribution: which package made each callable.
-        tables: callables for any number of rows, which other callables use, by op, call site and arguments.
+        tables: callables for any number of rows (``Use`` with ``any_rows``), by op, path and static parameters.
         footprint: memory of a step, measured while ops are resolved.
         packings_by_layout: every available packing.
 
@@ -78,7 +78,7 @@ class Resolver:
             weight.layout, why = chosen[key] = chosen.get(key) or _layout(self.available, weight)
             self.manifest.packings[weight.name] = weight.layout
             if why:
-                # A table of rows is not multiplied: that it is dequantized is nothing to improve on most devices.
+                # No note for an embedding, which is not multiplied: most devices gain nothing from a quantized one.
                 noted = () if weight.op == "embedding" else weight.parts
                 self.manifest.note_dequantized(noted, weight.dtype, why, weight.experts or 1)
                 weight.parts = plain_parts(weight)
@@ -130,7 +130,8 @@ class Resolver:
             return self.reference(schema, path, static, bucket)
 
     def _choose(self, schema: OpSchema, path: str, call: OpCall) -> tuple[Provided[Any] | None, Variant]:
-        """The best that may serve, with its variant; None is the reference, which may always. The manifest has why."""
+        """The best candidate that may serve, and its variant; None is the reference, which always may. Notes the choice
+        in the manifest."""
         refused: dict[tuple[str, str], None] = {}
         for candidate, variant, why in self._ranking(schema, call):
             provider = candidate.label if candidate else reference_provider(schema)
@@ -220,7 +221,7 @@ def _choose_state(available: Candidates, slot: StateSlot) -> tuple[StateProvider
     refused: list[tuple[str, str]] = []
     asked: list[str] = []
     wanted = available.forced.get("attention", REFERENCE)
-    # A provider that was asked for comes first. If it does not serve this kind of state, the option is not about it.
+    # A provider that was asked for comes first. If it does not serve this kind of state, the option is not about that.
     for candidate in sorted(available.states, key=lambda c: (wanted not in c.names, -c.value.priority, c.value.name)):
         if asked and wanted not in candidate.names:
             break

@@ -56,8 +56,8 @@ class Quantizer(ABC):
 
     @abstractmethod
     def stored(self, matrix: Matrix) -> Headers:
-        """The tensors that are stored in place of ``matrix``: ``{name: (dtype, shape)}``, as the scheme reads them. Of
-        experts each tensor has them along a further first axis. Empty: the matrix stays as it is."""
+        """The tensors that are stored in place of ``matrix``: ``{name: (dtype, shape)}``, as the scheme reads them. For
+        a stack of experts, each tensor has one more axis, the first. Empty: the matrix stays as it is."""
 
     @abstractmethod
     def quantize(self, matrix: Matrix, values: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -39,11 +39,11 @@ class ChatSource:
 
 
 class Chat(ABC):
-    """What writes the conversations of one model. Threads take turns, but for ``interrupt``.
+    """Writes the conversations of one model. Only ``interrupt`` may be called while another thread is in a method.
 
     Attributes:
         templates: sources by name; ``tool_use`` is used with tools, else ``default``. Empty: the model takes no
-            conversations. They may be replaced before the first one; parsers know a model by them.
+            conversations. They may be replaced before the first conversation; parsers recognize a model by them.
     """
 
     templates: dict[str, str]

@@ -20,8 +20,7 @@ class Drafter(ABC):
 
     Attributes:
         by_worker: (optional) whether the worker finds the ids (a model or head of ``infer.draft_model``, or the model's
-            own layer for multi-token prediction): then each proposed id is ``BY_WORKER``, and only the number of them
-            counts.
+            own layer for multi-token prediction): then each proposed id is ``BY_WORKER``, and only their number counts.
     """
 
     by_worker: ClassVar[bool] = False

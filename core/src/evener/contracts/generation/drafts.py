@@ -2,9 +2,9 @@
 
 A package that is pinned to its core's version announces a class in ``Descriptor.draft_policies``. Core takes the first
 by name if ``infer.drafter`` or ``infer.draft_model`` is set, and constructs it with ``config.infer`` before weights are
-read. It finds the drafter, or raises ConfigError. Its method ``controller`` takes the engine's ``WorkerFacts`` and its
-``evener.engine.controller.grammars.Grammars``, and returns a ``Drafts``. The scheduler calls that between two steps, so
-it must be quick. Without torch.
+read. The constructor finds the drafter, or raises ConfigError. The method ``controller`` takes the engine's
+``WorkerFacts`` and its ``evener.engine.controller.grammars.Grammars``, and returns a ``Drafts``. The scheduler calls
+the ``Drafts`` between two steps, so it must be quick. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-#: What the worker says in place of each id of a draft that it did not make: it lacks state of the text, and computes
-#: more of that when it is asked again; or it will lack some as long as the request runs.
+#: In place of each id of a draft that the worker did not make. ``NOT_YET``: it lacks state of the text, and computes
+#: more of that when it is asked again. ``NEVER``: it will lack some as long as the request runs.
 NOT_YET, NEVER = -2, -3
 
 
@@ -38,14 +38,14 @@ class DecodingRequest(Protocol):
 
     @property
     def decodes(self) -> bool:
-        """Whether the next plan samples behind the only token that no plan has computed yet, and a step need not end
-        there or later for a fork."""
+        """Whether exactly one token is left to compute, after which the next plan samples, and no fork needs a step to
+        end there or later."""
 
 
 class DraftedRow(Protocol):
     """What is read of a plan's row: ``count`` tokens of a request from position ``start`` on, the last of which are
-    ``drafts``, and the first ``again`` of which were computed and checked before; the step samples behind its last
-    ``samples`` tokens."""
+    ``drafts``. The first ``again`` are computed once more, because their state was not kept. The step samples after
+    each of the last ``samples`` tokens."""
 
     @property
     def request(self) -> DecodingRequest: ...
@@ -62,7 +62,7 @@ class DraftedRow(Protocol):
 
 
 class Drafts:
-    """The drafts of an engine that has none; a policy is another.
+    """Says which requests get drafts; this base class gives none.
 
     Attributes:
         on: whether requests of the plan that is being made get drafts.
@@ -71,11 +71,10 @@ class Drafts:
     on = False
 
     def begin(self, requests: int) -> None:
-        """A plan of at most so many requests is being made."""
+        """A plan of at most ``requests`` requests is about to be made."""
 
     def waits(self, request: DecodingRequest) -> bool:
-        """Whether the request takes no part in this plan, because its next tokens can be proposed once its last one was
-        read."""
+        """Whether the request is left out of this plan, because its drafts depend on a token that was not read yet."""
         return False
 
     def propose(self, request: DecodingRequest, budget: int) -> list[int]:

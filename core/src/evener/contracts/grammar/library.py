@@ -24,7 +24,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             ``any``: any text, and the request's ``ignore_eos`` holds.
         text: the grammar.
         ends: ids of the tokens that end a text; they are allowed where the text is complete. The front end sets them.
-        forbidden: sequences of token ids that must not be generated, also where the grammar allows them. None is empty.
+        forbidden: sequences of token ids, none empty, that must not be generated even where the grammar allows them.
         no_repeat: ``(a, b)``: no sequence of a tokens may come that the prompt and the text have already, and none of
             b tokens that the prompt has; 0: any may. Libraries need not look at it.
     """
@@ -61,16 +61,15 @@ class Matcher(ABC):
         """The text goes on with ``token``. Nothing is raised: the next ``mask`` does."""
 
     def fitting(self, tokens: list[int]) -> int:
-        """(optional) How many of ``tokens``, from the first on, may come next. They were proposed, and those behind are
-        not computed; a library may say too many. Takes microseconds. Default: none, so that nothing is proposed."""
+        """(optional) How many of ``tokens``, which were proposed, may come next, from the first on; the rest is not
+        computed. The number may be too large. Takes microseconds. Default: none, so that nothing is proposed."""
         return 0
 
     def masks(self, tokens: list[int]) -> list[bytes] | list[memoryview]:
-        """(optional) The mask, and those behind each of ``tokens``, as if they came. Ends at the first that may not
-        come, or behind which the text cannot go on. The state stays as it is. Default: the mask alone.
+        """(optional) The mask, and the one after each of ``tokens``, as if they came. Ends at the first token that may
+        not come, or after which the text cannot go on. The state stays as it is. Default: the mask alone.
 
-        What a memoryview shows may change with the matcher's next mask: that is made when a step with this one was
-        read.
+        A memoryview may change with the matcher's next mask, which is made after the step with this one was read.
 
         Raises:
             ValueError: as ``mask``.

@@ -45,7 +45,8 @@ class QuantizedState(StoredStateProvider):
 
 
 def unscaled(provider: StateProvider, spec: StateSpec) -> str | None:
-    """Why ``provider`` does not store quantized state of this ``spec``; None if it does, or the state is not."""
+    """Why ``provider`` does not store quantized state of this ``spec``; None if it does, or if the state is not
+    quantized."""
     stored = provider.scaled if isinstance(provider, QuantizedState) else frozenset()
     odd = [tensor.dtype for tensor in spec.tensors if tensor.wide is not None and tensor.dtype not in stored]
     have = f", only {', '.join(sorted(stored))}" if stored else ""

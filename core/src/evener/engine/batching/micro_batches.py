@@ -1,4 +1,4 @@
-"""How requests are divided among the plans in flight."""
+"""How pipeline stages divide the requests among the plans in flight."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class MicroBatches:
         return cls(infer.pp_size, *(None if n == "auto" else n for n in (infer.pp_prefill_reqs, infer.pp_decode_reqs)))
 
     def quota(self, decoding: int, prefilling: int) -> dict[bool, int]:
-        """How many requests one plan may take, when so many are there; the key says whether they decode."""
+        """How many requests one plan may take, by whether they decode, of ``decoding`` and ``prefilling`` ones."""
         return {True: self.decode or -(-decoding // self.stages), False: self.prefill or -(-prefilling // self.stages)}

@@ -17,12 +17,12 @@ from typing import Any
 
 
 class CacheListener:
-    """Hears which blocks enter and leave the prefix cache. This one ignores it; see ``engine.controller.state`` for
-    keys. The engine calls it between steps, so it must return at once."""
+    """Is told which blocks enter and leave the prefix cache; this base class ignores it. ``engine.controller.state``
+    defines the keys. The engine calls it between steps, so it must return at once."""
 
     def stored(self, key: Hashable, parent: bytes | None, tokens: Sequence[int], plain: bool) -> None:
         """A block entered the cache. ``parent``: the digest of the block before it; None: it is the first.
-        ``tokens``: its ids. ``plain``: nothing but token ids made its key, neither a salt nor an adapter nor media."""
+        ``tokens``: its ids. ``plain``: its key depends on token ids only, not on a salt, an adapter or media."""
 
     def removed(self, block: int, key: Any) -> None:
         """The block with this key is given out again. Its contents stay until a plan writes there."""
@@ -45,11 +45,11 @@ class BlockPool:
         self._keys: list[Hashable | None] = [None] * count
         self._by_key: dict[Hashable, int] = {}
         self._spans = [slab] * (count // slab)
-        #: Slabs whose blocks are all free: those without keys, the last of which is given out first, and the others,
-        #: which are given out after them, the least recently used first. A long prompt takes thousands at once.
+        #: Slabs whose blocks are all free. ``_empty`` has those without keys, which are given out first, from its end;
+        #: ``_cached`` the others, least recently used first. A long prompt takes thousands at once.
         self._empty = list(range(count // slab - 1, 0, -1))
         self._cached = OrderedDict[int, None]()
-        #: By span the free blocks of other slabs, in the same order: those without a key first.
+        #: For each span, the free blocks of the other slabs in the order of use: those without a key first.
         self._free_blocks = defaultdict[int, OrderedDict[int, None]](OrderedDict)
         self._spare_slabs = 0
 
@@ -89,7 +89,8 @@ class BlockPool:
         return blocks
 
     def _take_cached(self, span: int) -> int:
-        """The least recently used slab with keys, which it loses as far as it is not cut in such blocks already."""
+        """Take the least recently used slab with keys. They are dropped, unless the slab is already cut into smaller
+        blocks of ``span`` pages: each of those keeps its key until it is given out."""
         slab, _ = self._cached.popitem(last=False)
         if span == self.slab or self._spans[slab] != span:
             for page in range(slab * self.slab, (slab + 1) * self.slab):
@@ -167,13 +168,14 @@ class BlockPool:
                 self._empty.append(slab)
 
     def set_key(self, block: int, key: Hashable) -> bool:
-        """Record what a held block contains. Returns False if another block has this key already; that one keeps it."""
+        """Record what a held block contains. Returns False, and changes nothing, if the block has a key already or
+        another block has this one."""
         if new := self._keys[block] is None and self._by_key.setdefault(key, block) == block:
             self._keys[block] = key
         return new
 
     def clear_keys(self) -> None:
-        """Forget all keys: the prefix cache is empty then."""
+        """Forget all keys, which empties the prefix cache."""
         self._by_key.clear()
         self._keys = [None] * self.count
         self._empty[:0] = reversed(self._cached)

@@ -43,8 +43,8 @@ class Controller:
     Attributes:
         stopping: whether ``Shutdown`` was received.
         dead: why the engine has failed; None while it works.
-        commands: what packages with commands remember, by the commands' name.
-        paused: why no request can be computed now, as a command has set it; None: they can.
+        commands: what packages with commands keep between two commands, by the command's name.
+        paused: why new requests are refused, set by a command; None: they are accepted.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, max_queue: float = math.inf) -> None:
@@ -62,7 +62,7 @@ class Controller:
 
     def run(self, mailbox: Mailbox) -> None:
         """Work until ``Shutdown`` was received and all requests have ended. Until then a dead engine still answers each
-        request, with the error that killed it. It is the same in a thread and in a process."""
+        request, with the error that killed it. Works the same in a thread and in a process."""
         self.executor.attach()
         while not (self.stopping and (self.idle or self.dead)):
             idle = self.idle or self.dead is not None
@@ -72,7 +72,7 @@ class Controller:
                 mailbox.put(events)
 
     def close(self) -> None:
-        """End what listens to the prefix cache, and the workers. Calling it again does nothing."""
+        """Close the listeners of the prefix cache, then the workers. Calling it again does nothing."""
         while listeners := self.scheduler.state.pool.listeners:
             listeners.pop().close()
         self.executor.close()
@@ -123,6 +123,7 @@ class Controller:
     def _stats(self) -> StatsReport:
         scheduler, pool = self.scheduler, self.scheduler.state.pool
         stats = scheduler.stats
+        # ``asdict`` copies no containers, and a front end in this process would see them change.
         copies = {"preempted": list(stats.preempted), "queued": list(stats.queued), "counters": dict(stats.counters)}
         return StatsReport(
             waiting=len(scheduler.waiting), running=len(scheduler.running), blocks=pool.count - pool.slab,

@@ -27,7 +27,7 @@ class Deadlines:
             heapq.heappush(self._heap, (time, request_id))
 
     def expired(self) -> Iterator[str]:
-        """The ids whose deadline has passed, each once. Requests that have ended in time are among them."""
+        """The ids whose deadline has passed, each once. They include requests that have ended in time."""
         while self._heap and self._heap[0][0] <= self._clock():
             time, request_id = heapq.heappop(self._heap)
             if self._times.get(request_id) == time:  # it was not replaced

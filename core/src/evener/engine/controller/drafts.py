@@ -9,10 +9,10 @@ from evener.plugins.discover import installed_catalog
 
 
 def find_drafts(infer: InferConfig) -> Any | None:
-    """The draft policy of an engine, see ``evener.contracts.generation.drafts``; None: it has none.
+    """The draft policy of an engine, see ``evener.contracts.generation.drafts``; None without speculative decoding.
 
     Raises:
-        ConfigError: no installed package has it, or it cannot be as the configuration asks.
+        ConfigError: no installed package has one, or it cannot do what the configuration asks.
     """
     if infer.proposes == "none":
         return None

@@ -1,4 +1,4 @@
-"""What the scheduler and the controller ask about the grammars of requests."""
+"""Structured output: what the scheduler and the controller ask about the grammars of requests."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from evener.plugins.discover import installed_catalog
 
 
 class Sequence(Protocol):
-    """The fields of a scheduler's request that are read here."""
+    """The part of a scheduler's ``Request`` that is read here."""
 
     slot: int
     message: NewRequest
 
     @property
     def id(self) -> str:
-        """Its id."""
+        """The request's id."""
 
 
 class Grammars:
-    """The grammars of an engine in which no request can have one; ``open_grammars`` finds others."""
+    """The grammars of requests. This base class is for an engine without structured output; ``open_grammars`` finds
+    the class of a package."""
 
-    #: The newest plan while its masks are not made. No other plan may be made then.
+    #: The newest plan until its masks are made. Until then no other plan may be made.
     owed: Plan | None = None
 
     def ready(self, request: Sequence) -> bool:
-        """Whether the request may start. If its grammar is new, it is being compiled from now on."""
+        """Whether the request may start: its grammar is compiled. The first call for a new grammar begins that."""
         return True
 
     def fitting(self, request: Sequence, drafts: list[int]) -> list[int]:
-        """The proposed tokens of a request that may come next. All its tokens were read."""
+        """The first of the ``drafts`` up to one that the request's grammar forbids. Every token of the request was
+        read."""
         return drafts
 
     def prepare(self, plan: Plan) -> Plan:
@@ -43,20 +45,21 @@ class Grammars:
         return plan
 
     def submitted(self, executor: Executor) -> None:
-        """The executor has the plan of the last ``prepare``. Its masks follow now, or in ``read`` once the tokens that
-        they depend on were read."""
+        """The executor has the plan of the last ``prepare``. Its masks are sent now, or in ``read`` once the tokens
+        that they depend on were read."""
 
     def read(self, executor: Executor) -> StepResult:
         """The result of the oldest plan."""
         return executor.read()
 
     def failures(self, running: Iterable[Sequence]) -> list[tuple[str, str]]:
-        """Ids of the requests that cannot follow their grammar, or not any further, each once, with reasons."""
+        """The id and the reason of each request that cannot follow its grammar, or not any further; each once."""
         why = "structured output needs a package that is not installed; type: pip install evener-generation"
         return [(request.id, why) for request in running if request.message.sampling.grammar is not None]
 
 
 def open_grammars(config: Config, vocab_size: int) -> Grammars:
-    """The grammars of an installed package, which makes the masks, for a model of ``vocab_size`` ids."""
+    """The grammars of the installed package that makes masks, for a vocabulary of ``vocab_size`` ids; without such a
+    package, the base class."""
     found = installed_catalog().lazy_imports("maker of masks")
     return Grammars() if not found else found[min(found)].load()(config, vocab_size)

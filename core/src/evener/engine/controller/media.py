@@ -1,5 +1,5 @@
-"""What the scheduler asks about the media of requests. It hands over its ``NewRequest``, ``Request`` and
-``PlannedRow``s as they are."""
+"""What the scheduler asks about the media of requests. The arguments of type ``Any`` are its own ``NewRequest``,
+``Request`` and ``PlannedRow`` objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from evener.plugins.discover import installed_catalog
 
 
 class Media:
-    """The media of an engine in which no request can have any; ``open_media`` finds others."""
+    """Plans the media of requests. This base class is for an engine whose requests can have none; ``open_media`` finds
+    the class of a package."""
 
     def rejection_reason(self, message: Any) -> str | None:
         """Why the request's media can never run; None if they can."""
@@ -24,15 +25,16 @@ class Media:
         """Plan the media of the request's next ``count`` tokens, which ``allowed_tokens`` has allowed."""
 
     def release(self, request: Any) -> None:
-        """The request needs no media any more: it has ended or was preempted."""
+        """The request no longer needs its media: it has ended or was preempted."""
 
     def build_step_media(self, rows: Sequence[Any]) -> Any | None:
-        """The ``StepMedia`` of the step with these rows, in their order; None if it has none. The calls after this one
-        plan the next step."""
+        """The ``StepMedia`` of the step with these rows, in their order; None if it has none. Later calls plan the next
+        step."""
         return None
 
 
 def open_media(room: int, step_rows: int) -> Media:
-    """The planner of an installed package: the worker keeps ``room`` rows, and a step encodes ``step_rows``."""
+    """The planner of an installed package, else the base class. The worker keeps at most ``room`` embedding rows, and a
+    step encodes at most ``step_rows``."""
     planner = installed_catalog().lazy_imports("part of media").get("planner")
     return planner.load()(room, step_rows) if planner else Media()

@@ -14,7 +14,8 @@ from evener.engine.wire.messages import NewRequest
 from evener.engine.wire.plan import ScoredTokens, WantedOutputs
 from evener.sampling_params import MAX_LOGPROBS
 
-#: A token whose row of logits goes to the host counts as so many in a step's budget: it has megabytes.
+#: A token whose whole row of logits is copied to the host counts as so many in a step's budget: a row may take a
+#: megabyte.
 _WHOLE_ROW = 128
 
 
@@ -28,9 +29,9 @@ class Request:
         tokens: known ids: the prompt, and the sampled ids that were read.
         unread: number of tokens that submitted plans sample and whose ids were not read yet.
         planned: number of tokens whose state is computed or will be by submitted plans.
-        checked: number of tokens that plans have computed, among them proposed ones that were right. Where their state
-            was not kept, the next plan computes them again.
-        unchecked: a plan in flight has proposed tokens of it. How many are right decides where the next one begins.
+        checked: number of tokens that plans have computed, accepted drafts included. Where their state was not kept,
+            the next plan computes them again.
+        unchecked: whether a plan in flight has drafts of it. How many are accepted decides where the next plan begins.
         cached: prompt tokens that came from the prefix cache or from a parent when the request first started.
         scored: number of prompt tokens, from the second on, whose log-probabilities were read.
         outputs_read: prompt outputs of tokens before this position were read.
@@ -42,7 +43,9 @@ class Request:
         parent, shared: the request to start from, and how many tokens both have in common; see ``forks``.
         fork_points: lengths at which a step has to end, because a fork starts there.
         finish: why the request ended; None while it is open. Set once, together with the terminal event.
-        plain: nothing but sampled tokens, and log-probabilities of few of them, is wanted of it.
+        arrived, started: when it arrived and when it first ran, in seconds of ``time.monotonic``.
+        limit: number of tokens at which it ends: the prompt and ``max_tokens``.
+        plain: whether only sampled tokens are wanted, each with at most ``MAX_LOGPROBS`` log-probabilities.
     """
 
     message: NewRequest
@@ -111,7 +114,7 @@ class Request:
 
     @property
     def tokens_to_compute(self) -> int:
-        """Tokens that the next plan may compute. The last token before the limit is sampled and never computed."""
+        """Tokens that the next plan may compute. The last token that the limit allows is sampled and never computed."""
         length = len(self.tokens) + self.unread
         if self.unchecked or length >= self.limit:
             return 0
@@ -122,14 +125,14 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether the next plan samples behind the only token that no plan has computed yet, and a step need not end
-        there or later for a fork."""
+        """Whether exactly one token is left to compute, after which the next plan samples, and no fork needs a step to
+        end there or later."""
         forks = any(point >= self.planned for point in self.fork_points)
         return self.tokens_to_compute > 0 and not forks and self.length - 1 == max(self.planned, self.checked)
 
     @property
     def waits_for_parent(self) -> bool:
-        """Whether its parent has yet to compute what both have in common."""
+        """Whether its parent has yet to compute the tokens that both share."""
         return self.parent is not None and self.parent.finish is None and self.parent.planned < self.shared
 
 
@@ -138,9 +141,9 @@ class PlannedRow(msgspec.Struct, frozen=True):
 
     Attributes:
         drafts: proposed ids, which are the last of these tokens.
-        again: the number of tokens that were computed and checked before.
+        again: how many of these tokens are computed once more, because their state was not kept (``Request.checked``).
         samples: the number of tokens that the row samples: one if it computes the last token that exists, and one
-            behind each proposed id.
+            after each proposed id.
     """
 
     request: Request
@@ -157,8 +160,8 @@ class PlannedRow(msgspec.Struct, frozen=True):
         return self.count * self.request.token_cost + (_WHOLE_ROW * self.samples if whole else 0)
 
     def scores(self, index: int) -> Iterator[ScoredTokens]:
-        """Its prompt tokens that are scored, as row number ``index`` of a plan: those that were not read before a
-        preemption."""
+        """The prompt tokens to score in it, as row number ``index`` of a plan, without those whose scores were read
+        before a preemption."""
         if self.request.wants_prompt_logprobs:
             first = max(0, self.request.scored - self.start)
             count = min(self.count, self.request.prompt_length - 1 - self.start) - first
@@ -174,9 +177,8 @@ class PlannedRow(msgspec.Struct, frozen=True):
             yield WantedOutputs(index, self.count - self.samples, self.samples, "sampled")
 
     def accepted(self, ids: list[int]) -> list[int]:
-        """The tokens that the request gets of those that were sampled: those before the first that differs from the
-        proposed one, and that one. Behind it, others were computed than what the request has now. A stop token is the
-        last."""
+        """Those of the sampled ``ids`` that the request gets: up to the first that differs from its draft, because
+        later ones were sampled after a wrong token, and none after a stop token."""
         if len(ids) < 2:
             return ids
         kept = next((at for at, (id, draft) in enumerate(zip(ids, self.drafts, strict=False)) if id != draft), len(ids))

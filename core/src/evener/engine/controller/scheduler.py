@@ -98,7 +98,7 @@ class _NewPlan:
 
 
 class _SubmittedPlan(msgspec.Struct, frozen=True):
-    """A plan in flight, the requests of its rows, and whether these got drafts where some were likely."""
+    """A plan in flight, its rows, and ``Drafts.on`` as it was when the plan was made."""
 
     plan: Plan
     rows: list[PlannedRow]
@@ -153,7 +153,7 @@ class Scheduler:
         self._slots = list(range(max_requests - 1, -1, -1))
         self._in_flight: deque[_SubmittedPlan] = deque()
         self._pending_release: list[Request] = []
-        #: The request that did not fit the pool last, and the pages that were free then.
+        #: The id of the last request that did not fit the pool, and how many pages were free then.
         self._last_blocked: tuple[str, int] | None = None
         self._next_plan = self._arrivals = 0
         #: The sampling parameters of the last plan, and how its samples are drawn.
@@ -241,7 +241,7 @@ class Scheduler:
         return 0 if self.state.undivided and count < due else count
 
     def _fits(self, new: _NewPlan, request: Request, decodes: bool, early: bool = True) -> bool:
-        """Whether the plan's quota has room for this request, which then takes its place. ``early``: also a request
+        """Take one place of the plan's quota for this request; False if there is none. ``early``: also for a request
         whose last token may still be in a pipeline stage."""
         if self.batches.stages == 1:
             return True
@@ -264,11 +264,11 @@ class Scheduler:
                 continue
             if new.budget == 0:
                 return False
-            # A text's next token needs nothing but room in the plan.
+            # One token of text needs only room in the plan.
             count = self._allowed_tokens(request, due, new.budget) if due > 1 or request.message.media else 1
             if not count or not self._fits(new, request, due == 1, early):
                 continue
-            # What a request in need of the whole pool holds at most is known for its steps without drafts.
+            # The bound on what an exclusive request holds (``blocks_for``) is one without drafts.
             proposed = [] if request.exclusive else self.drafts.propose(request, new.budget - count)
             drafted = proposed and self.grammars.fitting(request, proposed)
             if drafted and self._plan_row(new, request, count, drafted):
@@ -278,7 +278,7 @@ class Scheduler:
                     continue
                 planned = [row.request for row in new.rows]
                 victim = next(r for r in reversed(self.running) if r not in planned)
-                # The results of its plans in flight are read first. It gets no new row, so that this is soon.
+                # Its plans in flight are read first. That is soon: it gets no new row.
                 if self._is_in_flight(victim):
                     return False
                 # With blocks of several sizes a fragmented pool may have no place for a request that would fit: it
@@ -296,7 +296,7 @@ class Scheduler:
             request = self.adapters.startable(filter(self._is_ready, self.waiting))
             if request is None or not self._fits(new, request, decodes=False):
                 return
-            # Otherwise it may not have fit the last time, and no block became free.
+            # While others run, an exclusive request waits, and so does one that did not fit until pages become free.
             if self._busy and (request.exclusive or self._last_blocked == (request.id, self.state.pool.free)):
                 return
             copies = open_state(self.state, request)
@@ -340,7 +340,7 @@ class Scheduler:
     def _plan_row(
         self, new: _NewPlan, request: Request, count: int, drafted: list[int] | None = None, admit: bool = False
     ) -> bool:
-        """Add a row of ``count`` tokens and the ``drafted`` ones behind them to the plan; False, with nothing changed,
+        """Add a row of ``count`` tokens and the ``drafted`` ones after them to the plan; False, with nothing changed,
         if the pool has too few blocks."""
         assert request.table is not None, "a running request has a table"
         drafted = drafted or []

@@ -38,10 +38,10 @@ class BlockTable:
         salt: digest of the request's ``cache_salt``.
         blocks: for each group the block ids, 0 (the null block) where a block is dead or was never needed.
         first_live: for each group the index of the first block that is not dead.
-        digests: the cache key of each full block, as far as they are computed: of a prompt, all from the start.
+        digests: the cache keys of the first full blocks; those of a prompt are all computed when it starts.
         cached_blocks: how many blocks the prefix cache knows from this table.
         exclusive: the request has the pool for itself, and its state neither comes from nor goes to the prefix cache.
-        media: stand for some of the request's tokens.
+        media: the items that stand for some of the request's tokens.
     """
 
     salt: bytes
@@ -85,10 +85,10 @@ class StateManager:
         slab = math.lcm(*self.cuts)  # pages: the largest unit that divides every group's blocks
         self.spans = tuple(slab // cut for cut in self.cuts)
         self.blocks, self.pool = blocks, BlockPool(blocks * slab, slab)
-        #: Whether one step computes all tokens of a request.
+        #: Whether one step must compute all tokens of a request.
         self.undivided = any(kind.undivided for kind in self._kinds)
         self.prefix_cache = prefix_cache
-        #: Groups of which blocks die. The first live block never moves back, so one look far ahead tells.
+        #: Groups whose blocks can become dead. The first live block never moves back, so one position far ahead tells.
         self._mortal = [group for group in range(len(self.specs)) if self.first_live_block(group, 1 << 40)]
 
     def blocks_for(self, tokens: int, step_tokens: int) -> int:
@@ -137,7 +137,9 @@ class StateManager:
         return self._kinds[group].first_live_block(self.specs[group], computed, self.block_size)
 
     def longest_hit(self, digests: Sequence[bytes], find: Callable[[tuple[int, bytes]], int | None]) -> int:
-        """How many of the blocks with these digests are a prefix that can be reused, if ``find`` says which exist."""
+        """The number of blocks in the longest reusable prefix of these ``digests``. ``find`` returns the block of a
+        key ``(group, digest)``, or None."""
+        # At the end of a shorter prefix a group may read other blocks, so all groups are asked until none shortens it.
         hit, before = len(digests), -1
         while hit != before:
             before = hit
@@ -147,9 +149,9 @@ class StateManager:
         return hit
 
     def kept(self, certain: int, right: int) -> int:
-        """The number of tokens whose state exists behind a step with proposed tokens: ``right`` is up to the last one
-        that was right, ``certain`` up to the first proposed one. State per request is that behind one token: it can be
-        kept for the certain ones only."""
+        """The number of tokens whose state exists after a step with proposed tokens. ``certain`` counts the tokens
+        before these, ``right`` also the accepted ones. State per request (a recurrent row) exists after one token only:
+        the last certain one."""
         return certain if any(spec.per == "request" for spec in self.specs) else right
 
     def grow(self, table: BlockTable, tokens: int, drafts: int = 0) -> Growth | None:
@@ -160,7 +162,7 @@ class StateManager:
         if tokens <= start * self.block_size:
             return Growth(start, ())
         columns, ends = range(start, -(-tokens // self.block_size)), max(0, tokens - drafts - 1) // self.block_size
-        # A long prompt has thousands of blocks, and most kinds need all of them.
+        # The default ``needs`` takes every block and is not called: a long prompt has thousands of them.
         needs = [columns if type(kind).needs is StateKind.needs else
                  [at for at in columns if kind.needs(spec, at, at if at >= ends else columns[-1], self.block_size)]
                  for spec, kind in zip(self.specs, self._kinds, strict=True)]  # fmt: skip

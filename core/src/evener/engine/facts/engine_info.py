@@ -28,13 +28,13 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(RankInfo, frozen=True, kw_only=True):
-    """The model, the limits and the choices of a running engine; of rank 0, what is in ``RankInfo``.
+    """The model, the limits and the choices of a running engine. The fields of ``RankInfo`` are those of rank 0.
 
     Attributes:
         model: path of the checkpoint.
         served_name: the model's name in the API.
         architecture: the model's architecture, as its package registers it; None if the engine does not say.
-        pooling: what it makes of a text, if it generates none; None: it generates.
+        pooling: how it embeds or scores texts; None: it generates text.
         max_reqs: requests that run at a time.
         max_model_len: tokens that a prompt and its output may have together.
         vocab_size: token ids are below it.

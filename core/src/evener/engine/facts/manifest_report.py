@@ -13,14 +13,14 @@ from evener.tuning_files.measurements import label
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A provider that comes before the chosen one, and why it may not serve."""
+    """A provider that ranks above the chosen one, and why it was refused."""
 
     provider: str
     reason: str
 
 
 class OpChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A provider of an op.
+    """One provider that was chosen for an op.
 
     Attributes:
         provider: as in ``Choice``, with the variant that it runs in.

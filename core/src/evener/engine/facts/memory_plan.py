@@ -16,7 +16,7 @@ class MemoryPlan:
         mapped: weights that stay pages of their files and do not count.
         tables: position tables, the engine's rows of requests, and rows of encoders.
         workspace: activations and scratch of the largest step.
-        state: the KV cache's pool; blocks: its blocks, block_bytes: bytes of one.
+        state: the KV cache's pool; blocks: its slabs, the null slab included; block_bytes: bytes of one slab.
         free: what the device had before anything was allocated.
         problem: why it does not fit, and what to change; None if it fits.
         host, host_layers: bytes of the experts that the host computes, and of how many layers; not in ``total``.

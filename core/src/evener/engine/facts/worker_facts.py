@@ -22,7 +22,7 @@ class WorkerFacts:
         blocks: slabs in the pool, including the null slab.
         block_size: tokens of a block.
         max_reqs, max_seq_len, step_tokens: the resolved limits of the configuration.
-        kept_slabs: for how many slabs the connector has places.
+        kept_slabs: how many slabs the connector can keep.
         info: what the front end is told.
     """
 

@@ -80,8 +80,8 @@ def run_role(end: ControlClient | ParentChannel, role: Callable[[], None]) -> in
         role()
         return 0
     except Exception as error:
-        # Another error than ours is a bug, or another rank has died. The other end shows one line; the author of what
-        # failed needs the traceback. If no backend fits, nothing failed.
+        # An error of a class that is not ours is a bug, or another rank has died. The other end shows one line; the
+        # author of the code that failed needs the traceback. When no backend fits, no code has failed.
         known = error if isinstance(error, EvenerError) else EngineError(f"{type(error).__name__}: {error}")
         if known is not error or (isinstance(error, PluginError) and not isinstance(error, NoBackendError)):
             log.exception("this process failed")

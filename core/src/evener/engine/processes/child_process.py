@@ -253,7 +253,7 @@ class ParentChannel:
         messages: list[ToController] = []
         while self._in.poll(0 if messages else int(timeout * 1000)):
             messages.append(_MESSAGES.decode(self._in.recv()))
-            if isinstance(messages[-1], LoadAdapter):  # a step comes behind each piece of an adapter
+            if isinstance(messages[-1], LoadAdapter):  # a step runs after each piece of an adapter
                 break
         return messages
 

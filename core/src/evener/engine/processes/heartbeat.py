@@ -60,7 +60,7 @@ class HeartbeatMonitor:
         return max(0.0, self._polled - self._last_seen.get(name, self._polled))
 
     def close(self) -> None:
-        """Take no more notes. Calling it again does nothing."""
+        """Stop noting heartbeats. Calling it again does nothing."""
         self._stop.set()
         self._thread.join()
 

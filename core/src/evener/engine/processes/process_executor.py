@@ -118,8 +118,8 @@ class ProcessExecutor(Executor):
         """Raise ``EngineDeadError`` if a worker has ended or sends no heartbeats.
 
         When one worker is killed, the others fail because of it. So a killed one is reported first, and after an error
-        the search for it takes up to ``grace`` seconds. Without ``grace``, the messages of ended workers are read
-        before: they say more than an exit code.
+        the search for it takes up to ``grace`` seconds. Without ``grace``, an ended worker is not reported while a
+        message can still be read: that says more than an exit code.
         """
         until = time.monotonic() + grace
         while True:

@@ -51,7 +51,7 @@ def build_controller(config: Config, serving: bool = False, streaming: bool = Fa
     Raises:
         EvenerError: the engine cannot start with this configuration.
     """
-    find_connector(config)  # before weights are read
+    find_connector(config)  # these raise their errors before weights are read
     find_adapters(config.infer.adapter_slots)
     find_drafts(config.infer)
     if config.infer.stages:

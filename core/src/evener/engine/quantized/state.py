@@ -31,7 +31,7 @@ def choose_state(
         declared: each pipeline stage's part of the model.
 
     Raises:
-        ConfigError: a dtype or scales were asked for, and no package is there that could do it.
+        ConfigError: a dtype or scales were asked for, and no installed package can do that.
         EvenerError: what the package raises.
     """
     choosers = installed_catalog().lazy_imports("state format")

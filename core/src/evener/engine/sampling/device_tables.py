@@ -103,8 +103,8 @@ class DeviceTables:
 
 
 def table_columns(columns: int, groups: int, alignment: int) -> int:
-    """At least ``columns``. With several groups, whose tables are selected together, a row of any table is a multiple
-    of ``alignment`` bytes, so that each of them starts at one."""
+    """``columns``, or a few more: with several groups, whose tables are selected together, a row has a multiple of
+    ``alignment`` bytes, so that the table of each group starts at such a multiple."""
     step = max(1, alignment // 4) if groups > 1 else 1
     return -(-columns // step) * step
 

@@ -1,4 +1,4 @@
-"""Masks as one array for a step."""
+"""Packs the masks of a step into one array."""
 
 from __future__ import annotations
 

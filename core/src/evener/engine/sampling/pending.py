@@ -16,14 +16,14 @@ class PendingStep:
 
     Attributes:
         logprobs: for ``SamplePlan.logprobs``: the three tensors of ``LogprobTensors``. If ids are named, a fourth: the
-            values of ``SamplePlan.named`` float32 [n, k], of which a row has as many as it names.
+            values of ``SamplePlan.named`` float32 [n, k], of which a row uses as many as it names.
         scores: for ``plan.scores``: the scored ids, then the three tensors of ``LogprobTensors``.
         outputs: for each of ``plan.outputs``: its rows float32, in parts.
         pooled: of a model that embeds, for ``plan.samples``: pooled rows float32 [N, width].
         drafts: the ids that a draft model proposed for each of ``plan.drafts``, once its own steps are done; None: the
             plan has those that were proposed.
-        counters: for ``StepResult``, asked once the step is done; raises what failed on the host. transfers: says
-            which are over by then.
+        counters, transfers: return those of ``StepResult``; called once the step is done. ``counters`` raises what
+            failed on the host.
         every_rank: whether all ranks send their results, not only the one that reports steps.
     """
 
@@ -47,7 +47,7 @@ class PendingStep:
 
     def wait(self) -> StepResult:
         """Wait until the step is done and return its result."""
-        # Those of a captured step have padding behind.
+        # The ids of a captured step end with padding.
         ids: list[int] = [] if self._ids is None else self._ids.wait().tolist()[: len(self._plan.samples)]
         sampling, logprobs, scores = self._plan.sampling, [], []
         if self.logprobs:
@@ -66,7 +66,7 @@ class PendingStep:
                           transfers=self.transfers())  # fmt: skip
 
 
-#: Samples the tokens of a step with its masks; None: it has none.
+#: Samples the tokens of a step, given its masks or, if it has none, None.
 Draw = Callable[[StepMasks | None], PendingStep]
 
 

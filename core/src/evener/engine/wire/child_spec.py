@@ -11,12 +11,12 @@ from evener.distributed.world import RankPlacement
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a controller or a worker is to be.
+    """What a child process is to run: a controller or a worker.
 
     Attributes:
-        config: its configuration, as of ``config.schema.to_flat``.
-        bound: it is killed when its parent ends, even while it is stopped.
-        address: of a controller: how the names of its channel's socket files begin.
+        config: its configuration, as ``config.schema.to_flat`` returns it.
+        bound: whether the system kills it when its parent ends, even while it is stopped.
+        address: of a controller: the common prefix of its channel's socket files.
         contact, place: of a worker: where its controller is, and which rank it is itself.
     """
 

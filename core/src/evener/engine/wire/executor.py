@@ -12,11 +12,13 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, order: Order) -> None:
-        """Start a step without waiting for it; ``read`` returns its result. Masks let the last step sample."""
+        """Start a step without waiting for it; ``read`` returns its result. A ``StepMasks`` lets the last step
+        sample."""
 
     @abstractmethod
     def read(self) -> StepResult:
-        """Block until the oldest submitted step is done and return its result, or what was proposed in it.
+        """Block until the oldest submitted step is done and return its result, or only its drafts while the step waits
+        for masks (``StepResult.proposed``).
 
         Raises:
             EngineDeadError: a worker has died.

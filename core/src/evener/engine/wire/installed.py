@@ -27,12 +27,12 @@ from evener.plugins.discover import installed_catalog
 
 
 def find_connector(config: Config) -> Any | None:
-    """The connector's class, see ``evener.contracts.connector``; None: the engine has none. A connector NAME is asked
-    for by the option ``kv_NAME`` of its package, and "host" by ``infer.kv_host_memory``. Two that are asked for are one
-    with both names, ``host+transfer``.
+    """The connector's class, see ``evener.contracts.connector``; None: the engine has none. The option ``kv_NAME`` of
+    its package asks for connector NAME, and ``infer.kv_host_memory`` for "host". Where two are asked for, one class
+    serves both, announced under both names: ``host+transfer``.
 
     Raises:
-        ConfigError: no installed package has it, or such a pair; or there is no prefix cache.
+        ConfigError: no installed package has it, or the pair; or there is no prefix cache.
     """
     catalog, options = installed_catalog(), config.options
     names = [(name, f"{each.package}.kv_{name}") for name, each in catalog.lazy_imports("connector").items()
@@ -45,7 +45,7 @@ def find_connector(config: Config) -> Any | None:
 
 
 def find_adapters(wanted: object) -> Any | None:
-    """The class of what computes with adapters, see ``evener.contracts.adapters``; None if it is not ``wanted``.
+    """The class that serves adapters (LoRA), see ``evener.contracts.adapters``; None if it is not ``wanted``.
 
     Raises:
         ConfigError: no installed package has one.

@@ -3,8 +3,8 @@
 Front end to controller: ``NewRequest``, ``Abort``, ``Finish``, ``LoadAdapter``, ``UnloadAdapter``,
 ``Command``, ``GetStats``, ``Shutdown``. Controller to front end:
 ``Tokens``, ``Finished``, ``CommandDone``, ``StatsReport``, ``Ready``, ``Dead``.
-Controller and worker exchange what ``plan`` defines.
-Every request ends in exactly one ``Finished``, also one that was refused.
+The module ``plan`` defines what controller and worker exchange.
+Every request ends with exactly one ``Finished``, even if it was refused.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     logprob_ids: list[int] = []
     #: Like ``logprobs``, for the prompt's own tokens, from the second on.
     prompt_logprobs: int | None = None
-    #: Rows of the prompt's tokens.
+    #: Hidden states or logits of prompt tokens that are returned; None: none.
     prompt_outputs: PromptOutputs | None = None
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     #: Logit biases; one of minus infinity forbids an id.
     bias: list[LogitBias] = []
-    #: What the text has to be; None: any text.
+    #: The grammar that the text has to follow; None: any text.
     grammar: GrammarSpec | None = None
 
     @property
@@ -75,15 +75,15 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="new"):
         max_tokens: already limited to the model's context length.
         stop_token_ids: generating one of them ends the request with reason ``stop``. The token itself is reported.
         max_time: seconds from the controller's receipt until the request ends with reason ``timeout``; None: no limit.
-        adapter: the adapter (LoRA) that it is computed with; "": none.
+        adapter: id of the adapter (LoRA) that it is computed with; "": none.
         cache_salt: requests with different salts (adapter, tenant) share no cached prefix.
         priority: waiting requests with a higher priority start first, see ``priority_and_age``.
         fork_of: id of an earlier request that begins with the same tokens, at least one block of them. This request
             waits until they are computed and starts from that state. If the other has ended or has computed more
             tokens than both share, this request starts as if ``fork_of`` were empty.
-        media: stand for some of the prompt's tokens; in order of position.
+        media: items that stand for some of the prompt's tokens; in order of position.
         whole_prompt: the prompt has to be computed, even if its state is cached.
-        transfer: what the connector is told of it, such as where its state is; "": nothing.
+        transfer: passed on to the connector, such as where the request's state is; "": nothing.
     """
 
     id: str
@@ -123,8 +123,8 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
-    """New requests with this adapter fail; those that were accepted keep it. Unknown ids are ignored. To ranks: they
-    need it no longer."""
+    """New requests with this adapter fail; those that were accepted keep it. Unknown ids are ignored. Sent to ranks, it
+    says that they no longer need the adapter."""
 
     id: str
 
@@ -163,12 +163,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
-    """New tokens of one request, in order. ``cached``: prompt tokens that came from the prefix cache.
-    ``prompt_logprobs`` continue those of earlier messages, from the second prompt token on. All of them arrive before
-    or with the first id. ``pooled``: as in ``Delta``; no id comes with the row of a prompt that is embedded. If more
-    than ``MAX_LOGPROBS`` are wanted, rows of logits follow in it, float32 [vocabulary] in the host's byte order: one
-    for each of ``prompt_logprobs``, then one for each of ``logprobs``; log-probabilities differ as they do.
-    ``queued``: as in ``Delta``."""
+    """New tokens of one request, in order.
+
+    Attributes:
+        ids: the new ids; empty if ``pooled`` has the row of a prompt that is embedded.
+        prompt_logprobs: they continue those of earlier messages, from the second prompt token on. All of them arrive
+            before or with the first id.
+        cached: prompt tokens that came from the prefix cache.
+        pooled: as in ``Delta``. If more than ``MAX_LOGPROBS`` log-probabilities are wanted, rows of logits follow in
+            it, float32 [vocabulary] in the host's byte order: one for each of ``prompt_logprobs``, then one for each of
+            ``logprobs``. Logits differ from each other as log-probabilities do.
+        queued: as in ``Delta``.
+    """
 
     id: str
     ids: list[int]
@@ -195,7 +201,8 @@ class Stats(msgspec.Struct, kw_only=True):
     Attributes:
         mixed_steps: steps that computed both prompt tokens and sampled tokens.
         queried_tokens: tokens that were looked up in the prefix cache; ``cached_tokens`` of them were found.
-        preempted: requests that ended, by how often they were preempted; the last place: that often, or more often.
+        preempted: at index n, the requests that were preempted n times before they ended; the last index counts those
+            that were preempted more often too.
         queued: a histogram of the time that requests waited for their first step, with the buckets
             ``QUEUE_SECONDS``; ``queued_seconds``: the sum of these times.
         forks: requests that started from another request's state; ``forked_tokens``: tokens of that state.
@@ -230,8 +237,8 @@ class Stats(msgspec.Struct, kw_only=True):
 
 class StatsReport(Stats, kw_only=True, tag="stats"):
     """How busy the engine is, between two steps: the counters, and the current numbers of ``waiting`` and ``running``
-    requests, of ``blocks`` in the pool, and of ``blocks_used``, which requests hold. A block that only the prefix cache
-    remembers is not in use."""
+    requests, of pages in the pool (``blocks``) and of those that requests hold (``blocks_used``). What only the prefix
+    cache remembers is not in use."""
 
     waiting: int
     running: int
@@ -240,7 +247,7 @@ class StatsReport(Stats, kw_only=True, tag="stats"):
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag="command_done"):
-    """A ``Command`` was done; ``error``: why nothing has changed."""
+    """A ``Command`` has ended; ``error`` says why it changed nothing, None if it was done."""
 
     error: str | None = None
 

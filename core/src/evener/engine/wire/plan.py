@@ -35,7 +35,8 @@ class TableUpdate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Copy one block of one state group: the block that a fork and its parent have both begun."""
+    """Copy one block of one state group, from id ``source`` to id ``target``: the partly filled block that a fork takes
+    over from its parent."""
 
     group: int
     source: int
@@ -43,7 +44,7 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterWrite(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter, by its id, takes a slot in place of another one. All its tensors were sent before."""
+    """The adapter with this id takes an adapter slot in place of another one. All its tensors were sent before."""
 
     slot: int
     adapter: str
@@ -69,8 +70,8 @@ class WantedOutputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """The last tokens of a plan's row are ``ids``, which were proposed and may be wrong. ``BY_WORKER`` in their place:
-    the worker's draft model proposes them, and ``StepResult.drafts`` says which it were."""
+    """The last tokens of a plan's row are ``ids``, which were proposed and may be wrong. If they are ``BY_WORKER``, the
+    worker's draft model proposes them and reports them in ``StepResult.drafts``."""
 
     row: int
     ids: list[int]
@@ -80,10 +81,10 @@ class SamplePlan(msgspec.Struct, frozen=True, kw_only=True):
     """How the samples of a plan are drawn. Each list has indices into ``Plan.samples``.
 
     Attributes:
-        random: the requests that are not greedy; filtered: whether one of them uses top-k, top-p or min-p.
-        logprobs: the requests that want log-probabilities; ``top_logprobs``: the largest number of likeliest tokens
-            that one of them wants; ``named``: for each, the ids that it wants instead. Empty if none names any.
-        penalized, biased: the requests with a penalty, and with a logit bias.
+        random: the samples that are not greedy; filtered: whether one of them uses top-k, top-p or min-p.
+        logprobs: the samples that want log-probabilities; ``top_logprobs``: the largest number of likeliest tokens
+            that one of them wants; ``named``: for each, the ids that it wants instead; empty if none names any.
+        penalized, biased: the samples with a penalty, and with a logit bias.
     """
 
     random: list[int] = []
@@ -105,9 +106,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         slots, starts, counts: of each row, its slot, the position of its first token and its number of tokens.
         drafts: the rows that end with proposed tokens.
         samples: indices of the rows that sample a token, which gets position ``start + count``. A row with n proposed
-            tokens is there n + 1 times: it samples behind its last certain token and behind each proposed one.
+            tokens is there n + 1 times: it samples after its last certain token and after each proposed one.
         sampling: how they are drawn.
-        masked: indices into ``samples`` of the requests with a grammar. If there are any, ``StepMasks`` follow.
+        masked: indices into ``samples`` of the requests with a grammar. If there are any, a ``StepMasks`` follows.
         scores: prompt tokens to score; ``top_scores``: as ``top_logprobs`` of ``SamplePlan``, for these.
         outputs: prompt tokens of which rows are returned.
         media: the media of the step; None if it has none.
@@ -135,9 +136,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
 
 
 class StepMasks(msgspec.Struct, frozen=True, kw_only=True, tag="masks"):
-    """Which ids the rows ``Plan.masked`` of a plan may take, one mask for each, bytes or a memoryview, as a ``Matcher``
-    of ``evener.contracts.grammar`` packs them. Sent after the plan and before the next one: a mask depends on the token
-    before it, which is read while the worker computes the hidden states."""
+    """Which ids the samples ``Plan.masked`` of a plan may take: one mask for each, bytes or a memoryview, as a
+    ``Matcher`` of ``evener.contracts.grammar`` packs them. Sent after the plan and before the next one: a mask depends
+    on the token before it, which is read while the worker computes the hidden states."""
 
     plan: int
     masks: list[object]
@@ -148,14 +149,21 @@ Order = Plan | StepMasks | LoadAdapter | UnloadAdapter | Command
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
-    """The result of one step: one id for each of ``Plan.samples``, and log-probabilities for each of
-    ``SamplePlan.logprobs`` and for each token of ``Plan.scores``. A model that embeds gives the pooled row of each of
-    ``Plan.samples``, float32 in the host's byte order, and ids without a meaning. ``outputs`` has the rows of each of
-    ``Plan.outputs``, in the same form. ``plan`` is the plan's id; ``drafts`` are the ids of each of ``Plan.drafts``, if
-    the worker proposed them, or ``BY_WORKER`` in place of those that do not count, or ``NOT_YET`` or ``NEVER`` if it
-    made none. A step that waits for its masks has a result before, with them alone (``proposed``). ``counters`` are
-    those of this worker's ``Placement`` and ``BlockMover``; ``transfers`` are those of the latter that are over, each
-    reported once. Of a ``Command``, ``error`` says why the worker could not do it."""
+    """The result of one step, or of a ``Command``.
+
+    Attributes:
+        plan: the plan's id.
+        ids: one for each of ``Plan.samples``; without a meaning if the model embeds.
+        logprobs, scores: log-probabilities for each of ``SamplePlan.logprobs``, and for each token of ``Plan.scores``.
+        pooled: of a model that embeds: the row of each of ``Plan.samples``, float32 in the host's byte order.
+        outputs: the rows of each of ``Plan.outputs``, in the same form.
+        drafts: if the worker proposed them, the ids of each of ``Plan.drafts``: ``BY_WORKER`` in place of those that do
+            not count, ``NOT_YET`` or ``NEVER`` if it made none. A step with drafts that waits for its masks first has a
+            result with these alone (``proposed``).
+        counters: those of this worker's ``Placement`` and ``BlockMover``.
+        transfers: those of the ``BlockMover`` that are over, each reported once.
+        error: why the worker could not do the command.
+    """
 
     plan: int
     ids: list[int] = []

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def pooling_part(name: str) -> Any:
-    """The part of that name, see ``evener.contracts.pooling``.
+    """The package's part with this name, see ``evener.contracts.pooling``.
 
     Raises:
         ConfigError: no installed package has it.
@@ -23,7 +23,7 @@ def pooling_part(name: str) -> Any:
 
 
 def choose_pooling(request: PoolingRequest, family: type[Architecture]) -> PoolingAnswer | None:
-    """What a model of class ``family`` makes of a text; None: it generates text.
+    """How a model of class ``family`` embeds or scores a text; None: it generates text.
 
     Raises:
         ConfigError: a package is not installed, or ``infer.pooling`` is set for a model that does not embed.
@@ -37,10 +37,11 @@ def choose_pooling(request: PoolingRequest, family: type[Architecture]) -> Pooli
 
 
 def text_vectors(info: EngineInfo, dimensions: int | None) -> Any:
-    """The vectors that a request wants, as ``evener_pooling.vectors.TextVectors``.
+    """The kind of vectors that a request wants, as ``evener_pooling.vectors.TextVectors``. ``dimensions``: numbers of a
+    vector; None: all.
 
     Raises:
-        RequestError: the model does not embed, or its vectors cannot be cut to so many ``dimensions``.
+        RequestError: the model does not embed, or its vectors cannot be cut to this length.
     """
     check_task("embed", info.pooling)
     return pooling_part("vectors")(info.pooling, info.hidden_size, dimensions)

@@ -25,7 +25,7 @@ def find_kinds(specs: Sequence[StateSpec], kinds: Mapping[str, StateKind]) -> tu
     return tuple(kinds[spec.kind] for spec in specs)
 
 
-@lru_cache(4096)  # many requests of one time have the same length
+@lru_cache(4096)  # requests that come together often have the same length
 def slabs_needed(
     specs: tuple[StateSpec, ...], kinds: tuple[StateKind, ...], cuts: tuple[int, ...], block_size: int, tokens: int,
     step_tokens: int,
@@ -33,14 +33,14 @@ def slabs_needed(
     """Slabs that one request of ``tokens`` tokens holds at most, when a step adds at most ``step_tokens`` of them.
 
     Args:
-        specs, kinds, cuts: of each state group: its spec, the kind of that, and its blocks in a slab.
+        specs, kinds, cuts: for each state group its spec, its kind, and how many of its blocks a slab holds.
         block_size: tokens of a block.
     """
     # Blocks of groups with equal cuts fill slabs together.
     held = Counter[int]()
     for (spec, kind, cut), groups in Counter(zip(specs, kinds, cuts, strict=True)).items():
-        # The number goes up and down as tokens are added: a window of w tokens touches one block more at some ends than
-        # at others, and a step may pass one snapshot more. So all ends within the last block or snapshot are looked at.
+        # The number goes up and down as tokens are added: a window of w tokens touches one more block at some ends than
+        # at others, and a step may pass one more snapshot. So all ends within the last block or snapshot are tried.
         ends = range(max(1, tokens - (spec.every or block_size) + 1), tokens + 1)
         firsts = ((end, kind.first_live_block(spec, max(0, end - step_tokens), block_size)) for end in ends)
         held[cut] += groups * max(kind.live_blocks(spec, at, -(-end // block_size), block_size) for end, at in firsts)

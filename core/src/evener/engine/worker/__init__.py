@@ -7,7 +7,7 @@ module               holds, in reading order
 ``assembly``         choosing backend and kernels, declaring and resolving the model
 ``geometry``         which layers share a block table, and how the pool is cut into blocks
 ``weights``          filling the weights and tables of a rank's part of the model
-``memory``           the memory plan that follows, and its report
+``memory``           the memory plan: estimated, then corrected by a warm-up
 ``runner``           one plan in, one step on the device
 ``step_layout``      the arrays of a step, sent to the device in one upload
 ``captured_inputs``  the inputs of captured steps, at fixed addresses

@@ -55,8 +55,8 @@ class Assembly:
         media_rows: how many rows of media the worker keeps.
         agreement: with the stages on other backends, if there are any.
         other_stages: the other pipeline stages, declared.
-        pooling: what the model makes of a text, if it generates none.
-        adapters: the places for adapters.
+        pooling: how the model embeds or scores texts; None: it generates text.
+        adapters: the slots for adapters.
         placement: of the experts that are not on the device.
         draft: the draft model; its resolver, geometry and device are this one's.
     """
@@ -183,7 +183,7 @@ def view_model(
     config: ResolvedConfig, loaded: LoadedPackages, ranks: RankGroups, checkpoint: Checkpoint,
     family: type[Architecture], draft: bool = False,
 ) -> StoredModel:  # fmt: skip
-    """How the weights of an open checkpoint are read. The keys about that say nothing of a ``draft`` model."""
+    """How the weights of an open checkpoint are read. ``quant`` and ``weight_map`` are not about a ``draft`` model."""
     asked, world = config.config, ranks.world
     if asked.load == "dummy" and not checkpoint.config.get("quantization_config"):
         return StoredModel(checkpoint, {}, Unquantized(), family)
@@ -235,7 +235,8 @@ def host_placement(config: ResolvedConfig, device: Device) -> Any | None:
     """The ``Placement`` of experts in host memory, as a class; None if the configuration names none, or the device
     is the host. It is constructed with the configuration, the device and its resolver, and the builders of this rank's
     stage and of all stages. Then the weights and call sites of the experts that the configuration names have the
-    placement. Its ``settled`` says what ``auto`` means, from an assembly without it: the keys, and which one it set.
+    placement. Its ``settled`` takes an assembly without a placement; it returns the ``infer`` keys with a number in
+    place of ``auto``, and the name of the key that it set.
 
     Raises:
         ConfigError: no installed package has it.
@@ -272,16 +273,16 @@ def find_graph_capture(a: Assembly) -> tuple[Provided[GraphCapture] | None, str]
 
 
 def captured_prompt_sizes(a: Assembly) -> tuple[int, ...]:
-    """Numbers of tokens of a prompt whose step may be captured. None where a state provider cannot do that, and where
-    the device holds few captures: decode steps need them more. With experts in host memory they depend on whether these
-    are computed there, so such steps run eagerly."""
+    """Numbers of tokens of a prompt whose step may be captured, ascending. Empty where a state provider cannot do that,
+    where the device holds few captures (decode steps need them more), and where experts are in host memory: what such a
+    step runs depends on where they are computed."""
     able = a.geometry.captures_prompts() and a.device.capabilities.max_captures is None and a.placement is None
     return captured_prompts(min(a.config.step_tokens, a.config.max_seq_len)) if able else ()
 
 
 def registered_name(architecture: str, known: Collection[str]) -> str:
-    """The name under which a class is registered that computes an ``architecture`` of transformers: of ``XModel`` and
-    ``XForSequenceClassification`` that of ``XForCausalLM``."""
+    """The name in ``known`` of the class that computes transformers' ``architecture``: ``XForCausalLM`` also computes
+    ``XModel`` and ``XForSequenceClassification``. ``architecture`` itself if there is none."""
     full = re.sub(r"(Model|ForSequenceClassification)$", "ForCausalLM", architecture)
     return full if architecture not in known and full in known else architecture
 

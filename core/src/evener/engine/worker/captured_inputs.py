@@ -41,7 +41,7 @@ class Staging:
         """The array that the host may write now. It has what was written some time before, at first ``value``."""
         self._at = (self._at + 1) % len(self._arrays)
         if self._copied is not None and self._at % (len(self._arrays) // 2) == 0:
-            # The event is half a ring old: the arrays reused next have been copied.
+            # The event was recorded half a ring ago: once it has passed, the arrays that come next have been copied.
             self._copied.synchronize()
             self._copied.record()
         return self._arrays[self._at]
@@ -92,13 +92,13 @@ class DecodeInputs:
 
 
 class PromptInputs:
-    """Inputs of steps of one request that adds a few tokens and samples behind the last of them. The padding tokens are
-    a second request in the spare slot, which has none if there is nothing to pad.
+    """Inputs of steps of one request that adds a few tokens and samples after the last of them. The padding tokens are
+    a second request in the spare slot, which has no tokens if there is nothing to pad.
 
     Args:
         tokens: padded number of tokens.
         spare, length: as for ``DecodeInputs``.
-        samples: padded number of tokens that are sampled behind.
+        samples: padded number of samples.
 
     Attributes: as of ``DecodeInputs``.
     """

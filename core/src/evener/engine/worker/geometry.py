@@ -2,11 +2,11 @@
 
 Layers with equal state spec and attention form a group and share one block table. All groups draw blocks from one pool,
 ``[layer_slots, slabs, slab_bytes]``: the k-th layer of a group keeps its part of a block in layer slot k, at the same
-offset. So that every group can use every block, one with more than ``layer_slots`` layers is split into several.
+offset. A group with more than ``layer_slots`` layers is split into several, so that every group can use every block.
 
-A slab is as large as the largest block of all groups (one recurrent state may take megabytes). Groups with smaller
-blocks fit ``cut`` blocks in a slab; its size is chosen so that few bytes stay unused. A *page* is the largest unit that
-divides the blocks of all groups. Block ids in plans count pages.
+A slab is as large as the largest block of all groups (one recurrent state may take megabytes). A group with smaller
+blocks fits ``cut`` of them in a slab; the slab's size is chosen so that few bytes stay unused. A *page* is the largest
+unit that divides the blocks of all groups. Block ids in plans count pages.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ class Geometry:
         return self.layer_slots * self.slab_bytes + owned
 
     def captured_lengths(self, requests: int, longest: int, most: int | None) -> tuple[int, ...]:
-        """For how many tokens of the longest request decode steps of ``requests`` requests are captured, ascending;
-        ``longest`` is the last. It is the only one where the device holds ``most`` captures: there, more numbers of
-        requests are worth more. Groups without layers on this stage count too, so that all stages choose alike."""
+        """The lengths for which decode steps of ``requests`` requests are captured, ascending: the most tokens that the
+        longest request of a step may have; ``longest`` is the last. It is the only one on a device that holds no more
+        than ``most`` captures: there, captures for more numbers of requests are worth more. Groups without layers on
+        this stage count too, so that all stages choose alike."""
         limits = {n - 1 for g in self.groups for n in g.provider.capture_limits(g.spec, g.attention, requests)}
         return (*sorted(n for n in limits if 0 < n < longest and most is None), longest)
 

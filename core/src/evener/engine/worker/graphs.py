@@ -2,9 +2,9 @@
 
 Two kinds of steps are captured: those whose requests all compute one token and sample the next, and those of one
 request with a short prompt or with drafts, which would take longer to launch than to compute. Their sizes are padded to
-one of a few. All other steps run eagerly, which is always correct, and so do those that something follows. A state
-provider that computes long state in another way has captures for both (``StateProvider.capture_limits``): the plan's
-longest request decides, so that all ranks choose alike.
+one of a few. All other steps run eagerly, which is always correct, and so do all steps of a runner with ``after``. A
+state provider that computes long state in another way has captures for both (``StateProvider.capture_limits``): the
+plan's longest request decides, so that all ranks choose alike.
 
 A capture has two segments, forward and sample, and works on fixed addresses. What changes from step to step is copied
 into one buffer of int32 arrays first (``captured_inputs``). With pipeline stages, the stream is received at a fixed
@@ -30,15 +30,15 @@ from evener.engine.worker.runner import Runner
 from evener.errors import EngineError
 
 log = logging.getLogger("evener.worker")
-#: Kinds of steps of one request that are captured: a client can ask for each length with each kind of sampling, and the
-#: memory plan has room for few.
+#: The most kinds of steps of one request that are captured: a client can ask for each length with each kind of
+#: sampling, and the memory plan has room for few.
 MAX_PROMPT_CAPTURES = 32
 
 
 class CaptureKey(NamedTuple):
-    """Steps that share a capture: the padded number of tokens, the padded number of tokens of one request that are
-    sampled behind (0: each request has one token), the most tokens that a request may have after the step, whether a
-    row has an adapter, and which parts of sampling at least one row needs."""
+    """Steps that share a capture: the padded number of tokens (``size``), the padded number of samples of a step of one
+    request (``prompt``; 0: a decode step, in which each request has one token), the most tokens that a request may have
+    after the step, whether a row has an adapter, and which parts of sampling at least one row needs."""
 
     size: int
     prompt: int
@@ -146,7 +146,7 @@ class StepGraphs:
         if longest == 1 and samples == rows:
             sizes, behind = tuple(self._lengths), 0
         elif rows == 1 and self._prompt_sizes:
-            # Each proposed token is sampled behind, so room for as many is made as the shortest capture has tokens.
+            # A step also samples after each draft: room is made for as many samples as the shortest capture has tokens.
             sizes, behind = self._prompt_sizes, self._prompt_sizes[0] if plan.drafts else 1
         else:
             return None

@@ -42,8 +42,8 @@ KEPT_FREE = 0.05
 
 
 def require_memory_plan(a: Assembly) -> tuple[ResolvedConfig, MemoryPlan]:
-    """The memory plan, before a weight is read; the configuration with the longest request that it allows. The log says
-    where that is not what was asked for.
+    """The memory plan before a weight is read, and the configuration with the longest request that it allows. Logs
+    where these differ from what was asked for.
 
     Raises:
         MemoryPlanError: it does not fit; with the numbers and what to change.
@@ -126,7 +126,7 @@ class MemoryDemand:
         max_useful_blocks: blocks that all slots can hold at once.
         min_blocks: blocks that one request of ``max_seq_len`` tokens needs.
         experts: bytes of each layer's experts on the device, in order.
-        host, host_layers, host_free: as in the plan, and what the host has.
+        host, host_layers: as in ``MemoryPlan``; host_free: bytes that the host has free.
     """
 
     weights: WeightEstimate
@@ -192,6 +192,7 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
         weights += estimate(draft.build.weights, packings, mappable=a.device.capabilities.host_memory)
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
     pooled = a.model.hidden_size if a.pooling is not None and a.pooling.pooling != "last" else 0
+    # 40 bytes: the sampling parameters of a request, see ``DeviceTables``.
     rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 40 + 4 * columns * len(groups) + 4 * pooled) + media
     return MemoryDemand(
         weights=weights, rows=rows, workspace=scratch + a.resolver.footprint.activations,

@@ -131,7 +131,7 @@ class Runner:
         size, positions = self.geometry.block_size, arrays.positions
         column = torch.div(positions, size, rounding_mode="floor")
         offset = torch.sub(positions, column, alpha=size)  # one launch, as below: each takes a microsecond of a step
-        # Those of all groups at once, each starting where the device's alignment wants it.
+        # The slot mappings of all groups at once, each starting at a multiple of the device's alignment.
         blocks, alignment, metas = self.tables.blocks, self.device.capabilities.alignment, list[Any]()
         found = blocks[:, arrays.token_slots, column]
         slots = found.new_empty(len(found), aligned(shape.tokens, alignment))[:, : shape.tokens]

@@ -35,7 +35,7 @@ class StepArrays(Generic[A]):
     Attributes:
         positions: [T], of each token in its request.
         token_slots: [T], the slot of each token's request.
-        query_start: [R + 1], the first token of each request, and behind the last one T.
+        query_start: [R + 1], the first token of each request, and T at the end.
         kv_lens: [R], tokens of each request after the step; kept_lens: without its proposed tokens, None if all are
             certain.
         slots: [R], of each request.
@@ -56,11 +56,11 @@ class StepArrays(Generic[A]):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutArrays(StepArrays[A]):
-    """Those of a step that is not captured, and what its sampling reads.
+    """The arrays of a step that is not captured, with those that its sampling reads.
 
     Attributes:
         random, logprobs, penalized, biased: indices of samples, as in ``SamplePlan``.
-        named: the ids of ``SamplePlan.named``, rows of equal length one after another, filled up with 0.
+        named: the ids of ``SamplePlan.named``, rows of equal length one after another, padded with 0.
         scores: the tokens whose next ones are scored (``Plan.scores``), as indices of the T tokens.
     """
 
@@ -105,7 +105,7 @@ class StepLayout(StepShape):
         positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
         picked, how = _int32(plan.samples), plan.sampling
         left = {draft.row: len(draft.ids) for draft in plan.drafts}
-        behind = np.zeros_like(picked)  # tokens of the row behind the one that is sampled from
+        behind = np.zeros_like(picked)  # tokens of the row after the one that is sampled from
         for index, row in enumerate(plan.samples if left else ()):
             behind[index] = left.get(row, 0)
             left[row] = int(behind[index]) - 1

@@ -22,10 +22,10 @@ ROWS = 2048
 
 
 class PositionTables:
-    """Tables with a row for each position, such as rotary angles, in host memory: an answer reads few of their rows, so
-    these are made as requests get longer. The addresses stay: the tables have all their memory from the start, and the
-    system gives pages that are written. Other devices get whole tables with the weights, as their steps must not wait
-    for the host. So does a model with a draft model, which computes positions that no plan names.
+    """Tables with a row for each position, such as rotary angles, in host memory. Most requests read few of their rows,
+    so rows are made as requests get longer. Addresses do not change: a table reserves all its memory at the start, and
+    the system provides only the pages that are written. Other devices get whole tables with the weights, because their
+    steps must not wait for the host. So does a model with a draft model, which computes positions that no plan names.
     """
 
     def __init__(self, a: Assembly) -> None:

@@ -85,10 +85,10 @@ class Worker:
         self._proposed: Callable[[], list[list[int]]] | None = None
         self.graphs: StepGraphs | None = None
         self.mover: BlockMover | None = None
-        #: Of the step that waits for its masks; None also on the stages that do not sample.
+        #: Samples the step that waits for its masks. None if none waits, and on stages that do not sample.
         self._draw: Draw | None = None
         measures = resolved.kv_memory is None
-        if any(a.agreement.most([measures])):  # a step of all stages
+        if any(a.agreement.most([measures])):  # where one stage measures, all run the step
             a.geometry.bind(1, a.device)  # a pool of one block
             self._warm_up(min(resolved.step_tokens, resolved.max_seq_len))
             if measures:
@@ -117,8 +117,8 @@ class Worker:
             part.close()
 
     def execute(self, order: Order) -> PendingStep | None:
-        """Submit one step, keep an adapter, or do a command. A step that waits for its masks is returned when they
-        come. Before, None, or what a draft model proposed in it (see ``StepResult``).
+        """Submit one step, keep an adapter, or do a command. A step with masks is returned by the call with its
+        ``StepMasks``; the call with its plan returns None, or a step with only its drafts (``StepResult.proposed``).
 
         Raises:
             PluginError: a kernel or state provider of a package raised an error.
@@ -147,7 +147,7 @@ class Worker:
             raise
 
     def _draw_masked(self, masks: StepMasks) -> PendingStep | None:
-        # It holds the step's logits, and the memory plan has room for those of one step.
+        # Cleared at once: it holds the step's logits, and the memory plan has room for those of one step.
         draw, self._draw = self._draw, None
         if draw is None:
             return None
@@ -155,7 +155,7 @@ class Worker:
             return self._with_reports(draw(masks))
 
     def _with_reports(self, step: PendingStep) -> PendingStep:
-        """The step with what else this worker has to say in its result."""
+        """``step``, with this worker's drafts, counters and transfers for its result."""
         step.drafts = self._proposed
         parts = [each for each in (self.assembly.placement, self.mover) if each is not None]
         step.counters = lambda: {name: value for part in parts for name, value in part.counters().items()}

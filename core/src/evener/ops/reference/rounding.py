@@ -13,7 +13,7 @@ from evener.contracts.storage import Rounding
 
 #: The largest element of each type.
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
-#: No scale is that of smaller magnitudes, so that a token of zeros has one.
+#: The smallest magnitude that a scale is made from, so that a token of zeros has a scale.
 LEAST = 1e-10
 
 
