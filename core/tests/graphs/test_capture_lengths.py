@@ -70,13 +70,13 @@ def watched(graphs: StepGraphs) -> list[Step]:
 def check(steps: list[Step]) -> None:
     """Decode steps ran what their longest context needs, and nothing else; there were both kinds. More rows than
     ``MOST_LONG`` have one capture for all lengths."""
-    decoded = [step for step in steps if not step.key.prompt]
+    decoded = [step for step in steps if not step.key.samples]
     for step in decoded:
         is_long, one = step.longest >= LIMIT and step.key.size <= MOST_LONG, step.key.size > MOST_LONG
         assert (step.short, step.long) == (not is_long, is_long), step
         assert step.key.length == (LONGEST if is_long or one else LIMIT - 1), step
     assert {step.long for step in decoded} == {False, True}
-    assert all(step.key.length == LONGEST and step.short and not step.long for step in steps if step.key.prompt)
+    assert all(step.key.length == LONGEST and step.short and not step.long for step in steps if step.key.samples)
 
 
 def request(name: str, tokens: int, answer: int, sampling: Sampling = GREEDY) -> NewRequest:
@@ -95,7 +95,7 @@ def test_a_request_changes_its_capture_when_its_context_reaches_the_limit(start:
     assert run.play(asked) == eager.play(asked)
     check(steps)
     # The first token is sampled behind the prompt. Each later step computes the token that was sampled before.
-    assert [step.longest for step in steps if not step.key.prompt] == list(range(13, 12 + 24))
+    assert [step.longest for step in steps if not step.key.samples] == list(range(13, 12 + 24))
 
 
 def test_one_long_context_among_short_ones_decides_and_they_are_short_again_when_it_has_ended(start: Any) -> None:
@@ -104,7 +104,7 @@ def test_one_long_context_among_short_ones_decides_and_they_are_short_again_when
     asked = [request("a", 4, 9), request("long", 18, 6, WARM), *(request(f"b{i}", 3 + i, 9) for i in range(4))]
     assert run.play(asked, every=2) == eager.play(asked, every=2)
     check(steps)
-    forms = [step.long for step in steps if not step.key.prompt]
+    forms = [step.long for step in steps if not step.key.samples]
     changes = [now for then, now in pairwise(forms) if then != now]
     assert forms[0] is False and changes == [True, False]
 
@@ -158,7 +158,7 @@ def test_steps_with_drafts_have_one_capture_for_all_lengths_and_those_without_ha
     steps = watched(run.worker.graphs)
     run.play([asked])
     assert run.tokens == plain.tokens
-    assert any(step.key.prompt > 1 and step.longest >= LIMIT for step in steps), "drafts beyond the limit"
+    assert any(step.key.samples > 1 and step.longest >= LIMIT for step in steps), "drafts beyond the limit"
     run.controller.scheduler.drafts = none
     again = request("bb", 6, 30)
     assert run.play([again])["bb"] == plain.play([again])["bb"]

@@ -78,5 +78,5 @@ def test_a_place_that_is_written_anew_is_read_anew_by_captures(start: Any) -> No
                                       sampling=GREEDY, adapter=name)])  # fmt: skip
         found.append(tokens[f"n{number}"])
     assert found == [alone[name] for name in ("a", "b", "c", "a")]
-    kinds = [key.prompt for key in run.worker.graphs._captured if key.adapted]
+    kinds = [key.samples for key in run.worker.graphs._captured if key.adapted]
     assert sorted(kinds) == [False, True], "one capture of prompts and one of decode steps served all"

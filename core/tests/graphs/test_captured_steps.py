@@ -105,7 +105,7 @@ LENGTHS = (2, 15, 16, 17, 24, 31, 32, 40)
 def prompt_replays(run: Any) -> int:
     """How often a prompt was replayed, sampling included."""
     captured = {} if run.worker.graphs is None else run.worker.graphs._captured
-    return sum(r.runs for key, step in captured.items() if key.prompt and step for r in step.replays)
+    return sum(r.runs for key, step in captured.items() if key.samples and step for r in step.replays)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_steps_of_one_request_with_drafts_are_captured(start: Any, kind: Samplin
     for message in messages:
         drafted.play([message])
     assert drafted.tokens == plain.tokens
-    steps = sum(step.replays[0].runs for key, step in drafted.worker.graphs._captured.items() if key.prompt > 1)
+    steps = sum(step.replays[0].runs for key, step in drafted.worker.graphs._captured.items() if key.samples > 1)
     assert 6 <= steps < 24, "several steps with drafts, and fewer than tokens"
 
 
@@ -210,7 +210,7 @@ def test_a_bounded_number_of_kinds_of_prompts_is_captured(
         for n in (5, 20, 31):
             each.play([NewRequest(id=f"r{n}", prompt=list(range(n, 2 * n)), max_tokens=3, sampling=GREEDY)])
     assert run.tokens == eager.tokens
-    made = [key for key, step in run.worker.graphs._captured.items() if key.prompt and step]
+    made = [key for key, step in run.worker.graphs._captured.items() if key.samples and step]
     assert len(made) == 1 and "1 kinds of such steps are captured already" in caplog.text
 
 
@@ -377,4 +377,4 @@ def test_every_stage_of_a_pipeline_replays_its_part(start: Any, kinds: tuple[Sam
         played = play(controller, after, arrivals={message.id: 9 * i for i, message in enumerate(after)})
         alone.play(after, every=9)
         assert played.tokens == {message.id: alone.tokens[message.id] for message in after}
-        assert all(any(key.prompt for key in worker.graphs._captured) for worker in stages.workers)
+        assert all(any(key.samples for key in worker.graphs._captured) for worker in stages.workers)

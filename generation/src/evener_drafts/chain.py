@@ -87,8 +87,8 @@ class ChainDrafter(ABC):
         texts = list(zip(plan.slots, plan.starts, plan.counts, strict=True))
         self._computed.apply(plan)
         whole = {row for row, (slot, start, _) in enumerate(texts) if self._computed.length(slot) == start}
-        self.runner.after = self._after if self._rest.ends(plan) and whole else None
-        for slot, start, count in (texts[row] for row in whole if self.runner.after is not None):
+        self.runner.after_step = self._after if self._rest.ends(plan) and whole else None
+        for slot, start, count in (texts[row] for row in whole if self.runner.after_step is not None):
             self._computed.extend(slot, start + count)
         drafts = [draft for draft in plan.drafts if draft.row in whole]
         with torch.inference_mode():

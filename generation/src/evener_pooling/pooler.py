@@ -29,7 +29,7 @@ class Pooler:
 
     def __init__(self, settings: PoolingSettings, slots: int, runner: Runner) -> None:
         width, where = runner.model.hidden_size, runner.device.torch_device
-        self._runner, runner.instead = runner, self._step
+        self._runner, runner.instead_of_sampling = runner, self._step
         self._pooling, self._tokens = settings.pooling, settings.tokens
         #: A head for a label follows pooling; a norm comes before.
         self._head_last = settings.task == "score" and self._pooling != "last"

@@ -213,7 +213,7 @@ class HostExperts(Placement):
             captured = self._prompts.run(runner, plan)
             if captured is not None:
                 return captured
-        whole = not self.layers or step.embedding_overrides is not None or runner.after is not None
+        whole = not self.layers or step.embedding_overrides is not None or runner.after_step is not None
         whole = whole or self.streamed.takes(sum(plan.counts)) is not False
         if whole or (plans := half_plans(plan, runner.geometry.block_size)) is None:
             return runner.model.forward(step)

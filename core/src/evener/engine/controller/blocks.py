@@ -45,10 +45,10 @@ class BlockPool:
         self._keys: list[Hashable | None] = [None] * count
         self._by_key: dict[Hashable, int] = {}
         self._spans = [slab] * (count // slab)
-        #: Slabs whose blocks are all free. ``_empty`` has those without keys, which are given out first, from its end;
-        #: ``_cached`` the others, least recently used first. A long prompt takes thousands at once.
-        self._empty = list(range(count // slab - 1, 0, -1))
-        self._cached = OrderedDict[int, None]()
+        #: Slabs whose blocks are all free. ``_free_slabs`` has those without keys, which are given out first, from its
+        #: end; ``_cached_slabs`` the others, least recently used first. A long prompt takes thousands at once.
+        self._free_slabs = list(range(count // slab - 1, 0, -1))
+        self._cached_slabs = OrderedDict[int, None]()
         #: For each span, the free blocks of the other slabs in the order of use: those without a key first.
         self._free_blocks = defaultdict[int, OrderedDict[int, None]](OrderedDict)
         self._spare_slabs = 0
@@ -56,7 +56,7 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Number of pages whose blocks are free."""
-        slabs = len(self._empty) + len(self._cached)
+        slabs = len(self._free_slabs) + len(self._cached_slabs)
         return slabs * self.slab + sum(span * len(part) for span, part in self._free_blocks.items())
 
     @property
@@ -71,7 +71,7 @@ class BlockPool:
         for count, span in wanted:
             totals[span] = totals.get(span, 0) + count
         needed = sum(max(0, -(-(n - len(self._free_blocks.get(s, ()))) * s // self.slab)) for s, n in totals.items())
-        self._spare_slabs = len(self._empty) + len(self._cached) - needed
+        self._spare_slabs = len(self._free_slabs) + len(self._cached_slabs) - needed
         if self._spare_slabs < 0:
             return None
         return [self._allocate(count, span) for count, span in wanted]
@@ -79,8 +79,8 @@ class BlockPool:
     def _allocate(self, count: int, span: int) -> list[int]:
         if span < self.slab:
             return [self._allocate_block(span) for _ in range(count)]
-        slabs, left = self._empty[: -count - 1 : -1], max(0, len(self._empty) - count)
-        del self._empty[left:]
+        slabs, left = self._free_slabs[: -count - 1 : -1], max(0, len(self._free_slabs) - count)
+        del self._free_slabs[left:]
         slabs += [self._take_cached(span) for _ in range(count - len(slabs))]
         blocks = [slab * self.slab for slab in slabs]
         for slab, block in zip(slabs, blocks, strict=True):
@@ -91,7 +91,7 @@ class BlockPool:
     def _take_cached(self, span: int) -> int:
         """Take the least recently used slab with keys. They are dropped, unless the slab is already cut into smaller
         blocks of ``span`` pages: each of those keeps its key until it is given out."""
-        slab, _ = self._cached.popitem(last=False)
+        slab, _ = self._cached_slabs.popitem(last=False)
         if span == self.slab or self._spans[slab] != span:
             for page in range(slab * self.slab, (slab + 1) * self.slab):
                 self._drop_key(page)
@@ -101,11 +101,11 @@ class BlockPool:
         """Take a free block. One from a slab in use is preferred so that other slabs stay whole. But a block with a key
         is spared if there is a free slab without keys that this call does not need otherwise."""
         first = next(iter(part)) if (part := self._free_blocks.get(span)) else None
-        if first is not None and self._keys[first] is not None and self._empty and self._spare_slabs > 0:
+        if first is not None and self._keys[first] is not None and self._free_slabs and self._spare_slabs > 0:
             self._spare_slabs -= 1
             first = None
         if first is None:
-            slab = self._empty.pop() if self._empty else self._take_cached(span)
+            slab = self._free_slabs.pop() if self._free_slabs else self._take_cached(span)
             self._split_slab(slab, span)
             first = slab * self.slab
         del self._free_blocks[span][first]
@@ -139,8 +139,8 @@ class BlockPool:
         """Hold a block once more; a free one is taken out of the free blocks."""
         if self._references[block] == 0:
             slab, span = block // self.slab, self._spans[block // self.slab]
-            if slab in self._cached:
-                del self._cached[slab]
+            if slab in self._cached_slabs:
+                del self._cached_slabs[slab]
                 self._split_slab(slab, span)
             del self._free_blocks[span][block]
         self._references[block] += 1
@@ -163,9 +163,9 @@ class BlockPool:
                     del self._free_blocks[span][each]
                 has_key = self._keys[pages].count(None) < self.slab
             if has_key:
-                self._cached[slab] = None
+                self._cached_slabs[slab] = None
             else:
-                self._empty.append(slab)
+                self._free_slabs.append(slab)
 
     def set_key(self, block: int, key: Hashable) -> bool:
         """Record what a held block contains. Returns False, and changes nothing, if the block has a key already or
@@ -178,7 +178,7 @@ class BlockPool:
         """Forget all keys, which empties the prefix cache."""
         self._by_key.clear()
         self._keys = [None] * self.count
-        self._empty[:0] = reversed(self._cached)
-        self._cached.clear()
+        self._free_slabs[:0] = reversed(self._cached_slabs)
+        self._cached_slabs.clear()
         for listener in self.listeners:
             listener.cleared()

@@ -99,7 +99,7 @@ class Controller:
             case messages.Finish():
                 return self.scheduler.end(message.id, "stop")
             case messages.LoadAdapter() | messages.UnloadAdapter():
-                return self._order(self.scheduler.adapters.handle(message))
+                return self._submit_orders(self.scheduler.adapters.handle(message))
             case messages.Command():
                 try:
                     commands = find_commands(message.name)
@@ -112,7 +112,7 @@ class Controller:
                 self.stopping = True
                 return [] if message.drain else self.scheduler.end_all("abort")
 
-    def _order(self, orders: Iterable[Order]) -> list[FromController]:
+    def _submit_orders(self, orders: Iterable[Order]) -> list[FromController]:
         try:
             for order in orders if not self.dead else ():
                 self.executor.submit(order)
@@ -147,7 +147,7 @@ class Controller:
             for name, why in grammars.failures(scheduler.running):
                 events += scheduler.end(name, "error", why, status=400)
             events += scheduler.retire(grammars.read(self.executor)) if scheduler.in_flight else []
-            return events + self._order(scheduler.adapters.forgotten())
+            return events + self._submit_orders(scheduler.adapters.forgotten())
         except EngineError as error:
             return events + self.die(str(error))
 

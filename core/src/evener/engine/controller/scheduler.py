@@ -224,7 +224,7 @@ class Scheduler:
         """Make the next plan; None when nothing can be computed before another result is read, or nothing is left."""
         # With pipeline stages, a request whose last token is not sampled yet is planned only if there is no other: the
         # first stage would wait for that token.
-        for early in (False, True)[: 0 if self.grammars.owed else min(self.batches.stages, 2)]:
+        for early in () if self.grammars.owed else (False, True) if self.batches.stages > 1 else (False,):
             self.drafts.begin(len(self.running) + min(len(self.waiting), len(self._slots)))
             decoding = sum(request.tokens_to_compute == 1 for request in self.running if self.batches.stages > 1)
             quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
@@ -240,7 +240,7 @@ class Scheduler:
         count = self.media.allowed_tokens(request, min(due, max(1, budget // request.token_cost)))
         return 0 if self.state.undivided and count < due else count
 
-    def _fits(self, new: _NewPlan, request: Request, decodes: bool, early: bool = True) -> bool:
+    def _take_quota(self, new: _NewPlan, request: Request, decodes: bool, early: bool = True) -> bool:
         """Take one place of the plan's quota for this request; False if there is none. ``early``: also for a request
         whose last token may still be in a pipeline stage."""
         if self.batches.stages == 1:
@@ -266,7 +266,7 @@ class Scheduler:
                 return False
             # One token of text needs only room in the plan.
             count = self._allowed_tokens(request, due, new.budget) if due > 1 or request.message.media else 1
-            if not count or not self._fits(new, request, due == 1, early):
+            if not count or not self._take_quota(new, request, due == 1, early):
                 continue
             # The bound on what an exclusive request holds (``blocks_for``) is one without drafts.
             proposed = [] if request.exclusive else self.drafts.propose(request, new.budget - count)
@@ -294,7 +294,7 @@ class Scheduler:
         self.waiting.sort(key=self.policy)
         while self._slots and new.budget and not any(r.exclusive for r in self.running):
             request = self.adapters.startable(filter(self._is_ready, self.waiting))
-            if request is None or not self._fits(new, request, decodes=False):
+            if request is None or not self._take_quota(new, request, decodes=False):
                 return
             # While others run, an exclusive request waits, and so does one that did not fit until pages become free.
             if self._busy and (request.exclusive or self._last_blocked == (request.id, self.state.pool.free)):
@@ -436,14 +436,14 @@ class Scheduler:
                      for of, part in outputs if of.row == index] if outputs else ()  # fmt: skip
             if request.finish is None:
                 found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs] if logprobs else ()
-                self._extend(row, ids)
-                events += self._report(request, ids, found, scored.get(index), vector, b"".join(parts))
+                self._append_tokens(row, ids)
+                events += self._token_events(request, ids, found, scored.get(index), vector, b"".join(parts))
             first, made = first + row.samples, made + len(ids)
         self.drafts.record(submitted.rows, submitted.drafts, made)
         self._release_finished(plan.id)
         return events
 
-    def _extend(self, row: PlannedRow, ids: list[int]) -> None:
+    def _append_tokens(self, row: PlannedRow, ids: list[int]) -> None:
         """Append to a request what it got from a row, and note how much of its state exists."""
         request = row.request
         request.tokens += ids
@@ -459,7 +459,7 @@ class Scheduler:
         assert request.table is not None
         self.state.commit(request.table, request.tokens, computed)
 
-    def _report(
+    def _token_events(
         self, request: Request, ids: list[int], logprobs: Sequence[TokenLogprobs], scores: list[TokenLogprobs] | None,
         vector: bytes, rows: bytes,
     ) -> list[FromController]:  # fmt: skip

@@ -36,12 +36,19 @@ MAX_PROMPT_CAPTURES = 32
 
 
 class CaptureKey(NamedTuple):
-    """Steps that share a capture: the padded number of tokens (``size``), the padded number of samples of a step of one
-    request (``prompt``; 0: a decode step, in which each request has one token), the most tokens that a request may have
-    after the step, whether a row has an adapter, and which parts of sampling at least one row needs."""
+    """Steps that share a capture.
+
+    Attributes:
+        size: the padded number of tokens.
+        samples: the padded number of samples of a step of one request; 0: a decode step, in which each request has one
+            token.
+        length: the most tokens that a request may have after the step.
+        adapted: whether a row has an adapter.
+        random, penalized, biased, masked: the parts of sampling that at least one row needs.
+    """
 
     size: int
-    prompt: int
+    samples: int
     length: int
     adapted: bool = False
     random: bool = False
@@ -104,8 +111,8 @@ class StepGraphs:
         """As ``Runner.execute``, by replaying a capture. None, with nothing done, if the step must run eagerly."""
         stages = self._runner.stages
         samples = stages is None or stages.world.last_stage
-        key = None if self._runner.after is not None else self._key(plan, samples)
-        captured = None if key is None else self._get(key)
+        key = None if self._runner.after_step is not None else self._key(plan, samples)
+        captured = None if key is None else self._capture_for(key)
         if captured is None:
             return None
         tokens, rows = sum(plan.counts), len(plan.samples)
@@ -144,43 +151,43 @@ class StepGraphs:
         if how.logprobs or plan.copies or plan.scores or plan.outputs or plan.media or not samples:
             return None
         if longest == 1 and samples == rows:
-            sizes, behind = tuple(self._lengths), 0
+            sizes, room = tuple(self._lengths), 0
         elif rows == 1 and self._prompt_sizes:
             # A step also samples after each draft: room is made for as many samples as the shortest capture has tokens.
-            sizes, behind = self._prompt_sizes, self._prompt_sizes[0] if plan.drafts else 1
+            sizes, room = self._prompt_sizes, self._prompt_sizes[0] if plan.drafts else 1
         else:
             return None
         size = next((s for s in sizes if s >= max(rows, longest)), None)
-        if size is None or samples > max(behind, rows):
+        if size is None or samples > max(room, rows):
             return None
         needs = (how.random, how.penalized, how.biased, plan.masked) if draws else ()
-        length = self._length if behind else next(n for n in self._lengths[size] if n > max(plan.starts))
-        return CaptureKey(size, behind, length, plan.adapted, *map(bool, needs))
+        length = self._length if room else next(n for n in self._lengths[size] if n > max(plan.starts))
+        return CaptureKey(size, room, length, plan.adapted, *map(bool, needs))
 
     def _replay(self, replay: Replay, lengths: Lengths) -> None:
         if self._device.capabilities.graph_update:
             replay.update(*lengths)
         replay()
 
-    def _get(self, kind: CaptureKey) -> _CapturedStep | None:
+    def _capture_for(self, kind: CaptureKey) -> _CapturedStep | None:
         if kind not in self._captured:
             try:
-                self._captured[kind] = self._make(kind)
+                self._captured[kind] = self._capture_step(kind)
             except EngineError as error:
                 self._captured[kind] = None
                 needs = [name for name, on in zip(kind._fields[3:], kind[3:], strict=True) if on] or ["greedy"]
-                what = f"prompt of {kind.size} tokens" if kind.prompt else f"decode of {kind.size} rows"
+                what = f"prompt of {kind.size} tokens" if kind.samples else f"decode of {kind.size} rows"
                 log.warning("%s %s cannot be captured and runs eagerly, which is slower: %s",
                             " ".join(needs), what, error)  # fmt: skip
         return self._captured[kind]
 
-    def _make(self, kind: CaptureKey) -> _CapturedStep:
+    def _capture_step(self, kind: CaptureKey) -> _CapturedStep:
         limit = self._device.capabilities.max_captures
         if limit is not None and self._capture_count + 2 > limit:
             raise EngineError(f"{self._device.name} holds {limit} captures at once, and a step takes 2")
-        if kind.prompt and sum(key.prompt > 0 for key in self._captured) >= MAX_PROMPT_CAPTURES:
+        if kind.samples and sum(key.samples > 0 for key in self._captured) >= MAX_PROMPT_CAPTURES:
             raise EngineError(f"{MAX_PROMPT_CAPTURES} kinds of such steps are captured already")
-        captured, replays = self._segments(kind), []
+        captured, replays = self._build_segments(kind), []
         # Each segment runs once before its capture, because kernels must not be built during one. All rows are padding.
         with torch.inference_mode():
             for segment in captured.segments:
@@ -189,13 +196,14 @@ class StepGraphs:
                 self._capture_count += 1
         return replace(captured, replays=tuple(replays))
 
-    def _segments(self, kind: CaptureKey) -> _CapturedStep:
+    def _build_segments(self, kind: CaptureKey) -> _CapturedStep:
         runner, stages = self._runner, self._runner.stages
         sizes = (self._device, kind.size, self._spare, kind.length)
-        inputs: Inputs = PromptInputs(*sizes, kind.prompt) if kind.prompt else DecodeInputs(*sizes)
+        inputs: Inputs = PromptInputs(*sizes, kind.samples) if kind.samples else DecodeInputs(*sizes)
         stream_buffer = None if stages is None else stages.stream_buffer(kind.size)
         arrays = inputs.arrays
         slots, positions = arrays.sample_slots, arrays.sample_positions
+        adjusted = kind.random or kind.penalized or kind.biased or kind.masked
         rows = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
 
         # The second segment reads the logits where the first left them: copying them would cost more than sampling.
@@ -215,12 +223,12 @@ class StepGraphs:
                 return
             hidden = hidden if arrays.last is None else hidden.index_select(0, arrays.last)
             # Where no row needs a part of sampling, each takes the id of its largest logit.
-            outputs.ids = None if any(kind[4:]) else runner.greedy(hidden, step)
+            outputs.ids = None if adjusted else runner.greedy(hidden, step)
             outputs.logits = runner.logits(hidden, step) if outputs.ids is None else None
 
         def sample() -> None:
             tables, logits, ids = runner.tables, outputs.logits, outputs.ids
-            if logits is not None and any(kind[4:]):
+            if logits is not None and adjusted:
                 floats, ints = (t.index_select(0, slots) for t in (tables.floats, tables.ints))
                 penalized, biased, random = (rows if on else None for on in (kind.penalized, kind.biased, kind.random))
                 logits = runner.sampler.adjust(logits, tables, slots, positions, kind.length, penalized, biased)

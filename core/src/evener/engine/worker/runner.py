@@ -60,12 +60,12 @@ class Runner:
         #: Told before each replay of a captured step how many of its rows are not padding.
         self.replayed: Callable[[int], None] | None = None
         #: Told of each plan before its step.
-        self.before: Callable[[Plan], None] | None = None
+        self.before_step: Callable[[Plan], None] | None = None
         #: What follows a step once it has sampled: gets the plan, the step, and what ``forward`` returned.
-        self.after: Callable[..., PendingStep | Draw] | None = None
+        self.after_step: Callable[..., PendingStep | Draw] | None = None
         #: What takes the place of sampling, for a model that generates nothing: gets the plan and what ``forward``
         #: returned.
-        self.instead: Callable[..., PendingStep] | None = None
+        self.instead_of_sampling: Callable[..., PendingStep] | None = None
 
     def execute(self, plan: Plan) -> PendingStep | Draw:
         """Submit a step, or the part of it before its masks. On an asynchronous device it returns before that is
@@ -75,14 +75,14 @@ class Runner:
             if self.stages is not None and not self.stages.world.last_stage:
                 self.stages.send_stream(hidden, plan, arrays.sample_slots, arrays.sample_positions)
                 return PendingStep(plan, None)
-            if self.instead is not None:
-                return self.instead(plan, hidden, step, arrays)
+            if self.instead_of_sampling is not None:
+                return self.instead_of_sampling(plan, hidden, step, arrays)
             outputs = pooling_part("outputs")(self, plan, hidden, step) if plan.outputs else ()
             scores = self._score(plan, hidden, step, arrays) if plan.scores else ()
             done: PendingStep | Draw = PendingStep(plan, None, scores, outputs)
             if plan.samples:
                 done = self._sample(plan, arrays, hidden.index_select(0, arrays.last), step, scores, outputs)
-            return done if self.after is None else self.after(plan, done, hidden, step, arrays)
+            return done if self.after_step is None else self.after_step(plan, done, hidden, step, arrays)
 
     def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, LayoutArrays[torch.Tensor]]:
         """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], the step, and its arrays."""
@@ -116,8 +116,8 @@ class Runner:
         """Write what a plan changes: ids that the last stage has sampled, new requests, block tables, copied blocks."""
         if self.stages is not None and self.stages.world.first_stage:
             self.stages.receive_ids(plan)
-        if self.before is not None:
-            self.before(plan)
+        if self.before_step is not None:
+            self.before_step(plan)
         self.adapters.write(plan.adapters)
         self.tables.write(plan)
         for index, (group, span) in enumerate(zip(self.geometry.groups, self.geometry.spans, strict=True)):

@@ -74,7 +74,7 @@ class Worker:
         rows = installed_catalog().lazy_imports("part of media").get("rows") if a.ranks.world.first_stage else None
         media = rows and rows.load()(a.device, a.model.encoders, resolved.dtype)
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media)
-        self.runner.before = positions.ensure
+        self.runner.before_step = positions.ensure
         if a.placement is not None:
             self.runner.divided, self.runner.replayed = a.placement.divided, a.placement.replayed
         if a.pooling is not None:
