@@ -17,7 +17,7 @@ module                  holds
 ``host_backend``        the host's backend beside the device's: its kernels and packings
 ``numa``                pages of host memory on machines with several NUMA nodes
 ``host_experts``        host layers: the host computes their experts; copies to and from the host
-``captured_experts``    host layers in captured steps, in which the device calls the host
+``captured_experts``    experts that the host computes in captured steps, in which the device calls the host
 ``passing_slots``       sets of slots for experts that pass through the device in captured steps
 ``passing_places``      which experts pass
 ``passing_stage``       page-locked copies of the experts that pass

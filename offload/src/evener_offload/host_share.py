@@ -198,7 +198,7 @@ class HostShare:
         """Time a copy of one expert, and the host's products with it. Called in the warm-up, when nothing else runs."""
 
         def host(count: int) -> float:
-            """Seconds of one expert with ``count`` rows: a ``top``-th of ``top`` experts, which are others each time."""
+            """Seconds of one expert with ``count`` rows: the mean of ``top`` experts, other ones each time."""
             many, weights = x[:1].expand(count, -1).contiguous(), torch.ones(count, top)
             times = []
             for number in range(1 + _TIMES):
