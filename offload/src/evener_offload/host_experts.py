@@ -330,8 +330,7 @@ class HostExperts(Placement):
 
 
 def _replayed(captured: CapturedExperts, passing: CapturedPassing | None) -> Callable[[int], None]:
-    """``Placement.replayed``, without a reference to the placement: a cycle would keep the device's memory for a while.
-    """
+    """``Placement.replayed`` without a reference to the placement: a cycle would keep device memory for a while."""
 
     def run(rows: int) -> None:
         captured.replayed(rows)

@@ -24,8 +24,7 @@ class PassingExperts(Residents):
     def waves(
         self, needed: Iterable[int], late: Collection[int] = (), elsewhere: Collection[int] = (), together: bool = False
     ) -> Sequence[Wave]:
-        """See ``Residents.waves``; for one layer's experts. If there are too few slots, experts of later layers leave.
-        """
+        """``Residents.waves`` for one layer's experts. If there are too few slots, experts of later layers leave."""
         found = super().waves(needed, late, elsewhere, together)
         self._coming.intersection_update(self._slot)
         for expert in [expert for expert in self._slot if expert in self._coming]:
@@ -33,8 +32,7 @@ class PassingExperts(Residents):
         return found
 
     def ahead(self, guessed: Sequence[int]) -> Wave:
-        """Give slots to experts that the next layer will probably need, the likeliest first: at most half of the slots.
-        """
+        """Give at most half of the slots to experts that the next layer will probably need, the likeliest first."""
         return self.further(guessed, max(1, self.count // 2))
 
     def further(self, guessed: Sequence[int], most: int) -> Wave:
