@@ -251,8 +251,8 @@ class HostExperts(Placement):
     @staticmethod
     def settled(a: Assembly) -> tuple[InferConfig, str]:
         """The configuration with the number that ``infer.cpu_layer_num=auto`` means, and the name of the key. ``a`` has
-        all experts on the device. The number: experts of so few layers leave the device that the rest and a fair share
-        of state fit; all layers if that is not enough."""
+        all experts on the device. The number: the fewest layers whose experts must leave the device so that the rest
+        and a fair share of state fit; all layers if that is not enough."""
         demand, lacking = memory_demand(a, a.config), lacking_bytes(a, "infer.cpu_layer_num")
         streams = parse_threshold(str(option(a.config, "stream_prompts"))) != 0
         if lacking > 0 and streams and new_stream(a.device) is not None:
