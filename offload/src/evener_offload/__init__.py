@@ -1,45 +1,51 @@
-"""Mixture-of-experts models that are larger than the accelerator's memory: the host computes the experts of some
-layers, or keeps those that the device does not need now. Torch-free. ``evener_kv`` has the blocks that leave the prefix
-cache, ``evener_stages`` pipeline stages on different kinds of devices, ``evener_weights`` sleep mode and new weights.
+"""Mixture-of-experts models that are larger than the accelerator's memory. Either the host computes the experts of some
+layers (host layers), or the device computes all experts, and host memory keeps those that have no slot on the device.
+Importing this package does not import torch.
+
+An eager step is submitted kernel by kernel. A captured step is replayed from a recorded graph of a fixed size; padding
+rows fill it up. An expert passes through the device if it is copied to a slot for one step, and then overwritten.
+
+``evener_kv`` has the blocks that leave the prefix cache, ``evener_stages`` pipeline stages on different kinds of
+devices, ``evener_weights`` sleep mode and new weights.
 
 ======================  ======================================================================================
 module                  holds
 ======================  ======================================================================================
 ``layers``              which layers' experts are in host memory
-``automatic``           what ``auto`` counts with
-``placed_layers``       their call sites and weights, and the placement that these get
+``automatic``           how much device memory is lacking, for keys that are ``auto``
+``placed_layers``       call sites and weights of those layers, and their placement
 ``host_backend``        the host's backend beside the device's: its kernels and packings
 ``numa``                pages of host memory on machines with several NUMA nodes
-``host_experts``        experts that the host computes, and the copies to and from it
-``captured_experts``    the same in captured steps, in which the device calls the host
-``passing_slots``       sets of slots through which a part of the experts passes in captured steps
+``host_experts``        host layers: the host computes their experts; copies to and from the host
+``captured_experts``    experts that the host computes in captured steps, in which the device calls the host
+``passing_slots``       sets of slots for experts that pass through the device in captured steps
 ``passing_places``      which experts pass
-``passing_stage``       page-locked copies of them
+``passing_stage``       page-locked copies of the experts that pass
 ``choice_counts``       in how many captured steps each expert was chosen
-``most_chosen``         lets the most chosen ones pass
-``passing_part``        how large that part is: said, or measured
-``passing_copies``      copies to those slots in captured steps
-``captured_passing``    captured steps in which it passes
-``captured_prompts``    prompts that are captured but for these experts
-``captured_residents``  captured steps in which the device computes the experts that it has
+``most_chosen``         lets the most chosen experts pass
+``passing_part``        how many experts pass: set by the user, or measured
+``passing_copies``      copies of the experts that pass, as a part of captured steps
+``captured_passing``    captured steps in which experts pass
+``captured_prompts``    prompts that are captured, except for experts in host memory
+``captured_residents``  captured steps of layers with slots: the host computes the missing experts
 ``half_plans``          a step's rows, divided into two halves
-``halves``              two halves in turns, and the thread in which the host computes meanwhile
-``halving``             which steps are computed in halves: decided, or measured
-``residents``           which experts of a layer are on the device: the last used ones
-``passing_experts``     the same in slots through which those of several layers pass
+``halves``              runs two halves in turns, and the host's work in a thread
+``halving``             which steps are computed in halves: set by the user, or measured
+``residents``           which experts of a layer are in slots: those that were used last
+``passing_experts``     which experts are in slots that several layers share
 ``prefetch``            experts that are copied before the routing of their layer is known
 ``expert_ranks``        expert parallelism: a rank holds some of a layer's experts
 ``second_layout``       the same experts a second time, in a layout that another backend reads
-``device_packing``      weights of host memory that the device packs
+``device_packing``      weights in host memory that the device packs
 ``expert_slots``        stacks of experts in host memory, and their slots on the device
-``resident_layer``      the slots of one or several layers; the order of copies to them and products with them
+``resident_layer``      slots of one or several layers; the order of copies and products
 ``slot_products``       what the device computes with experts in slots
-``streamed_layers``     experts of host layers that pass through the device in large steps
-``prompt_share``        experts of such steps that the host computes meanwhile
+``streamed_layers``     host layers in large steps: their experts pass through the device
+``prompt_share``        experts of such large steps that the host computes meanwhile
 ``next_router``         which experts the next layer will probably need
-``expert_costs``        what is sooner: computing experts on the host, or copying them
-``host_share``          the host's part of experts that the device computes
-``resident_experts``    experts that the device computes, some after they were copied to it
+``expert_costs``        whether the host computes an expert sooner than it is copied
+``host_share``          missing experts that the host computes, of layers with slots
+``resident_experts``    layers with slots: the device computes experts, some after a copy
 ======================  ======================================================================================
 """
 

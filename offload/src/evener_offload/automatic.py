@@ -1,4 +1,4 @@
-"""What ``auto`` is computed from: how much of the experts does not fit the device's memory."""
+"""How many bytes of experts do not fit the device's memory. Keys that are ``auto`` are computed from this."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import memory_demand
 from evener.errors import ConfigError
 
-#: The share of the free memory that is planned with, because libraries take some; and the share of that which state
-#: should have at least, if the requests can use so much.
+#: The plan uses this share of the free memory, because libraries take some. State (the KV cache) should have at least
+#: the second share of the planned memory, if the requests can use so much.
 _PLANNED, _STATE = 0.95, 0.15
 
 
 def lacking_bytes(a: Assembly, key: str) -> int:
-    """Bytes that the device of ``a``, which has all experts, lacks to hold everything and a fair share of state; 0 or
-    less: it holds all.
+    """Bytes that the device of ``a`` lacks to hold all weights, experts included, and a fair share of state. 0 or less:
+    nothing is lacking.
 
     Args:
-        key: the one that is ``auto``.
+        key: the key that is ``auto``, for the error.
 
     Raises:
         ConfigError: there are several pipeline stages.
@@ -31,5 +31,5 @@ def lacking_bytes(a: Assembly, key: str) -> int:
 
 
 def agreed(a: Assembly) -> Agreement:
-    """How the ranks that share the layers settle a number."""
+    """Lets the ranks that share the layers settle on one number."""
     return Agreement(a.ranks.tp, a.device.torch_device)

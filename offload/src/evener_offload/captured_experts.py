@@ -1,9 +1,11 @@
-"""Experts on the host in captured steps. The device copies each layer's rows, expert ids and weights to page-locked
-memory, calls the host, and copies the result back, all on a stream of its own: meanwhile it computes the layer's shared
-experts. A replay is one call, and the device waits for the host, not the other way round. As in KTransformers.
+"""Experts that the host computes in captured steps, as in KTransformers.
 
-If the host's kernels can answer the device by themselves, one call of them answers a whole step: a thread of Python
-would wait for the interpreter's lock in each layer, while the thread that prepares the next step holds it.
+For each layer the device copies the rows, expert ids and weights to page-locked memory, calls the host, and copies the
+result back. All this is on a stream of its own; meanwhile the device computes the layer's shared experts. To replay a
+step is one call. The device waits for the host; the host does not wait for the device.
+
+If the host's kernels can answer the device by themselves, one call of these kernels answers a whole step. A thread of
+Python would wait for the interpreter's lock in each layer, while the thread that prepares the next step holds it.
 """
 
 from __future__ import annotations
@@ -31,14 +33,20 @@ from evener.plugins.discover import installed_catalog
 from evener.resolution.attribution import Attribution
 
 log = logging.getLogger("evener.worker")
-#: With so many threads or more, one of them does not compute while another thread of the process is busy.
+#: With at least so many threads, the host computes with one less while another thread of the process is busy.
 SPARING = 4
 
 
 @dataclass
 class HostWork:
-    """What the host has computed: bytes of experts that it read, nanoseconds that it computed, and halved steps; and
-    bytes of experts that passed through the device in captured steps meanwhile."""
+    """Counts of what the host has computed.
+
+    Attributes:
+        read_bytes: of the experts that the host read.
+        nanoseconds: in which the host computed.
+        halved: steps in two halves.
+        passed_bytes: of the experts that passed through the device in captured steps.
+    """
 
     read_bytes: int = 0
     nanoseconds: int = 0
@@ -48,12 +56,12 @@ class HostWork:
 
 @dataclass
 class _Progress:
-    """Steps that were submitted.
+    """Captured steps that were submitted.
 
     Attributes:
-        submitted: rows of the replays that have not begun.
-        rows: of the step that runs; None: all.
-        failure: what failed on the host. Nothing is computed after it.
+        submitted: for each replay that has not begun, its rows without padding.
+        rows: the rows without padding of the running step; None: all of its rows.
+        failure: what failed on the host. After a failure nothing is computed.
     """
 
     submitted: deque[int] = field(default_factory=deque)
@@ -65,29 +73,33 @@ class _Progress:
 
 
 class Answering(Protocol):
-    """``routed_experts`` of a host whose kernels answer a device by themselves."""
+    """``routed_experts`` of a host whose kernels answer a device without Python."""
 
     def asked(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights, out: torch.Tensor,
         expert_bytes: int, ready: int, done: int,
     ) -> Any:  # fmt: skip
-        """A place in a step where the device asks for it: see ``HostCall.answers``."""
+        """A description of one call of the device, for ``answers``. ``ready`` and ``done``: the two addresses of
+        ``HostCall.answers``."""
 
     def answers(self, asked: Sequence[Any]) -> Callable[[int | None, int, int], tuple[int, int]]:
-        """A function that answers all of a step. Its arguments are the rows that are not padding (None: all), threads,
-        and what ``HostCall.answers`` says of an address; it returns nanoseconds of products and bytes of experts that
-        they read, and raises what failed once all are answered."""
+        """A function that answers all calls of a step.
+
+        Its arguments: the rows without padding (None: all), the number of threads, and the address that
+        ``HostCall.answers`` describes. It returns the nanoseconds of the products, and the bytes of experts that the
+        products read. After all answers it raises what failed."""
 
 
 @dataclass(frozen=True, eq=False)
 class HostCall:
-    """What the device calls in one layer of a captured step.
+    """The call that the device makes in one layer of a captured step.
 
     Attributes:
-        run: does it.
-        begins: whether it is a step's first one.
-        ask: makes a question of it for ``step``, given the addresses of words; None: ``run`` alone does it.
-        step: answers questions of one step, in which experts of so many bytes pass through the device.
+        run: computes the layer's experts on the host.
+        begins: whether this is a step's first call.
+        ask: describes the call for ``step``, given two addresses, see ``answers``; None: only ``run`` can compute it.
+        step: makes the function that answers all calls of one step, from their descriptions, ``begins``, and the bytes
+            of experts that pass through the device in the step.
         passed: bytes of the layer's experts that pass through the device.
     """
 
@@ -102,16 +114,16 @@ class HostCall:
 
     @staticmethod
     def answers(calls: Sequence[tuple[HostCall, int, int]]) -> Callable[[int], None] | None:
-        """A function that answers these calls of one step, in this order, as often as the device makes them; None: each
-        must be run.
+        """A function that answers these calls of one step, in this order, each time that the device makes them; None:
+        each call must be run by itself.
 
         Args:
-            calls: each with two addresses: of a lock of ``pthread_spin_lock``, which the device unlocks to call, and of
-                an int32 to which 1 is stored as the answer.
+            calls: each with two addresses. The first is that of a ``pthread_spin_lock``, which the device unlocks to
+                call. The second is that of an int32: 1 is stored there as the answer.
 
-        The function's argument is the address of two int64, which it shares with those who end its thread: it stores
-        the address of the lock for which it waits, or 0; and it returns after the lock was unlocked if the second one
-        is not 0.
+        The function's argument is the address of two int64, with which another thread can end it. The function stores
+        in the first one the address of the lock for which it waits, or 0. If the second one is not 0, it returns once
+        this lock is unlocked.
         """
         asked = [call.ask(ready, done) for call, ready, done in calls if call.ask is not None]
         if len(asked) < len(calls) or not asked:
@@ -121,20 +133,25 @@ class HostCall:
 
 @runtime_checkable
 class Exchanges(Protocol):
-    """A device that copies to the host, calls it and copies back faster than by ``host_call`` between copies."""
+    """A device with a faster way to copy to the host, call it and copy back than ``host_call`` between copies."""
 
     def exchange(
         self, inputs: Sequence[torch.Tensor], to: Sequence[torch.Tensor], work: Callable[[], None],
         found: torch.Tensor, result: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Copy each of ``inputs`` (rows [T, n], ids int32 and weights float32 [T, k]) to page-locked memory ``to``, run
-        ``work`` as ``Device.host_call`` does, then copy page-locked ``found`` to ``result``: on the current stream.
-        Replays of a capture do it again; if ``work`` has ``HostCall.answers``, that may answer all calls of one. The
-        caller keeps ``work``, ``to`` and ``found``."""
+        """On the current stream: copy each of ``inputs`` (rows [T, n]; ids, int32, and weights, float32, [T, k]) to
+        page-locked memory ``to``, run ``work`` as ``Device.host_call`` does, then copy page-locked ``found`` to
+        ``result``. Each replay of a capture does this again. If ``work`` has ``HostCall.answers``, that function may
+        answer all calls of a replay. The caller keeps ``work``, ``to`` and ``found`` alive."""
 
 
 class _Buffers(NamedTuple):
-    """Page-locked memory for the rows of a layer; layers run one after another, so all of them use it."""
+    """Page-locked memory for the rows of a layer. All layers use the same memory, because they run one after another.
+
+    Attributes:
+        x, ids, weights: inputs of ``routed_experts``.
+        found: its result.
+    """
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -143,14 +160,14 @@ class _Buffers(NamedTuple):
 
 
 class CapturedExperts:
-    """Submits the work of a layer. The host's threads compute only rows that are not padding.
+    """Submits the host's work of layers in captured steps. The host does not compute padding rows.
 
     Args:
         host: the device that computes the experts.
-        threads: that it may use.
+        threads: threads that ``host`` may use.
         attribution: names the kernel that failed.
         first: path of the layer that a step reaches first.
-        work: counts what the host computes.
+        work: gets the counts of what the host computes.
 
     Attributes:
         steps: replays so far.
@@ -163,15 +180,15 @@ class CapturedExperts:
         self._threads = threads
         self._first, self.work, self.steps = first, work, 0
         self._buffers: dict[Any, _Buffers] = {}
-        #: The functions that captures call, which know only their addresses.
+        #: Keeps the functions alive that captures call: captures hold only their addresses.
         self._calls: list[HostCall] = []
         self._progress = _Progress()
         self._stream: Any = None
-        #: None: by ``host_call``, between copies.
+        #: None: the device has only ``host_call``, between copies.
         self._exchanges = device if isinstance(device, Exchanges) else None
 
     def replayed(self, rows: int) -> None:
-        """As ``Placement.replayed``.
+        """See ``Placement.replayed``.
 
         Raises:
             EvenerError: the host failed in an earlier step.
@@ -181,10 +198,10 @@ class CapturedExperts:
         self.steps += 1
 
     def check(self) -> None:
-        """Raise what failed on the host.
+        """Raise what failed on the host, if anything.
 
         Raises:
-            EvenerError: with the kernel that failed, if it was one.
+            EvenerError: the failure, with the name of the kernel if a kernel failed.
         """
         if (failure := self._progress.failure) is not None:
             self._attribution.raise_attributed(failure)
@@ -194,12 +211,13 @@ class CapturedExperts:
         self, path: str, compute: OpFunction, expert_bytes: int,
         x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights, passed: int = 0,
     ) -> Callable[[], torch.Tensor]:  # fmt: skip
-        """Submit the layer ``path``; returns what makes the device wait for the result [T, hidden].
+        """Submit the layer ``path``. Returns a function that lets the current stream wait for the result, and returns
+        it: [T, hidden].
 
         Args:
             compute: ``routed_experts`` on the host.
-            expert_bytes: of the weights of one expert.
-            passed: bytes of other experts that are copied to the device meanwhile, to be counted.
+            expert_bytes: bytes of the weights of one expert.
+            passed: bytes of other experts that are copied to the device meanwhile, for the counts.
         """
         device, inputs = self._device, [x, ids, weights]
         to, result = self._buffers_for(inputs), torch.empty_like(x)
@@ -243,18 +261,18 @@ class CapturedExperts:
         self, begins: bool, compute: Callable[[int], None], expert_bytes: int, ids: np.ndarray[Any, Any],
         copies: np.ndarray[Any, Any], passed: int = 0,
     ) -> None:  # fmt: skip
-        """The function that the device calls. ``copies``: of each expert in the host's memory."""
+        """What the device calls. ``copies``: int32 [experts], above 0 for the experts that the host computes."""
         progress = self._progress
         if begins:
             progress.begin()
         if progress.failure is not None or progress.rows == 0:
             return
         collects = gc.isenabled()
-        gc.disable()  # a collection here could free what calls the device, which a function that it calls must not do
+        gc.disable()  # a collection could call the device to free objects; such calls are forbidden here
         try:
             began, rows = time.perf_counter_ns(), len(ids) if progress.rows is None else progress.rows
-            # The thread that waits for the step spins on a core. If the host computed on all of them, the thread that
-            # shares its core would hold up the others in every product.
+            # The thread that waits for the step spins on a core. If the host computed on all cores, the thread on that
+            # core would be late, and all others would wait for it in every product.
             self._host.limit_threads(self._threads - (self._threads >= SPARING))
             compute(rows)
             self._host.limit_threads(self._threads)
@@ -269,7 +287,7 @@ class CapturedExperts:
                 gc.enable()
 
     def _beside(self) -> Any:
-        """A stream beside the one that computes; None if the device has one queue."""
+        """A stream beside the one that computes; None if the device has only one queue."""
         if self._stream is None:
             try:
                 self._stream = self._device.new_stream()
@@ -301,7 +319,7 @@ def follows_drafter(config: ResolvedConfig) -> bool:
 
 
 def why_eager(config: ResolvedConfig, device: Device, drafted: bool) -> str | None:
-    """Why steps with experts on the host cannot be captured, as ``Placement.eager``; None if they can."""
+    """Why steps with experts on the host cannot be captured, in the form of ``Placement.eager``; None if they can."""
     infer = config.config.infer
     if not device.capabilities.host_calls:
         return f", and {device.name} does not call the host (DeviceCapabilities.host_calls)"
@@ -311,11 +329,12 @@ def why_eager(config: ResolvedConfig, device: Device, drafted: bool) -> str | No
 
 
 class _Step:
-    """Answers the calls of a captured step. It does not keep the device, whose end may not wait for a step.
+    """Answers the calls of a captured step. It holds no reference to the device: the device can be freed while a
+    step still has this object.
 
     Args:
         answers: see ``Answering``.
-        begins: whether these are a step's first calls.
+        begins: whether the first call is a step's first one.
         passed: bytes of experts that pass through the device in the step.
     """
 
@@ -342,12 +361,12 @@ class _Step:
 
 
 def _bound(compute: OpFunction, to: _Buffers, experts: MoEWeights) -> Callable[[int], None]:
-    """A function that computes the first rows of ``to``, as many as it is told."""
+    """A function that computes the first ``count`` rows of ``to``; ``count`` is its argument."""
     if getattr(compute, "takes_out", False):
         return lambda count: compute(to.x, to.ids, to.weights, experts, out=to.found, rows=count)
 
     def rows(count: int) -> None:
-        with torch.inference_mode():  # belongs to a thread
+        with torch.inference_mode():  # each thread has its own mode
             to.found[:count].copy_(compute(to.x[:count], to.ids[:count], to.weights[:count], experts))
 
     return rows

@@ -1,10 +1,10 @@
-"""Experts that pass through the device in captured steps of many requests (``offload.pass_experts``), whether the host
-computes all others or only those without slots.
+"""Experts that pass through the device in captured steps of many requests (``offload.pass_experts``): in host layers,
+and in layers with slots.
 
-In such steps the host's reading of experts takes nearly all the time, and the link to the device is idle. So a part of
-each layer's experts is computed by the device; the host computes others meanwhile, and the device adds both. They are
-copied to slots (``passing_copies``): the first ones of a layer, or the most chosen ones (``most_chosen``). How many
-pass is what lets the host and the link end together (``passing_part``).
+In such steps nearly all the time is the host's reading of experts, and the link to the device is idle. So a part of
+each layer's experts is copied to slots (``passing_copies``) and computed by the device. Meanwhile the host computes
+other experts; the device adds both results. The experts that pass are the first ones of a layer, or the most chosen
+ones (``most_chosen``). ``passing_part`` decides how many pass, so that the host and the link end at the same time.
 """
 
 from __future__ import annotations
@@ -31,40 +31,41 @@ from evener_offload.passing_slots import PassingLayer, PassingSlots
 from evener_offload.placed_layers import Biases
 from evener_offload.second_layout import Stacks
 
-#: What the manifest says if nothing passes; the reason follows.
+#: What the manifest says if no experts pass; the reason follows.
 NONE_PASS = "no experts in host memory pass through the device in decode steps"
-#: Returns a layer's weights for the host, with a map that leaves out the experts in so many first places.
+#: Takes how many experts pass; returns a layer's weights for the host, with a map that leaves these experts out.
 ForHost = Callable[[int], MoEWeights]
-#: Rows of a layer's step, expert ids and their weights.
+#: A layer's rows [T, hidden], and their expert ids, int32, and weights, float32, [T, k].
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-#: Makes the device wait for the result of a layer.
+#: Lets the device wait for the result of a layer, and returns it: [T, hidden].
 Finish = Callable[[], torch.Tensor]
-#: What starts a captured step of one layer. It takes its inputs, the layer's weights, and those for the host. It
-#: returns what ``CapturedExperts.start`` does, or None if none passes.
+#: Starts a captured step of one layer. Takes the inputs, the layer's weights, and the weights for the host. Returns
+#: what ``CapturedExperts.start`` returns, or None if no expert passes.
 Start = Callable[[Inputs, MoEWeights, ForHost], Finish | None]
 
 
 class CapturedPassing:
-    """Submits the work of layers of which a part passes.
+    """Submits the work of layers in which experts pass.
 
     Args:
-        sites: of these layers.
-        found: by path: experts as the device reads them.
-        biases: by path: their biases on the device, where the layer's weights have them in host memory.
+        sites: call sites of these layers.
+        found: by path: the experts as the device reads them.
+        biases: by path: biases on the device, for layers whose weights have the biases in host memory.
         own: gets the slots.
         resolver: the device's.
-        stream: of the copies; None: the device has one queue, and nothing runs beside them.
+        stream: for the copies; None: the device has only one queue, and nothing runs beside the copies.
         captured: submits the host's part.
-        host: the device that computes experts there, with so many ``threads``.
-        percent: as of ``parse_part``; not 0.
-        least, most: rows of the smallest and the largest captured step.
-        running: whether a step is submitted that is captured, now or next.
+        host: the device that computes experts on the host, with so many ``threads``.
+        percent: see ``parse_part``; not 0.
+        least, most: rows of the smallest step in which experts pass, and of the largest captured step.
+        running: whether the step being submitted is captured, now or on its next run.
         residents: how many experts of each layer have slots of their own.
-        free: bytes of host memory for stages of the most chosen experts; too few: the first ones pass.
+        free: bytes of host memory for stages of the most chosen experts. If too few, the first experts pass.
 
     Attributes:
-        part: decides how many pass.
+        part: decides how many experts pass.
         layer, places: by path.
+        most_chosen: decides which experts pass; None: the first ones.
     """
 
     def __init__(
@@ -83,13 +84,12 @@ class CapturedPassing:
         self.places = {path: PassingPlaces(device, layer) for path, layer in slots.layer.items()}
         chosen = sum(layer.stage_bytes for layer in slots.order) <= free
         self.part = PassingPart(device, stream, host, threads, percent, OTHER * layers / len(sites), chosen)
-        #: Decides which ones pass; None: the first ones.
         self.most_chosen = (
             MostChosen(device, own, slots.order, list(self.places.values()), self.part.most) if chosen else None
         )
         self._copies = PassingCopies(slots, self.part, own, device, stream, running)
         self._where = f"in {slots.sets} sets of slots, {'the most chosen' if chosen else 'the first'} ones"
-        #: By layer and how many of its experts pass: the layer's weights, and these for the device.
+        #: By layer and how many of its experts pass: the layer's weights, and the same for the device.
         self._weights: dict[tuple[int, int], tuple[MoEWeights, MoEWeights]] = {}
 
     def __str__(self) -> str:
@@ -99,17 +99,17 @@ class CapturedPassing:
                 f"{part}, {self._where}")  # fmt: skip
 
     def most(self, path: str) -> int:
-        """How many of the first experts of a layer pass in some step, as far as that is known."""
+        """The largest number of a layer's experts that pass in some step, as far as that is known now."""
         return self.part.most(self.layer[path]) if self._any else 0
 
     def resolve(
         self, path: str, static: Static, bucket: Bucket, on_host: Callable[[], OpFunction], host_bytes: int
     ) -> Start | None:
-        """What starts a captured step of one layer. None: no step of the bucket is captured with passing experts.
+        """The function that starts a captured step of one layer. None: experts pass in no step of the bucket.
 
         Args:
             on_host: resolves ``routed_experts`` on the host, for these steps alone.
-            host_bytes: of an expert as the host reads it.
+            host_bytes: bytes of an expert as the host reads it.
         """
         if not self._any or bucket.high < self._least or bucket.low > self._most:
             return None
@@ -126,7 +126,7 @@ class CapturedPassing:
 
     @property
     def exchanged(self) -> int:
-        """Experts that have got a place among those that pass."""
+        """How many experts have taken another one's place among those that pass."""
         return 0 if self.most_chosen is None else self.most_chosen.exchanged
 
     def replayed(self) -> None:
@@ -161,7 +161,7 @@ class CapturedPassing:
         return finish
 
     def _on_device(self, step: _Layer, count: int, w: MoEWeights) -> MoEWeights:
-        """The weights for the device, with the experts in the first places alone."""
+        """The weights for the device, with a map of only the experts in the first ``count`` places."""
         key, places, layer = (step.layer.number, count), self.places[step.path], step.layer
         known = self._weights.get(key)
         if known is None or known[0] is not w:
@@ -176,7 +176,7 @@ class CapturedPassing:
         return known[1]._replace(gate_up_bias=gate_up_bias, down_bias=down_bias)
 
     def _of_places(self, step: _Layer, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Those of the experts in slots, which change between steps if the most chosen ones pass."""
+        """The biases of the experts in slots. If the most chosen experts pass, these change between steps."""
         if bias is None or self.most_chosen is None:
             return None if bias is None else bias[: step.layer.count]
         return bias.index_select(0, self.places[step.path].experts)
@@ -184,7 +184,13 @@ class CapturedPassing:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer at a bucket: ``routed_experts`` on the host and with the slots, and bytes of an expert on the host."""
+    """A layer at a bucket.
+
+    Attributes:
+        compute: ``routed_experts`` on the host.
+        host_bytes: bytes of an expert as the host reads it.
+        products: ``routed_experts`` on the device, with the slots.
+    """
 
     path: str
     layer: PassingLayer

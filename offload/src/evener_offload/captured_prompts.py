@@ -1,8 +1,9 @@
-"""Prompts that are captured but for experts on the host. A step of one prompt with streamed layers has few tokens for
-each expert, so the device is done with a layer before the host has submitted the next one: in Qwen3-30B-A3B, about 16
-launches for attention and router alone. What does not depend on values is captured, in pieces: a layer's routed experts
-are left out, and each replay submits them between two pieces, as eager steps do (PyTorch's compiler and vLLM call such
-captures piecewise).
+"""Prompts that are captured, except for experts in host memory.
+
+A step of one prompt has few tokens for each expert. So the device ends a layer before the host has submitted the next
+one: in Qwen3-30B-A3B, attention and router of a layer alone are about 16 launches. Such a step is captured in pieces:
+a layer's routed experts are left out, and each replay submits them between two pieces, as eager steps do. PyTorch's
+compiler and vLLM call such captures piecewise.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from evener.errors import EngineError
 from evener.resolution.buckets import LEAST_CAPTURED_PROMPT, capture_sizes
 
 log = logging.getLogger("evener.worker")
-#: Tokens of the largest prompt that is captured. With more, the device takes longer than the host's launches.
+#: Tokens of the largest prompt that is captured. With more tokens, the device takes longer than the host's launches.
 MOST_TOKENS = 1024
 
-#: ``start(x, ids, weights, experts)`` submits experts, and returns what waits for their sums.
+#: ``start(x, ids, weights, experts)`` submits experts, and returns a function that waits for the sums [T, hidden].
 Start = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], Callable[[], torch.Tensor]]
 
 
@@ -37,8 +38,8 @@ class PieceCapture(Protocol):
     def capture(self, segment: Callable[[], None]) -> Replay: ...
     def release(self) -> None: ...
     def leave_out(self, work: Callable[[], None]) -> None:
-        """Do not capture ``work``, which is not run now: each replay calls it, between what was captured before and
-        what is captured after. Only while ``capture`` runs the segment."""
+        """Do not capture ``work``, and do not run it now. Each replay calls it, between the piece that ends here and
+        the piece that begins here. Only while ``capture`` runs the segment."""
 
 
 @runtime_checkable
@@ -46,13 +47,17 @@ class CapturesPieces(Protocol):
     """A device that captures segments in pieces."""
 
     def piece_capture(self) -> PieceCapture:
-        """A new capture, whose captures share memory of their own."""
+        """A new object for captures, which share memory of their own."""
 
 
 @dataclass
 class _CapturedPrompt:
-    """One size: its inputs, its replay, and what that writes: float32 [tokens, hidden]. ``segment`` keeps alive what
-    the replay reads."""
+    """The capture of one size.
+
+    Attributes:
+        segment: keeps alive what the replay reads.
+        hidden: what the replay writes: float32 [tokens, hidden].
+    """
 
     inputs: PromptInputs
     segment: Callable[[], None]
@@ -64,32 +69,32 @@ class CapturedPrompts:
     """Captures a prompt of each size when it first occurs, and replays it from then on.
 
     Args:
-        capture: of the device.
+        capture: the device's.
         sizes: numbers of tokens that are captured, ascending.
         spare: a row of the tables that belongs to no request.
         length: tokens of the longest sequence.
 
     Attributes:
         steps: replays so far.
-        recording: whether a segment runs that is captured, now or next.
+        recording: whether the segment that runs is captured, now or on its next run.
     """
 
     def __init__(self, device: Device, capture: PieceCapture, sizes: Sequence[int], spare: int, length: int) -> None:
         self._device, self._capture, self._sizes, self._spare, self._length = device, capture, sizes, spare, length
         self._captured: dict[int, _CapturedPrompt | None] = {}
         self.steps, self.recording = 0, False
-        #: Whether what is recorded is captured, and not run before that; the tokens of the step that is replayed.
+        #: Whether the segment is being captured (before that it is run once); the tokens of the step that is replayed.
         self._capturing, self._tokens = False, 0
 
     def __str__(self) -> str:
         return f"single prompts of up to {self._sizes[-1]} tokens are captured but for experts, where state allows it"
 
     def run(self, runner: Runner, plan: Plan) -> torch.Tensor | None:
-        """Hidden states [T, hidden] of a step, as ``Architecture.forward`` returns them; None, with nothing done, if it
-        must run eagerly."""
+        """Hidden states [T, hidden] of a step, as ``Architecture.forward`` returns them. None if the step must run
+        eagerly; then nothing was done."""
         tokens = sum(plan.counts)
         size = next((each for each in self._sizes if each >= tokens), None)
-        # Numbers below 0 are those of the warm-up, before the memory for state is set.
+        # Steps of the warm-up have ids below 0: the memory for state is not set then.
         if size is None or plan.id < 0 or len(plan.slots) > 1 or plan.adapted or plan.drafts or plan.media is not None:
             return None
         if size not in self._captured:
@@ -109,8 +114,8 @@ class CapturedPrompts:
     def start(
         self, start: Start, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Any
     ) -> Callable[[], torch.Tensor]:
-        """Let each replay ``start`` a layer's experts here and wait for them; returns what gives the sums [T, hidden],
-        which are 0 in rows of padding. Only while ``recording``."""
+        """Let each replay ``start`` a layer's experts here and wait for them. Returns a function that returns the sums
+        [T, hidden], which are 0 in padding rows. Only while ``recording``."""
         found = torch.zeros_like(x)
 
         def work() -> None:
@@ -122,7 +127,7 @@ class CapturedPrompts:
         return lambda: found
 
     def close(self) -> None:
-        """Free the captures. Calling it again does nothing."""
+        """Free the captures. Calling ``close`` again does nothing."""
         self._captured.clear()
         self._capture.release()
 
@@ -136,7 +141,7 @@ class CapturedPrompts:
 
         self.recording = True
         try:
-            segment()  # kernels must not be built during a capture
+            segment()  # builds kernels, which a capture must not do
             self._capturing = True
             replay = self._capture.capture(segment)
         except EngineError as error:
@@ -149,7 +154,7 @@ class CapturedPrompts:
 
 
 def captured_prompts(config: ResolvedConfig, device: Device) -> CapturedPrompts | None:
-    """The captures of a device; None if steps are not captured, or it does not capture in pieces."""
+    """The captures of a device; None if steps are not captured, or the device does not capture in pieces."""
     most = min(MOST_TOKENS, config.max_seq_len, config.step_tokens)
     sizes = [size for size in capture_sizes(most) if size >= LEAST_CAPTURED_PROMPT]
     if not (config.use_cuda_graph and sizes and isinstance(device, CapturesPieces)):

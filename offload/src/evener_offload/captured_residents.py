@@ -1,13 +1,15 @@
-"""Experts in slots in captured steps: the device computes those that are in slots, and calls the host for the others
-(``captured_experts``). Nobody waits for copies of experts, and the host submits no layer by itself. In steps of many
-requests a part of the others may pass through slots that layers share (``captured_passing``).
+"""Captured steps of layers with slots: the device computes the experts in slots, and calls the host for all others
+(``captured_experts``). No step waits for copies of experts, and the host submits no single layer. In steps of many
+requests a part of the experts without slots may pass through slots that layers share (``captured_passing``).
 
-Maps say where experts are: on the device those in slots, on the host the others. Captures read the maps where they are,
-so they are written only while no step runs. The device counts which experts are chosen. From time to time, the most
-chosen ones on the host take the slots of the least chosen ones, as far as a part of the time allows (least frequently
-used, with counts that age). Experts that are copied ahead in some step never do. One that an eager step has left in a
-slot is not computed there in captured steps, and leaves first: so one map of the device serves steps in which more,
-fewer or none pass, and only the host's maps differ.
+The map of the device has the experts in slots; the maps of the host have the others. Captures read the maps at fixed
+addresses, so maps are written only while no step runs.
+
+The device counts which experts are chosen. From time to time, the most chosen experts on the host take the slots of the
+least chosen ones, for at most a part of the time (least frequently used, with ageing counts). Experts that pass
+(``Residents.passing``) never take a slot so. If an eager step has left one in a slot, captured steps do not compute it
+there, and it leaves first. So one map of the device serves steps in which more, fewer or no experts pass; only the
+host's maps differ.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ class _Maps:
     """Where the experts of one layer are.
 
     Args:
-        whole: int32 on the device, a part of which is this layer's: places of experts, whether they have one, and
-            experts of the slots.
-        at: where that part begins.
+        whole: int32 on the device, for all layers. This layer's part: the slot of each expert (-1: none), whether it
+            has one (1 or 0), and the expert in each slot.
+        at: where this layer's part begins.
         on_host: the layer's weights as the host reads them.
     """
 
@@ -47,15 +49,15 @@ class _Maps:
         self.copies = whole[at + experts : at + 2 * experts]
         self.experts = whole[at + 2 * experts : at + self.size]
         self._weights = on_host
-        #: As of ``ForHost``: the weights with a map of those that have no slot and do not pass.
+        #: By how many experts pass: the host's weights, with a map of the experts that have no slot and do not pass.
         self._on_host: dict[int, MoEWeights] = {}
 
     def on_host(self, passing: int) -> MoEWeights | None:
-        """As ``ForHost``; None: there is no such map yet."""
+        """See ``ForHost``; None: there is no such map yet."""
         return self._on_host.get(passing)
 
     def add(self, passing: int) -> None:
-        """Add a map for steps in which so many pass, to be written. One that is there stays where it is."""
+        """Add a map for steps in which so many experts pass, and leave it to ``write``. An existing map is kept."""
         if passing in self._on_host:
             return
         slots = torch.full((self._layer.experts, 1), -1, dtype=torch.int32)
@@ -63,7 +65,7 @@ class _Maps:
         self._on_host[passing] = self._weights._replace(slots=slots, copies=copies)
 
     def write(self, into: np.ndarray[Any, Any]) -> None:
-        """Write the map of the device into its part of an array, and those of the host."""
+        """Write the device's map into this layer's part of ``into``, and all maps of the host in place."""
         layer, here = self._layer, self._layer.residents
         held = {expert: slot for expert, slot in here.slots.items() if expert >= here.passing}
         slot_of, expert_of = np.full(layer.experts, -1, dtype=np.int32), np.zeros(layer.residents.count, dtype=np.int32)
@@ -83,11 +85,12 @@ class CapturedResidents:
     Args:
         layers: by path of the call site.
         captured: submits the host's part.
-        most_passing: how many of the first experts of a layer, by path, pass in some step, as far as that is known.
+        most_passing: takes a path; returns the largest number of the layer's first experts that pass in some step, as
+            far as that is known.
 
     Attributes:
-        exchanged: experts that took another one's slot.
-        counts: of choices, by layer.
+        exchanged: how many experts took another one's slot.
+        counts: in how many steps each expert was chosen.
     """
 
     def __init__(
@@ -105,12 +108,12 @@ class CapturedResidents:
         self._number = {path: number for number, path in enumerate(layers)}
         most = max(layer.experts for layer in layers.values())
         self.counts = ChoiceCounts(device, len(layers), most)
-        #: Whether an eager step has changed what is in slots; whether captured steps may be under way.
+        #: Whether an eager step has changed what is in slots; whether captured steps may still be running.
         self._stale, self._under_way = True, False
 
     def counters(self) -> Mapping[str, int]:
-        """Captured steps, bytes of experts that the host read, microseconds that it computed, bytes of experts that
-        passed through the device, experts that took another one's slot.
+        """Captured steps, bytes of experts that the host read, microseconds in which the host computed, bytes of
+        experts that passed through the device, and experts that took another one's slot.
 
         Raises:
             EvenerError: the host failed in a captured step.
@@ -126,7 +129,7 @@ class CapturedResidents:
         }
 
     def before_eager_step(self) -> None:
-        """An eager step is submitted next. Its copies wait for captured steps that read the slots."""
+        """To be called before an eager step is submitted: lets its copies wait for captured steps that read slots."""
         self._stale = True
         if self._under_way:
             self._under_way = False
@@ -136,7 +139,7 @@ class CapturedResidents:
                 layer.note_use_of_all(event)
 
     def replayed(self, rows: int) -> None:
-        """As ``Placement.replayed``.
+        """See ``Placement.replayed``.
 
         Raises:
             EvenerError: the host failed in an earlier step.
@@ -154,16 +157,16 @@ class CapturedResidents:
         ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights, on_host: Callable[[], MoEWeights],
         passing: Start | None = None,
     ) -> Callable[[], torch.Tensor]:  # fmt: skip
-        """Submit a layer; returns what makes the device wait for the result [T, hidden].
+        """Submit a layer. Returns a function that lets the device wait for the result, and returns it: [T, hidden].
 
         Args:
             compute: ``routed_experts`` on the host.
-            expert_bytes: of the weights of one expert, as the host reads them.
+            expert_bytes: bytes of one expert's weights, as the host reads them.
             on_host: returns the layer's weights as the host reads them.
             passing: starts the step if experts pass in it.
 
         Raises:
-            EngineError: steps of so many rows are not computed at once.
+            EngineError: the step has too many rows for one call.
         """
 
         for_host = partial(self._for_host, path, on_host)
@@ -176,7 +179,7 @@ class CapturedResidents:
         return lambda: y.add_(others())
 
     def _for_host(self, path: str, on_host: Callable[[], MoEWeights], passing: int) -> MoEWeights:
-        """As ``ForHost``."""
+        """See ``ForHost``."""
         if self._map is None:
             self._map = self._device.upload(self._host_map)
             self.counts.prepare()
@@ -224,9 +227,10 @@ class CapturedResidents:
         self._write()
 
     def _worth(self) -> list[tuple[float, str, int, int | None]]:
-        """In how many more steps an expert was chosen than one that is in a slot of its layer, and both; by layer, the
-        most chosen expert with the least chosen one, and so on. None: the slot is empty. Passing experts get no slot,
-        and those that have one leave for any that was chosen."""
+        """Exchanges that are worth it, as tuples: in how many more steps the first expert was chosen than the second,
+        the layer's path, the first expert, and the second, which has a slot (None: an empty slot). In each layer the
+        most chosen expert is paired with the least chosen one in a slot, the next with the next, and so on. Experts
+        that pass get no slot; one that has a slot leaves for any expert that was chosen."""
         found = []
         for scores, (path, layer) in zip(self.counts.scores, self._layers.items(), strict=True):
             held, passing = layer.residents.slots, layer.residents.passing

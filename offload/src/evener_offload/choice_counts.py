@@ -1,5 +1,5 @@
-"""In how many captured steps each expert was chosen, so that the most chosen ones get a better place. The device
-counts, and the host looks at the counts from time to time, with ageing (least frequently used)."""
+"""In how many captured steps each expert was chosen, so that the most chosen experts get a slot or pass. The device
+counts. From time to time the host reads the counts; older counts weigh less (least frequently used, with ageing)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 
 from evener.contracts.device import Device, Readback
 
-#: Steps after which counts are looked at, and what the older ones count for then.
+#: The host reads the counts every so many steps, and multiplies its older scores by the second number.
 _REVIEW, _AGEING = 8, 0.875
-#: An expert is chosen clearly more often than another one in so many times as many steps, and in more by so many
-#: standard deviations, as if both counts were of chance (Poisson).
+#: One count is clearly larger than another if it is at least so many times as large, and if the difference is at least
+#: so many standard deviations of two random counts (Poisson).
 _MORE_OFTEN, _DEVIATIONS = 1.5, 2.5
-#: Part of the time that exchanges may take; experts that are exchanged before it is known how long one takes.
+#: Part of the time that exchanges may take; most experts to exchange at once while it is unknown how long one takes.
 _PART, _FIRST = 0.05, 4
 
 
 class ChoiceCounts:
-    """Counts steps, not tokens: in a step all tokens share what an expert costs.
+    """Counts steps, not tokens: in a step an expert is read once for all tokens.
 
     Args:
-        layers, experts: how many there are, and how many a layer has at most.
+        layers: number of layers.
+        experts: the most experts of a layer.
 
     Attributes:
         scores: float32 [layers, experts], the counts with ageing.
@@ -32,10 +33,10 @@ class ChoiceCounts:
 
     def __init__(self, device: Device, layers: int, experts: int) -> None:
         self._device, self._last = device, layers - 1
-        #: On the device and by the last look, which begin anew after 2^32.
+        #: Counts on the device, and as the host last read them. Both wrap around after 2^32.
         self._counts: torch.Tensor | None = None
         self._seen = np.zeros((layers, experts), dtype=np.int32)
-        #: How often the step that runs has chosen each expert so far; and ones, by how many.
+        #: How often the running step has chosen each expert so far; and int32 tensors of ones, by their length.
         self._marks: torch.Tensor | None = None
         self._ones: dict[int, torch.Tensor] = {}
         self.scores = np.zeros(self._seen.shape, dtype=np.float32)
@@ -43,13 +44,13 @@ class ChoiceCounts:
         self._steps, self._looked, self._exchange_s = 0, time.perf_counter(), 0.0
 
     def prepare(self) -> None:
-        """Make the counts on the device. Not in a capture; each step runs once before."""
+        """Make the counts on the device. Not in a capture: each step runs once before it is captured."""
         if self._counts is None:
             self._counts, self._marks = self._device.upload(self._seen), self._device.upload(self._seen)
 
     def note(self, layer: int, ids: torch.Tensor) -> None:
-        """Submit that the step chose these experts, int32 [T, k]: one launch, and three more in the last layer. Rows of
-        padding count, too: they are few, and choose the same experts each time."""
+        """Submit that the step chose these experts of a layer, int32 [T, k]: one launch, and three more in the last
+        layer. Padding rows count too: they are few, and choose the same experts each time."""
         assert self._counts is not None and self._marks is not None, "prepared"
         chosen = ids.flatten()
         if len(chosen) not in self._ones:
@@ -60,7 +61,7 @@ class ChoiceCounts:
             self._marks.zero_()
 
     def replayed(self) -> bool:
-        """A step is submitted next. Returns whether ``scores`` are new."""
+        """To be called before a replay is submitted. Returns whether ``scores`` are new."""
         self._steps += 1
         if self._reading is not None:
             if not self._reading.ready():
@@ -73,7 +74,7 @@ class ChoiceCounts:
         return False
 
     def add(self, counts: np.ndarray[Any, Any]) -> None:
-        """Take over the counts of the device, int32 like ``scores``."""
+        """Add the device's ``counts``, int32 [layers, experts], to the scores."""
         self.scores = self.scores * _AGEING + (counts - self._seen)
         self._seen = counts.copy()
 
@@ -86,11 +87,11 @@ class ChoiceCounts:
         return most
 
     def exchanged(self, count: int, seconds: float) -> None:
-        """Note how long exchanges took."""
+        """Note how many seconds ``count`` exchanges took."""
         self._exchange_s = seconds / count
 
 
 def clearly(more: float, less: float) -> bool:
-    """Whether the first of two counts is so much larger that chance does not explain it: where tokens choose evenly,
-    few experts move."""
+    """Whether ``more`` is so much larger than ``less`` that chance does not explain it. So few experts are exchanged
+    where tokens choose evenly."""
     return more >= _MORE_OFTEN * less and more - less >= _DEVIATIONS * (more + less) ** 0.5 > 0

@@ -1,4 +1,4 @@
-"""Weights in host memory that the device packs, because it is much faster at rearranging bits."""
+"""Weights in host memory that the device packs, because the device rearranges bits much faster than the host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class PackedByDevice(Packing):
 
     Args:
         packing: the device's.
-        device: that packs. A stack at a time needs room on it. The result lies in page-locked memory, if it has any:
-            copies to other memory take ten times as long, and copies back need it.
+        device: packs; it needs memory for one stack at a time. The result is in page-locked host memory if the device
+            has any: the copy from the device to other host memory takes ten times as long, and later asynchronous
+            copies to the device need page-locked memory.
     """
 
     def __init__(self, packing: Packing, device: Device) -> None:

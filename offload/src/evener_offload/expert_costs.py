@@ -1,4 +1,4 @@
-"""Which is faster: to compute an expert on the host, or to copy it to the device. Torch-free."""
+"""Whether the host computes an expert faster than the expert is copied to the device. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class ExpertCosts:
 
     Attributes:
         copy: its copy to the device.
-        first, more: the host's product with one row, and each further row.
-        bend, further: beyond ``bend`` rows, each further row takes ``further`` instead of ``more``; by default never.
+        first: the host's product with one row.
+        more: each further row, up to ``bend`` rows.
+        further: each row beyond ``bend`` rows.
     """
 
     copy: float
@@ -28,7 +29,7 @@ class ExpertCosts:
     further: float = 0.0
 
     def on_host(self, rows: Any) -> Any:
-        """The host's products with ``rows`` rows, at least one: a number, or an array of them."""
+        """Seconds of the host's product with ``rows`` rows, at least 1. A number, or an array for several experts."""
         return (
             self.first + self.more * (np.minimum(rows, self.bend) - 1) + self.further * np.maximum(0, rows - self.bend)
         )
@@ -40,30 +41,32 @@ class ExpertCosts:
 
 
 def host_share(missing: Indices, rows: Indices, costs: ExpertCosts, under_way: float = 0.0) -> Indices:
-    """The experts that the host computes so that it and the copies of the others, which run at the same time, are done
-    soonest. Those with the fewest rows go to the host first (as in HybriMoE, Zhong et al. 2025); of equal ones those
-    that come first.
+    """The ``missing`` experts that the host computes, so that the host and the copies of the others, which run at the
+    same time, both end as soon as possible. The experts with the fewest rows go to the host first (as in HybriMoE,
+    Zhong et al. 2025); of experts with equally many rows, those that come first.
 
     Args:
-        rows: of each of the experts ``missing``.
-        under_way: seconds that copies take which have been submitted before.
+        rows: the rows of each missing expert.
+        under_way: seconds until the copies end that were submitted before.
     """
     order = rows.argsort(kind="stable")
     busy = costs.on_host(rows[order]).cumsum()
     copies = under_way + np.arange(len(rows), 0, -1) * costs.copy
-    (late,) = (busy >= copies).nonzero()  # so many, and the next one would be done after the copies
+    (late,) = (busy >= copies).nonzero()  # experts at which the host would not end before the copies
     return missing[order[: late[0] if len(late) else None]]
 
 
 def least_streamed(
     experts: int, top: int, costs: ExpertCosts, most: int, beside: ExpertCosts | None = None, submitted: float = 0.0
 ) -> int | None:
-    """The tokens, a power of two of at most ``most``, from which on a streamed layer is sooner than computing all of it
-    on the host; None: it never is. Each token is expected to choose its ``top`` of the ``experts`` evenly.
+    """The smallest number of tokens, a power of two up to ``most``, for which a streamed layer takes less time than
+    computing all of its experts on the host. None: there is none. Each token is assumed to choose its ``top`` of
+    ``experts`` experts evenly.
 
     Args:
-        beside: what the host takes while others are copied, so that both share the experts; None: all are copied.
-        submitted: seconds that a streamed layer takes beside copies.
+        costs: of the host alone.
+        beside: costs of the host while other experts are copied, if the host computes some; None: all are copied.
+        submitted: seconds that a streamed layer takes in addition to copies.
     """
     tokens = 1
     while tokens <= most:

@@ -2,11 +2,11 @@
 
 The tensor parallel ranks are divided into ``ep_size`` groups of neighbours. Each group holds neighbouring experts; if
 they cannot be divided equally, the first groups hold one more. The ranks of a group share each of its experts, as all
-ranks do without groups. Attention, routers and shared experts are as without groups, so all ranks have the same rows
-before the experts, and the sum over the ranks that follows them adds up what each rank has computed: tokens are not
-sent to other ranks (SGLang without ``moe-a2a-backend`` and vLLM without data parallelism do the same).
+ranks do without groups. Attention, routers and shared experts are divided as without groups. So all ranks have the same
+rows before the experts, and the sum over all ranks after the experts adds up their parts. Tokens are not sent to other
+ranks. SGLang without ``moe-a2a-backend`` and vLLM without data parallelism do the same.
 
-To a kernel, an expert of another rank is one without a slot (``ExpertMap``): its rows are skipped.
+For a kernel, an expert of another group has no slot (``ExpertMap``): the kernel skips its rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def builder_of(ep_size: int) -> Callable[..., Builder]:
-    """What is constructed in place of a ``Builder``, with the same arguments."""
+    """The class, with ``ep_size`` bound, that is constructed in place of ``Builder``, with the same arguments."""
     return partial(ExpertRanks, ep_size=ep_size)
 
 
@@ -36,7 +36,7 @@ class ExpertRanks(Builder):
 
     Args:
         ep_size: number of groups; it divides the number of ranks.
-        more: as for ``Builder``.
+        args, more: see ``Builder``.
 
     Raises:
         ConfigError: the ranks cannot be divided into so many groups.
@@ -49,7 +49,7 @@ class ExpertRanks(Builder):
             raise self.ep_size_error(f"infer.tp_size={self.ranks} ranks", self.ranks)
 
     def ep_size_error(self, what: str, most: int) -> ConfigError:
-        """The error for a number of groups into which ``what`` cannot be divided; ``most``: what fits is at most so."""
+        """The error if ``what`` cannot be divided into ``ep_size`` groups. It lists sizes that fit, up to ``most``."""
         fits = ", ".join(str(size) for size in range(1, most + 1) if not self.ranks % size)
         return ConfigError(
             f"infer.ep_size={self.ep_size}: {what} cannot be divided into so many groups; sizes that fit: {fits}"
@@ -75,10 +75,10 @@ class ExpertRanks(Builder):
 
 
 class _ExpertGroup(ExpertRanks):
-    """Declares what the ranks of one group share: the stacks, stacked biases and the map of a layer's experts.
+    """Declares what the ranks of one group share: the stacks, the stacked biases and the map of a layer's experts.
 
     Attributes:
-        own: the experts of this group.
+        own: which experts this group holds.
     """
 
     own: Span
@@ -95,7 +95,7 @@ class _ExpertGroup(ExpertRanks):
         weight.held = self.own
         others = "|".join(str(n) for n in range(experts) if not self.own.start <= n < self.own.stop)
         for part in weight.parts if others else ():
-            # One pattern for all layers, because each tensor is compared with every pattern.
+            # One pattern for all layers: each tensor's name is compared with every pattern.
             stem = re.sub(r"\d+", r"\\d+", re.escape(part.name.removesuffix(".weight")))
             pattern = stem.replace(r"\{\}", f"(?:{others})") + r"\..+"
             if "{}" in part.name and pattern not in self.ignored:
@@ -106,8 +106,8 @@ class _ExpertGroup(ExpertRanks):
         self, name: str, *shape: Size, sources: Sequence[str] = (), spans: Sequence[Span] = (), axis: int = 0,
         **more: Any,
     ) -> Weight:  # fmt: skip
-        """A tensor with the experts along its first axis. A source can be read along one axis only: if its columns are
-        shared too, this rank's are taken when it is read."""
+        """A tensor with the experts along its first axis. A source can be cut along one axis while it is read. If its
+        columns are divided too, this rank's columns are taken after reading."""
         rest, whole = shape[1:], not spans or all(span.size == span.whole for span in spans)
         if self.own.size == self.own.whole:
             return super().weight(name, *shape, sources=sources, spans=spans, axis=axis, **more)
@@ -129,7 +129,7 @@ class _ExpertGroup(ExpertRanks):
         first, last = self.own.start, self.own.stop
 
         def made(device: torch.device) -> torch.Tensor:
-            """``make`` numbers all experts in order; those of this group are counted from 0."""
+            """The table in which this group's experts are numbered from 0; ``make`` numbers all experts in order."""
             import torch
 
             every, missing = make(torch.device("cpu")), -1 if key[0] == "expert slots" else 0

@@ -21,34 +21,34 @@ from evener.layers.builder import Builder
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 #: Numbers of experts or slots: int64 [n].
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
-#: Tensors of an expert, at most. Between two of a room, up to the alignment is lost.
+#: Tensors of an expert, at most. Between two tensors of a room, up to ``alignment`` bytes are lost.
 _TENSORS = 16
 
 
 class Room:
-    """Memory of the device that slots of unlike stacks use in turn.
+    """Memory of the device that slots of different kinds of stacks use in turn.
 
     Args:
         own: gets the memory as a table, so that it is part of the memory plan.
-        name: unlike that of other rooms.
-        nbytes: of all experts that are in it at the same time.
-        count: how many these are.
-        alignment: of each tensor.
+        name: different for each room.
+        nbytes: bytes of all experts that are in the room at the same time.
+        count: how many experts these are.
+        alignment: of each tensor, in bytes.
     """
 
     def __init__(self, own: Builder, name: str, nbytes: int, count: int, alignment: int) -> None:
         self._alignment, self._used = alignment, 0
-        #: What is in the room: of each kind of layers the stacks that are in it at the same time.
+        #: For each kind of layers, the slots that are in the room at the same time.
         self._kinds: list[Sequence[ExpertSlots]] = []
         self._nbytes = room_bytes(nbytes, count, alignment)
         own.table(("room for experts", name), self._nbytes, self._make)
 
     def hold(self, kind: Sequence[ExpertSlots]) -> None:
-        """Give these slots the room, beside each other, and beside no others."""
+        """Put these slots into the room, one after the other. Slots of other calls use the same memory in turn."""
         self._kinds.append(kind)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, raw: torch.Tensor) -> torch.Tensor:
-        """The next piece of ``raw``, the room's memory."""
+        """A tensor in the next free bytes of ``raw``, the room's memory."""
         begin = -(-self._used // self._alignment) * self._alignment
         self._used = begin + math.prod(shape) * dtype.itemsize
         assert self._used <= raw.numel(), "what is lost between tensors is more than was planned"
@@ -64,7 +64,7 @@ class Room:
 
 
 def room_bytes(nbytes: int, count: int, alignment: int) -> int:
-    """Bytes of a room for ``count`` experts that have ``nbytes`` together."""
+    """Bytes of a room for ``count`` experts that have ``nbytes`` bytes in all."""
     return nbytes + _TENSORS * count * alignment
 
 
@@ -74,14 +74,14 @@ class ExpertSlots:
     Args:
         own: gets the slots as a table, so that they are part of the memory plan.
         stacks: all experts; their weights are loaded to the host before tables of the device are made.
-        packing: the stacks'.
-        count: slots.
-        room: has the slots' memory; by default it is their own.
+        packing: of the stacks.
+        count: number of slots.
+        room: the slots' memory; by default they have memory of their own.
 
     Attributes:
-        stacks: all experts, which are numbered through.
-        weight: the declaration of the slots, as kernels see it: a stack of ``count`` matrices.
-        nbytes: of one expert.
+        stacks: all experts. Expert j of stack i has the number ``i * experts + j``.
+        weight: the declaration of the slots for kernels: a stack of ``count`` matrices.
+        nbytes: bytes of one expert's matrix.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ExpertSlots:
         self.weight = replace(stack, name=f"{stack.name} on the device", experts=count, placement=None)
         self.nbytes = packing.nbytes(stack.parts, stack.dtype)
         self._experts = stack.experts
-        #: Tensors of matrices, and (-1) of whole stacks, see ``_parts``.
+        #: By stack (-1: the slots) and index (-1: the whole stack): tensors, see ``_parts``.
         self._known: dict[tuple[int, int], list[torch.Tensor]] = {}
         #: By stack, see ``places``.
         self._places: dict[int, Numbers | None] = {}
@@ -115,19 +115,19 @@ class ExpertSlots:
             target.copy_(source, non_blocking=True)
 
     def parts(self, expert: int, count: int) -> list[torch.Tensor]:
-        """The tensors of ``count`` experts of one layer in host memory: those of several together where that can be,
-        else those of the first expert, then those of the second."""
+        """The tensors of ``count`` experts of one layer in host memory. If possible, one tensor holds all experts; else
+        first the tensors of the first expert, then those of the second, and so on."""
         number, within = divmod(expert, self._experts)
         return self._parts(number, within, count)
 
     def parts_of_slots(self, slot: int, count: int) -> list[torch.Tensor]:
-        """The same of slots."""
+        """The same for ``count`` slots."""
         return self._parts(-1, slot, count)
 
     def places(self, number: int) -> Numbers | None:
-        """Of each tensor of a stack the addresses of the first slot and of its first expert, and the bytes of an
-        expert: [3, tensors]. None: ``copy`` must be used, because tensors do not have an expert's bytes in one piece,
-        in the same order on both sides."""
+        """For each tensor of stack ``number``: the address of the first slot, the address of the first expert, and the
+        bytes of an expert: uint64 [3, tensors]. None: use ``copy``, because an expert's bytes are not contiguous, or
+        are in another order on the other side."""
         if number not in self._places:
             self._places[number] = self._place(number)
         return self._places[number]
@@ -147,7 +147,7 @@ class ExpertSlots:
         return np.array(found, dtype=np.uint64).T
 
     def _parts(self, stack: int, index: int, count: int) -> list[torch.Tensor]:
-        """The tensors of so many matrices of a stack, or (-1) of the slots."""
+        """The tensors of ``count`` matrices from ``index`` on, of a stack or (-1) of the slots."""
         known = self._known.get((stack, index if count == 1 else -1))
         if known is None:
             value = self.value if stack < 0 else self.stacks[stack].value
@@ -159,8 +159,8 @@ class ExpertSlots:
         return known if count == 1 else [tensor[index : index + count] for tensor in known]
 
     def _make(self, where: torch.device, raw: torch.Tensor | None = None) -> Any:
-        """Empty slots, in memory of their own or in ``raw``. The experts move to page-locked memory, if the device has
-        any: copies from it are asynchronous."""
+        """Empty slots, in memory of their own or in ``raw``. Moves the experts to page-locked memory, if the device has
+        any: only copies from such memory are asynchronous."""
         self._known.clear()
         self._places.clear()
         for stack in self.stacks:
@@ -203,13 +203,13 @@ def page_locked(device: Device, tensor: torch.Tensor) -> torch.Tensor | None:
         pinned = buffer[: tensor.nbytes].view(tensor.dtype)
         if tensor.is_contiguous():
             return pinned.view(tensor.shape).copy_(tensor)
-        return pinned.view(tensor.mT.shape).copy_(tensor.mT).mT  # stored with its columns first
+        return pinned.view(tensor.mT.shape).copy_(tensor.mT).mT  # the tensor is stored by columns
     return None
 
 
 def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same packed data with other tensors, in tuples and the fields of dataclasses; a tensor that occurs twice is
-    changed once."""
+    """A copy of packed data in which ``change`` has replaced each tensor, in tuples and in fields of dataclasses. A
+    tensor that occurs twice is changed once."""
     known: dict[int, torch.Tensor] = {}
 
     def walk(value: Any) -> Any:

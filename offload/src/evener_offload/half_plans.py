@@ -6,16 +6,17 @@ from itertools import accumulate
 
 from evener.engine.wire.plan import DraftedTokens, Plan
 
-#: The least share of a step's tokens that the smaller half has.
+#: The smaller half has at least this share of a step's tokens.
 _LEAST_SHARE = 0.25
 
 
 def half_plans(plan: Plan, block_size: int) -> tuple[Plan, Plan] | None:
-    """The rows of ``plan`` as two plans with about equally many tokens: slots, starts, counts and drafts, nothing else
-    of it. The first has the first tokens; a row may be divided where a block of state ends, as chunks are. None: there
-    is no place to divide at, or rows have adapters, which are selected for a whole step.
+    """The requests of ``plan`` as two plans with about equally many tokens. The plans have slots, starts, counts and
+    drafts, nothing else. The first plan has the first tokens. A request may be divided where a block of state ends,
+    as chunks of prompts are. None: there is no place to divide at, or there are adapters, which are selected for a
+    whole step.
 
-    The first half must write a layer's state before the second one reads it.
+    The first half must write a layer's state before the second half reads it.
     """
     cut = None if plan.adapted else _place(plan, block_size)
     if cut is None:
@@ -45,7 +46,7 @@ def _place(plan: Plan, block_size: int) -> int | None:
     begin = 0
     for row, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
         if row not in drafted and begin < total / 2 < begin + count:
-            # The block ends before and after the middle of the step.
+            # Ends of blocks just before and just after the middle of the step.
             middle = start + total // 2 - begin
             ends = (middle // block_size * block_size, -(-middle // block_size) * block_size)
             places += [begin + end - start for end in ends if start < end < start + count]

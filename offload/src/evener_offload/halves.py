@@ -1,10 +1,10 @@
-"""Two halves of a step in turns, so that the host computes experts of one while the device computes the other.
+"""Runs two halves of a step in turns: the host computes experts of one half while the device computes the other half.
 
-Each half is a whole forward pass of its rows, in a thread of its own; one of the two runs at a time. A half runs until
-it needs what the host computes for it. Then the other one goes on: it submits its next layer to the device. The host
-computes in a third thread, in the order in which it was asked. So the device gets the same work in the same order in
-every run, and ranks meet in the same collectives. As in two-batch overlap of vLLM and SGLang, whose other resource is
-the network between ranks.
+Each half is a whole forward pass of its rows, in a thread of its own; only one of the two threads runs at a time. A
+half runs until it needs a result of the host. Then the other half goes on, and submits its next layer to the device.
+The host computes in a third thread, in the order of the requests. So every run submits the same work in the same order,
+and all ranks reach the same collectives. Two-batch overlap of vLLM and SGLang does the same to hide the network between
+ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class _Stopped(BaseException):
-    """Ends a half whose other half has failed; nothing catches it on the way."""
+    """Ends a half after the other half has failed. No ``except Exception`` on the way catches it."""
 
 
 class Halves:
     """Runs two functions in turns.
 
     Args:
-        select: prepares a thread for compute on the device and on the host.
+        select: is called in each new thread: prepares it for compute on the device and on the host.
     """
 
     def __init__(self, select: Callable[[], None]) -> None:
@@ -43,15 +43,15 @@ class Halves:
         return bool(self._alive)
 
     def close(self) -> None:
-        """End the threads; ``run`` cannot be called any more. Calling it again does nothing."""
+        """End the threads. After that ``run`` cannot be called. Calling ``close`` again does nothing."""
         self._second.shutdown()
         self._host.shutdown()
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
-        """Run both, and return both results. ``first`` runs in the calling thread, and begins.
+        """Run both functions, and return both results. ``first`` runs in the calling thread, and begins.
 
         Raises:
-            Whatever one of them raises, once the other has ended, too.
+            Whatever one function raises, after both have ended.
         """
         self._gates = threading.Semaphore(0), threading.Semaphore(0)
         self._alive, self._running, self._failed = {0, 1}, 0, False
@@ -67,7 +67,8 @@ class Halves:
         return found, other.result()
 
     def compute(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Start ``work`` in the host's thread; returns what waits for its result. Meanwhile the other half goes on."""
+        """Start ``work`` in the host's thread. Returns a function that lets the other half go on, and then waits for
+        the result."""
         job: Future[T] = self._host.submit(_inferred, work)
 
         def wait() -> T:
@@ -84,7 +85,7 @@ class Halves:
         return self._turn(1, lambda: _inferred(second))
 
     def _turn(self, me: int, work: Callable[[], T]) -> T:
-        """Run a half to its end; then the other one goes on."""
+        """Run a half to its end; then the other half goes on."""
         try:
             return work()
         except BaseException:
@@ -95,7 +96,7 @@ class Halves:
             self._resume(1 - me)
 
     def _switch(self) -> None:
-        """Let the other half go on until it waits, or ends."""
+        """Let the other half go on until it waits or ends."""
         me = self._running
         if 1 - me in self._alive:
             self._resume(1 - me)
@@ -110,5 +111,5 @@ class Halves:
 
 
 def _inferred(work: Callable[[], T]) -> T:
-    with torch.inference_mode():  # belongs to a thread
+    with torch.inference_mode():  # each thread has its own mode
         return work()

@@ -1,4 +1,4 @@
-"""Which steps are computed in two halves: all that can be, none, or those of the sizes for which it was faster."""
+"""Which steps are computed in two halves: all that can be, none, or those of sizes for which halves were faster."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from evener.distributed.agreement import ALONE, Agreement
 
-#: Steps of a size that are timed in either way, whole ones and halved ones in turns: the first ones may compile.
+#: Whole steps of a size that are timed, and halved ones, in turns. The fastest count: the first ones may compile.
 TRIES = 4
-#: After so many more steps of the size it is timed again: the routing and the length of sequences may have changed.
+#: After so many more steps the size is timed again: the routing and the length of sequences may have changed.
 AGAIN = 4096
 #: Halves must take at most this share of the time of whole steps.
 _FASTER = 0.97
@@ -17,7 +17,13 @@ _FASTER = 0.97
 
 @dataclass
 class _Size:
-    """Seconds of whole steps, and of halved ones; what was decided, and how many steps of the size ago."""
+    """What is known of one size.
+
+    Attributes:
+        seconds: of whole steps, and of halved steps.
+        halved: the decision; None: not decided yet.
+        steps: of this size since the decision.
+    """
 
     seconds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     halved: bool | None = None
@@ -28,7 +34,7 @@ class Halving:
     """Decides for steps that can be halved.
 
     Args:
-        mode: "on", "off" or "auto": as measured.
+        mode: "on", "off", or "auto" (measured times decide).
         agreement: of the ranks that compute the same steps.
     """
 
@@ -37,7 +43,7 @@ class Halving:
         self._sizes: dict[int, _Size] = defaultdict(_Size)
 
     def __call__(self, bucket: int) -> bool:
-        """Whether the next step of a size is halved."""
+        """Whether the next step of the size ``bucket`` is halved."""
         if self._mode != "auto":
             return self._mode == "on"
         size = self._sizes[bucket]
@@ -45,7 +51,7 @@ class Halving:
         return whole > halved if size.halved is None else size.halved
 
     def record(self, bucket: int, halved: bool, seconds: float) -> None:
-        """How long the step took."""
+        """Note how long the step took."""
         if self._mode != "auto":
             return
         size = self._sizes[bucket]

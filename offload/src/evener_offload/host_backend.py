@@ -1,4 +1,4 @@
-"""The host's backend beside the device's: its device, and a resolver over its kernels; and what goes between them."""
+"""The host's backend beside the device's backend: its device, a resolver over its kernels, and copies between both."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from evener_offload.numa import spread_memory
 if TYPE_CHECKING:
     import torch
 
-#: The backend that computes on the host.
+#: Name of the backend that computes on the host.
 HOST = "cpu"
 
 
 def host_memory() -> MemoryInfo:
-    """The host's memory, free and in all.
+    """The host's memory, free and total.
 
     Raises:
-        PluginError: its backend is not installed.
+        PluginError: the host's backend is not installed.
     """
     return BackendSearch(HOST).load({}).open_device().memory()
 
@@ -37,10 +37,13 @@ def option(config: ResolvedConfig, name: str) -> Any:
 
 
 def auto_or_number(name: str, value: str, most: int, what: str) -> int | None:
-    """What ``offload.NAME`` says if it is off, auto or a number: 0, None, or the number, from 1 to ``most``.
+    """Parse the value of ``offload.NAME``: 0 for off, None for auto, or the number, from 1 to ``most``.
+
+    Args:
+        what: describes the allowed numbers, for the error.
 
     Raises:
-        ConfigError: it is something else; ``what`` says which numbers it may be.
+        ConfigError: the value is something else.
     """
     if value in ("auto", "off"):
         return None if value == "auto" else 0
@@ -50,7 +53,7 @@ def auto_or_number(name: str, value: str, most: int, what: str) -> int | None:
 
 
 def new_stream(device: Device) -> Any:
-    """A stream of the device for copies; None if it has one queue."""
+    """A stream of the device for copies; None if the device has only one queue."""
     try:
         return device.new_stream()
     except NotImplementedError:
@@ -58,12 +61,12 @@ def new_stream(device: Device) -> Any:
 
 
 def open_host(config: ResolvedConfig, beside: Resolver) -> tuple[Device, Resolver]:
-    """Open the host's device, and make a resolver over its kernels. What it decides stands in the manifest of the
-    resolver ``beside`` it, the device's, and errors of its kernels are attributed there.
+    """Open the host's device, and make a resolver over its kernels. The new resolver writes its decisions to the
+    manifest of ``beside``, the device's resolver, and attributes errors of kernels there.
 
     Raises:
         ConfigError: the host does not compute in the run's dtype.
-        PluginError: the backend is not installed, or cannot run here.
+        PluginError: the host's backend is not installed, or cannot run here.
     """
     spread_memory(option(config, "numa"))
     loaded = BackendSearch(HOST).load({})
@@ -74,7 +77,7 @@ def open_host(config: ResolvedConfig, beside: Resolver) -> tuple[Device, Resolve
                           f"(infer.cpu_layer_num); it has {', '.join(sorted(can.dtypes | can.emulated))}")  # fmt: skip
     device.limit_threads(config.threads)
     device.select()
-    # An option about a kernel of the device's packages is not about the host.
+    # A forced kernel of the device's packages does not exist on the host; the reference does.
     forced = {op: provider for op, provider in beside.available.forced.items() if provider == REFERENCE}
     resolver = Resolver(replace(beside.available, kernels=loaded.kernels(device), states=(), device=can, forced=forced,
                                 tuned=TuningTable()))  # fmt: skip
@@ -83,9 +86,9 @@ def open_host(config: ResolvedConfig, beside: Resolver) -> tuple[Device, Resolve
 
 
 def upload(device: Device, rows: torch.Tensor) -> torch.Tensor:
-    """Copy rows that the host has computed to the device."""
+    """Copy ``rows``, which the host has computed, to the device."""
     import torch
 
-    if rows.dtype is torch.bfloat16:  # which numpy does not know
+    if rows.dtype is torch.bfloat16:  # numpy does not know it
         return device.upload(rows.view(torch.int16).numpy()).view(rows.dtype)
     return device.upload(rows.numpy())

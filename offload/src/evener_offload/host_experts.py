@@ -1,12 +1,14 @@
-"""Experts on the host. In each step, a layer's normed rows, expert ids and weights are copied to the host; its result
-is copied back. Meanwhile the device computes the layer's shared experts, and the other half of the step's rows if it is
-computed in two halves (``halves``). In captured decode steps the device calls the host (``captured_experts``). Single
-prompts are captured but for these experts (``captured_prompts``).
+"""Host layers: layers whose experts the host computes.
 
-The weights are packed by the host's backend. In steps of many tokens they pass through slots on the device if that is
-faster (``streamed_layers``), and a part of them may do so in captured steps of many requests (``captured_passing``).
-With tensor parallelism each rank computes its own part of each expert on its own threads, and the results are added up
-as for experts on the device.
+In each eager step, a layer's normed rows, expert ids and weights are copied to the host, and the result is copied back.
+Meanwhile the device computes the layer's shared experts, and the other half of the rows if the step is computed in two
+halves (``halves``). In captured decode steps the device calls the host (``captured_experts``). Single prompts are
+captured, except for these experts (``captured_prompts``).
+
+The host's backend packs the weights. In steps of many tokens the experts pass through slots on the device if that is
+faster (``streamed_layers``). In captured steps of many requests a part of them may pass (``captured_passing``). With
+tensor parallelism each rank computes its own part of each expert on its own threads; the results are summed as for
+experts on the device.
 """
 
 from __future__ import annotations
@@ -58,12 +60,13 @@ _PLACED = ("gate_up", "down", "gate_up_bias", "down_bias", "slots", "copies")
 
 
 class HostExperts(Placement):
-    """Moves the experts that the configuration names to the host.
+    """Places the experts that the configuration names on the host.
 
     Args:
         device: the device that computes everything else.
         resolver: the device's.
-        own: this rank's of the stages' ``builds``.
+        own: this rank's builder, one of ``builds``.
+        builds: the builders of all stages.
 
     Raises:
         ConfigError: the model does not have such layers, or the keys cannot be used together.
@@ -87,8 +90,8 @@ class HostExperts(Placement):
         auto = least is None and StreamedLayers.worthwhile(sites, self._resolver, resolver, stream, self.free)
         streamed = sites if not inputs and (auto or least) else []
 
-        # Threads hold ``select`` until they end, which is a moment after the engine is gone; its device, with all that
-        # is captured, may not wait for that.
+        # Threads hold ``select`` until they end, a moment after the engine is gone. A weak reference: the device, with
+        # all captures, must not stay alive so long.
         there = weakref.ref(device)
 
         def select() -> None:
@@ -121,12 +124,12 @@ class HostExperts(Placement):
         #: Lets a part of the experts pass through the device in captured steps; None: the host computes all.
         self._passing = self._passing_part(config, own, resolver, sites, stream, inputs)
         self.replayed = _replayed(self._captured, self._passing)
-        #: By path and how many of its experts pass: a layer's weights, and these for the host.
+        #: By path and how many of the layer's experts pass: the layer's weights, and the same for the host.
         self._rest: dict[tuple[str, int], tuple[MoEWeights, MoEWeights]] = {}
-        #: Captures of prompts whose experts are copied to the device; None: they run eagerly.
+        #: Captures of streamed single prompts; None: such prompts run eagerly.
         self._prompts = captured_prompts(config, device) if streamed and self.eager is None else None
         resolver.manifest.notes += [] if self._prompts is None else [str(self._prompts)]
-        #: Whether a step is being submitted that is not captured.
+        #: Whether the step being submitted is eager.
         self._eager = False
         resolver.manifest.notes.append(f"{self} computes the experts of {len(sites)} layers: {ranges(self.layers)}; "
                                        f"steps are halved: {when}")  # fmt: skip
@@ -169,10 +172,17 @@ class HostExperts(Placement):
         return f"the host ({self.name})"
 
     def counters(self) -> Mapping[str, int]:
-        """Bytes of experts that the host has read, each once in a layer's step or half of it; microseconds that it
-        computed; steps that were computed in two halves; captured steps; bytes of experts that passed through the
-        device in these, and experts that took another one's place among them; captured prompts; tokens of steps whose
-        experts were copied to the device, for each layer, and bytes of these experts.
+        """Counts since the start, by name:
+
+        - bytes of experts that the host has read, each expert once in a layer's step, or once in each half of it
+        - microseconds in which the host computed
+        - steps that were computed in two halves
+        - captured steps
+        - bytes of experts that passed through the device in captured steps
+        - experts that took another one's place among those that pass
+        - captured prompts
+        - tokens of streamed steps, counted once for each layer
+        - bytes of experts that were copied in streamed steps
 
         Raises:
             EvenerError: the host failed in a captured step.
@@ -198,9 +208,10 @@ class HostExperts(Placement):
             self._share.close()
 
     def divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
-        """Hidden states of the step, in two halves if that pays. Not if no layer of this stage has its experts here, if
-        they are copied to the device for this step, if rows of media are embedded, or if a drafter reads what layers
-        gave for the whole step."""
+        """Hidden states [T, hidden] of the step, computed in two halves if that is faster.
+
+        These steps are not divided: those of a stage without host layers, streamed ones, steps with rows of media, and
+        steps of which a drafter reads the layers' outputs as a whole."""
         self._eager = True
         try:
             return self._divided(runner, plan, step)
@@ -229,8 +240,8 @@ class HostExperts(Placement):
             streams = zip(*(part.split([layout.tokens for layout in layouts]) for part in step.stream), strict=True)
             halves = [replace(half, stream=stream) for half, stream in zip(halves, streams, strict=True)]
         self._work.halved += 1
-        # Meanwhile this thread needs a core. If the host computed on all of them, the thread that shares its core would
-        # hold up the others in every product.
+        # Meanwhile this thread needs a core. If the host computed on all cores, the thread that shares this core would
+        # be late, and all others would wait for it in every product.
         self._host.limit_threads(self._threads - (self._threads >= SPARING))
         try:
             return torch.cat(self._halves.run(*(partial(runner.model.forward, half) for half in halves)))
@@ -239,8 +250,9 @@ class HostExperts(Placement):
 
     @staticmethod
     def settled(a: Assembly) -> tuple[InferConfig, str]:
-        """What ``infer.cpu_layer_num=auto`` means for ``a``, which has all experts on the device: those of so many
-        layers have to leave it that the rest and a fair share of state fit; all layers if that is not enough."""
+        """The configuration with the number that ``infer.cpu_layer_num=auto`` means, and the name of the key. ``a`` has
+        all experts on the device. The number: the fewest layers whose experts must leave the device so that the rest
+        and a fair share of state fit; all layers if that is not enough."""
         demand, lacking = memory_demand(a, a.config), lacking_bytes(a, "infer.cpu_layer_num")
         streams = parse_threshold(str(option(a.config, "stream_prompts"))) != 0
         if lacking > 0 and streams and new_stream(a.device) is not None:
@@ -258,7 +270,7 @@ class HostExperts(Placement):
     def resolve(self, op: str, path: str, static: Static, bucket: Bucket) -> OpFunction:
         compute = self._on_host(op, f"{path} on the host", static, bucket)
         beside = compute
-        if self._share is not None:  # kernels know the addresses of the weights of their last call
+        if self._share is not None:  # a kernel keeps the addresses of the weights of its last call: one kernel per use
             beside = self._on_host(op, f"{path} beside copies", static, bucket)
         device, halves, work = self._device, self._halves, self._work
         nbytes, experts_of_layer, streamed = self._expert_bytes[path], static["experts"], self.streamed
@@ -300,7 +312,7 @@ class HostExperts(Placement):
         return start
 
     def _for_host(self, path: str, w: MoEWeights, passing: int) -> MoEWeights:
-        """As ``ForHost``."""
+        """See ``ForHost``."""
         known = self._rest.get((path, passing))
         if known is None or known[0] is not w:
             assert self._passing is not None, "it asks for them"
@@ -312,13 +324,13 @@ class HostExperts(Placement):
         choices = self._resolver.manifest.choices
         known = len(choices)
         found = self._resolver.resolve(op, path, {**static, "placement": None}, bucket)
-        # A capture holds a call of the host, not what the host does then.
+        # A capture holds only a call of the host, not the host's kernels.
         choices[known:] = [replace(choice, capturable=True) for choice in choices[known:]]
         return found
 
 
 def _replayed(captured: CapturedExperts, passing: CapturedPassing | None) -> Callable[[int], None]:
-    """As ``Placement.replayed``. It does not keep the placement: a cycle would keep the device's memory for a while."""
+    """``Placement.replayed`` without a reference to the placement: a cycle would keep device memory for a while."""
 
     def run(rows: int) -> None:
         captured.replayed(rows)
@@ -329,5 +341,5 @@ def _replayed(captured: CapturedExperts, passing: CapturedPassing | None) -> Cal
 
 
 def _distinct(ids: torch.Tensor, experts: int) -> int:
-    """How many experts are chosen by some row of ``ids`` [T, k]."""
+    """How many different experts are in ``ids`` [T, k]."""
     return int(np.count_nonzero(np.bincount(ids.numpy().reshape(-1), minlength=experts)))

@@ -1,10 +1,10 @@
-"""Experts that are not on the device and that the host computes, if that is sooner than copying them
-(``offload.host_when_sooner``).
+"""Missing experts that the host computes, if that is faster than copying them (``offload.host_when_sooner``).
 
-The host's kernels read the same memory that copies are made from if both read one layout; otherwise host memory holds
-the experts a second time, as the host reads them. For small steps, a layer's rows are copied to the host too. While the
-device computes with what it has and what arrives, the host computes its experts' part of each token's sum, in a thread
-of its own: the one that submits work to the device is busy for as long. The sums are added on the device.
+If the host's kernels read the device's layout, they read the memory from which experts are copied. Otherwise host
+memory holds the experts a second time, in the host's layout. In small steps, a layer's rows are copied to the host too.
+The device computes the experts in slots and those that are copied. Meanwhile the host computes its experts' part of
+each token's sum, in a thread of its own, because the thread that submits work to the device is busy. The device adds
+the sums.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from evener_offload.second_layout import Stacks, expert_bytes, keep, second_byte
 from evener_offload.slot_products import MOST_TOKENS
 
 log = logging.getLogger("evener.worker")
-#: With so many threads or more, one of them submits work instead of computing.
+#: With at least so many threads, the host computes with one less, because another thread submits work.
 _SPARING = 4
-#: Rows with which the host is timed, and how often.
+#: The host is timed with 1 row and with so many rows, so many times each.
 _TIMED_ROWS, _TIMES = 4, 3
-#: Rows [T, hidden], ids [T, k] with -1 for pairs of others, the pairs' weights, and the layer's weights, to sums
-#: [T, hidden].
+#: Computes the host's part. Takes rows [T, hidden], ids [T, k] with -1 for experts that are not the host's, weights of
+#: the ids [T, k], and the layer's weights. Returns sums [T, hidden].
 OnHost = Callable[[torch.Tensor, "np.ndarray[Any, Any]", torch.Tensor, MoEWeights], torch.Tensor]
 
 
 class HostShare:
-    """The host's part.
+    """Chooses the host's experts, and computes them.
 
     Args:
-        most_rows: experts with at most so many rows are the host's if they are missing; None: measured costs decide.
+        most_rows: the host computes missing experts that have at most so many rows; None: measured costs decide.
 
     Attributes:
-        computed: experts that the host has computed.
-        host: its device. packings: the host's.
+        computed: how many experts the host has computed.
+        host: the host's device.
+        packings: the host's, by layout.
 
     Raises:
         ConfigError: the host does not compute in the run's dtype.
@@ -62,14 +63,14 @@ class HostShare:
     def __init__(self, config: ResolvedConfig, device: Device, resolver: Resolver, most_rows: int | None) -> None:
         self._device, self._most_rows, self.computed = device, most_rows, 0
         self.host, self._resolver = open_host(config, resolver)
-        # If the host computed on all cores, the thread that shares its core with the one that submits would hold up the
-        # others in every product.
+        # If the host computed on all cores, the thread that shares its core with the submitting thread would be late,
+        # and all others would wait for it in every product.
         self.host.limit_threads(config.threads - (config.threads >= _SPARING))
         self._thread = ThreadPoolExecutor(1, "evener-host-share", initializer=self.host.select)
         self._device_resolver, self.packings = resolver, self._resolver.packings_by_layout
-        #: By path: what the host reads.
+        #: By path: the stacks that the host reads.
         self._stacks: dict[str, Stacks] = {}
-        #: By bytes of an expert: layers with equal experts share what was measured.
+        #: By bytes of an expert: layers with experts of equal size share measured costs.
         self._costs: dict[int, ExpertCosts] = {}
         self._learned: Any = None
         self._biases: dict[str, list[torch.Tensor | None]] = {}
@@ -78,21 +79,22 @@ class HostShare:
 
     @staticmethod
     def parse_threshold(value: str) -> int | None:
-        """What ``offload.host_when_sooner`` says: None: measured costs decide; a number of rows; 0: never.
+        """Parse ``offload.host_when_sooner``: None: measured costs decide; a number of rows; 0: off.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the value is something else.
         """
         return auto_or_number("host_when_sooner", value, MOST_TOKENS, f"a number from 1 to {MOST_TOKENS}")
 
     def keep(self, site: CallSite, own: Builder, placement: Placement) -> int:
-        """Declare the experts of ``site`` in layouts of both, and return the bytes that this adds."""
+        """Declare the experts of ``site`` for the device and for the host. Returns the bytes of host memory that the
+        second layout adds; 0 if both read one layout."""
         found = self._stacks[site.path] = second_layout(site, self._device_resolver, self._resolver, "the host")
         keep(site, found, own, placement)
         return second_bytes(site, found, self.packings)
 
     def resolve(self, path: str, static: Static, bucket: Bucket) -> OnHost:
-        """The function that computes the host's part of one layer."""
+        """The function that computes the host's experts of one layer."""
         top, (up_stack, down_stack) = static["top"], self._stacks[path]
 
         def use(part: str, sizes: dict[str, int], **inner: Any) -> OpFunction:
@@ -113,7 +115,7 @@ class HostShare:
         return compute
 
     def routed(self, path: str, static: Static, bucket: Bucket, steps: str) -> OpFunction:
-        """``routed_experts`` of one layer on the host, for ``steps`` that are captured."""
+        """``routed_experts`` of one layer on the host. ``steps``: which captured steps it is for, for the manifest."""
         gate_up, down = self._stacks[path]
         inner = {**static, "gate_up": gate_up, "down": down, "placement": None}
         return self._resolve("routed_experts", f"{path} on the host in {steps}", inner, bucket, {})
@@ -124,12 +126,12 @@ class HostShare:
         choices = self._resolver.manifest.choices
         known = len(choices)
         found = self._resolver.resolve(op, path, static, bucket, sizes)
-        # A capture holds a call of the host, not what the host does then.
+        # A capture holds only a call of the host, not the host's kernels.
         choices[known:] = [replace(choice, capturable=True) for choice in choices[known:]]
         return found
 
     def weights(self, path: str, w: MoEWeights) -> MoEWeights:
-        """The weights of a layer as the host reads them; ``w`` are the device's."""
+        """The weights of a layer as the host reads them. ``w``: the device's."""
         (gate_up, down), biases = self._stacks[path], self._biases_of(path, w)
         assert gate_up.value is not None and down.value is not None, "weights are loaded"
         return w._replace(
@@ -150,7 +152,7 @@ class HostShare:
         self, layer: ResidentLayer, path: str, numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor,
         w: MoEWeights,
     ) -> list[int]:  # fmt: skip
-        """The experts of ``numbers`` [T, k] that the host computes. ``x``: the step's rows, on the host."""
+        """The missing experts in ``numbers`` [T, k] that the host computes. ``x``: rows [T, hidden], on the host."""
         self._biases_of(path, w)
         experts, counts = np.unique(numbers, return_counts=True)
         held = layer.residents.slots
@@ -172,8 +174,8 @@ class HostShare:
         return host_share(experts, counts, costs).tolist()  # type: ignore[no-any-return]
 
     def learn(self, layer: ResidentLayer, expert: int, needed: list[int]) -> None:
-        """Copy an expert that the host computes, if no such copy is under way: the slots follow what is used last, and
-        other copies wait for one expert at most."""
+        """Start copying an expert that the host computes, if no such copy is under way. So the slots hold what was used
+        last, and other copies wait for at most one such copy."""
         if self._learned is None or self._learned.query():
             self._learned = layer.learn(expert, needed)
 
@@ -181,22 +183,22 @@ class HostShare:
         self, chosen: list[int], numbers: np.ndarray[Any, Any], compute: OnHost, x: torch.Tensor,
         weights: torch.Tensor, w: MoEWeights,
     ) -> Callable[[], torch.Tensor]:  # fmt: skip
-        """Start computing the chosen experts' part of each token's sum; returns what waits for it, and copies it to the
-        device: [T, hidden]."""
+        """Start computing the chosen experts' part of each token's sum. Returns a function that waits for the sums, and
+        returns them on the device: [T, hidden]."""
         self.computed += len(chosen)
         ids = np.where(np.isin(numbers, chosen), numbers, -1).astype(np.int32)
         job = self._thread.submit(_inferred, partial(compute, x, ids, weights, w))
         return lambda: upload(self._device, job.result())
 
     def close(self) -> None:
-        """End the thread. Calling it again does nothing."""
+        """End the thread. Calling ``close`` again does nothing."""
         self._thread.shutdown()
 
     def _measure(self, layer: ResidentLayer, top: int, compute: OnHost, x: torch.Tensor, w: MoEWeights) -> ExpertCosts:
-        """Time one expert. Called in the warm-up, so nothing else runs."""
+        """Time a copy of one expert, and the host's products with it. Called in the warm-up, when nothing else runs."""
 
         def host(count: int) -> float:
-            """Seconds of one expert with ``count`` rows, beside as many others as a token has; new ones each time."""
+            """Seconds of one expert with ``count`` rows: the mean of ``top`` experts, other ones each time."""
             many, weights = x[:1].expand(count, -1).contiguous(), torch.ones(count, top)
             times = []
             for number in range(1 + _TIMES):
@@ -212,5 +214,5 @@ class HostShare:
 
 
 def _inferred(work: Callable[[], torch.Tensor]) -> torch.Tensor:
-    with torch.inference_mode():  # belongs to a thread
+    with torch.inference_mode():  # each thread has its own mode
         return work()

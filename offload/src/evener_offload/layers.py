@@ -1,4 +1,5 @@
-"""Which layers' experts are in host memory: what ``infer.cpu_layer_num`` and its like say. Torch-free."""
+"""Which layers' experts are in host memory: reads ``infer.cpu_layer_num`` and ``infer.host_experts``. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -11,18 +12,19 @@ from evener.errors import ConfigError
 
 
 def layer_number(path: str) -> int:
-    """The number of a layer, from where a call site is: the last number in ``model.layers.3.mlp``."""
+    """The number of a layer, from the path of a call site: the last number in it, 3 in ``model.layers.3.mlp``."""
     return int(re.findall(r"\d+", path)[-1])
 
 
 def chosen_layers(infer: InferConfig, having: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of the layers whose experts are in host memory: all with ``infer.resident_experts`` alone.
+    """Numbers of the layers whose experts are in host memory; all of ``having`` if only ``infer.resident_experts`` is
+    set.
 
     Args:
         having: the layers that have experts, ascending.
 
     Raises:
-        ConfigError: the model has no experts, or not in those layers; both keys are set; or a range cannot be read.
+        ConfigError: the model has no experts, or none in those layers; both keys are set; or a range cannot be read.
     """
     count, named, residents = infer.cpu_layer_num, infer.host_experts, infer.resident_experts
     key, value = ("host_experts", ",".join(named)) if named else ("cpu_layer_num", str(count))

@@ -1,6 +1,6 @@
-"""The experts that pass through the device are those that tokens choose most (``choice_counts``). So nearly all that
-the link carries is needed, and the host reads fewer. They have a stage in page-locked memory (``passing_stage``),
-because captured copies read the same addresses in each step."""
+"""Lets the experts pass through the device that tokens choose most (``choice_counts``). Then most of the copied experts
+are needed, and the host reads fewer. Experts that pass have a stage in page-locked memory (``passing_stage``), because
+captured copies read the same addresses in each step."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from evener_offload.passing_stage import PassingStage
 
 
 class MostChosen:
-    """Exchanges experts of layers.
+    """Exchanges experts that pass for experts that are chosen more.
 
     Args:
-        own: makes the stages once experts are loaded. Not in a step: locking pages waits for the device, which may wait
-            for the host.
+        own: makes the stages after experts are loaded. Stages must not be made in a step: to lock pages waits for the
+            device, which may wait for the host.
         layers, places: of each layer, by number.
-        most: how many experts of a layer pass in some step, as far as that is known.
+        most: the largest number of a layer's experts that pass in some step, as far as that is known.
 
     Attributes:
-        exchanged: experts that have got a place of those that pass.
-        counts: of choices, by layer.
+        exchanged: how many experts have taken the place of one that passed.
+        counts: in how many steps each expert was chosen.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MostChosen:
         own.table(("stages of passing experts",), 0, self._make)
 
     def _make(self, where: torch.device) -> torch.Tensor:
-        """Put the layers' experts on their stages, which take no memory of the device."""
+        """Make the stages, and put the experts that pass on them. Takes no device memory: returns an empty table."""
         for layer, places in zip(self._layers, self._places, strict=True):
             layer.stages = [PassingStage(each, layer.first, layer.count, self._device) for each in layer.slots]
             for place in np.flatnonzero(places.expert_at[: layer.count] != np.arange(layer.count)).tolist():
@@ -58,12 +58,13 @@ class MostChosen:
         self.counts.note(layer.number, ids)
 
     def replayed(self) -> None:
-        """A step is submitted next. Look at the counts now and then."""
+        """To be called before a replay is submitted. Exchanges experts when there are new counts."""
         if self.counts.replayed():
             self.review()
 
     def review(self) -> None:
-        """Let the most chosen experts take the places of the least chosen ones, as far as the time allows."""
+        """Let the most chosen experts take the places of the least chosen ones that pass. ``ChoiceCounts.most`` limits
+        how many."""
         chosen = sorted(self._worth(), reverse=True)[: self.counts.most()]
         if not chosen:
             return
@@ -82,8 +83,9 @@ class MostChosen:
         self.exchanged += len(chosen)
 
     def _worth(self) -> list[tuple[float, int, int, int]]:
-        """In how many more steps an expert was chosen than one of its layer that passes, the layer, and the places of
-        both; by layer, the most chosen one with the least chosen one, and so on."""
+        """Exchanges that are worth it, as tuples: in how many more steps the first expert was chosen than the second,
+        which passes; the layer's number; and the places of both. In each layer the most chosen expert is paired with
+        the least chosen one that passes, the next with the next, and so on."""
         found = []
         for layer, places, scores in zip(self._layers, self._places, self.counts.scores, strict=True):
             passing, by_place = self._most(layer), scores[places.expert_at]

@@ -1,8 +1,9 @@
-"""A guess of which experts a layer will need, made while the layer before is computed.
+"""Guesses which experts a layer will need, while the layer before it is computed.
 
-The residual stream changes little from one layer to the next, so a layer's router mostly chooses the same experts for
-the rows that the router before it got (Eliseev and Mazur 2023, "Fast Inference of Mixture-of-Experts Language Models
-with Offloading"; Fang et al. 2025, "Fate"). Nothing but copies depends on a guess.
+The residual stream changes little from one layer to the next. So a router, applied to the rows of the layer before its
+own, mostly chooses the experts that it will choose in its own layer (Eliseev and Mazur 2023, "Fast Inference of
+Mixture-of-Experts Language Models with Offloading"; Fang et al. 2025, "Fate"). Only copies depend on a guess, not
+results.
 """
 
 from __future__ import annotations
@@ -24,15 +25,22 @@ if TYPE_CHECKING:
 
 
 class NextRouter:
-    """The router of ``site``, a ``moe_block``, for rows of the layer before; ``own`` has declared it. ``path``: of the
-    site."""
+    """The router of a ``moe_block``, applied to rows of the layer before it.
+
+    Args:
+        site: the ``moe_block``.
+        own: has declared the router.
+
+    Attributes:
+        path: of the site.
+    """
 
     def __init__(self, site: CallSite, own: Builder) -> None:
         self._site, self.path = site, site.path
         self._group: WeightGroup = next(g for g in own.groups if g.fields.get("router") is site.static["router"])
 
     def resolve(self, resolver: Resolver, bucket: Bucket) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The callable at one bucket: rows [T, hidden] to ids of experts, int [T, k], each token's best one first."""
+        """The function for one bucket: from rows [T, hidden] to expert ids, int32 [T, k], each token's best first."""
         static, path, group = self._site.static, f"{self._site.path} guessed", self._group
         score = resolver.resolve("linear", path, linear_static(static["router"]), bucket)
         route = resolver.resolve("route", path, select(static, RouteStatic), bucket)
@@ -46,8 +54,8 @@ class NextRouter:
 
 
 def likeliest(ids: np.ndarray[tuple[int, int], np.dtype[np.int32]], experts: int) -> list[int]:
-    """The experts that occur in ``ids`` [T, k], best first. A token's first choice counts k times as much as its last
-    one; of equal ones the lowest number is first."""
+    """The experts in ``ids`` [T, k], the likeliest first. A token's first choice has k points, its last choice 1 point.
+    Of experts with equal points the lowest number is first."""
     tokens, top = ids.shape
     points = np.tile(np.arange(top, 0, -1), tokens)
     scores = np.bincount(ids.reshape(-1), weights=points, minlength=experts)

@@ -1,9 +1,9 @@
 """Host memory on machines with several NUMA nodes.
 
-A page of memory lies on the node whose processor writes it first. Experts that one thread has read from a file would
-all lie on one node, and only its memory channels would be used afterwards. Interleaved pages use the channels of all
-nodes, and each thread reads as many bytes from far away as any other. Linux calls this policy ``MPOL_INTERLEAVE``
-(set_mempolicy(2)); ``numactl --interleave=all`` sets the same one.
+A page of memory is on the node whose processor writes it first. If one thread reads all experts from a file, they are
+all on one node, and later only the memory channels of this node are used. Interleaved pages use the channels of all
+nodes, and each thread reads equally many bytes from other nodes. Linux calls this policy ``MPOL_INTERLEAVE``
+(set_mempolicy(2)); ``numactl --interleave=all`` sets the same policy.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _INTERLEAVE = 3
 
 
 def spread_memory(choice: str, root: Path = Path("/")) -> None:
-    """Interleave the pages that this thread, and threads that it starts from now on, write first. Nothing is done with
-    ``off``, on a machine with one node, and where the system does not allow it, which is logged.
+    """Interleave the pages that this thread, and threads that it starts later, write first. Does nothing with ``off``,
+    or on a machine with one node. If the system does not allow it, a warning is logged.
 
     Args:
-        choice: ``offload.numa``.
-        root: holds ``proc`` and ``sys``.
+        choice: the value of ``offload.numa``.
+        root: the folder that has ``proc`` and ``sys``.
 
     Raises:
         ConfigError: ``choice`` is none of ``CHOICES``.
@@ -53,7 +53,7 @@ def spread_memory(choice: str, root: Path = Path("/")) -> None:
 
 
 def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
-    """The NUMA nodes with memory that this process may use; none if the system does not say."""
+    """The NUMA nodes whose memory this process may use; empty if the system does not say."""
     file, allowed = root / "sys/devices/system/node/has_memory", ""
     if not file.is_file():
         return ()
@@ -66,18 +66,18 @@ def memory_nodes(root: Path = Path("/")) -> tuple[int, ...]:
 
 
 def _numbers(text: str) -> set[int]:
-    """The numbers of a list as the kernel writes it: ``0-1,4``."""
+    """The numbers in a list in the kernel's form: 0, 1 and 4 for ``0-1,4``."""
     ends = [part.partition("-") for part in text.strip().split(",") if part]
     return {number for first, _, last in ends for number in range(int(first), int(last or first) + 1)}
 
 
 def _set_policy(number: int, nodes: tuple[int, ...]) -> int:
-    """Make the system call. Returns its error; 0: none."""
+    """Make the system call. Returns its ``errno``; 0: no error."""
     width = 8 * ctypes.sizeof(ctypes.c_ulong)
     mask = (ctypes.c_ulong * (max(nodes) // width + 1))()
     for node in nodes:
         mask[node // width] |= 1 << node % width
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel takes one bit less than it is told.
+    # The kernel uses one bit less than this argument says.
     done = libc.syscall(number, _INTERLEAVE, mask, ctypes.c_ulong(len(mask) * width + 1))
     return ctypes.get_errno() if done else 0

@@ -1,8 +1,8 @@
-"""Copies of passing experts to their slots, as a part of captured steps (``captured_passing``).
+"""Copies of the experts that pass to their slots, as a part of captured steps (``captured_passing``).
 
-They run on a stream of their own that branches off where the step begins: the host submits nothing more, and waits for
-nothing more. There are a few sets of slots, which layers use in turn (``passing_slots``): a set is filled again as soon
-as the products with it are done, so that the link goes on while the host computes, and while layers on the device run.
+The copies run on a stream of their own, which branches off where the step begins. In a replay the host submits none of
+them, and waits for none. Layers use a few sets of slots in turn (``passing_slots``). A set is filled again as soon as
+the products with it are done. So the link is busy while the host computes, and while the device's own layers run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from evener_offload.passing_slots import PassingSlots
 
 
 class PassingCopies:
-    """Submits them.
+    """Submits the copies.
 
     Args:
-        slots: to which is copied.
-        part: says how many experts.
-        own: has the embedding, where steps begin.
-        stream: of the copies; None: the device has one queue, and nothing runs beside them.
-        running: whether a step is submitted that is captured, now or next.
+        slots: the targets of the copies.
+        part: says how many experts pass.
+        own: has the embedding, with which steps begin.
+        stream: for the copies; None: the device has only one queue, and nothing runs beside the copies.
+        running: whether the step being submitted is captured, now or on its next run.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class PassingCopies:
         running: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._slots, self._part, self._device, self._stream, self._running = slots, part, device, stream, running
-        #: The embedding until it notes that a step begins.
+        #: The embedding; None once its functions have been replaced by those of ``_noting``.
         self._first = next((site for site in own.sites if site.op == "embedding"), None)
-        #: Events: where the step that is submitted began, and after the copies of each layer.
+        #: Events: at the beginning of the step being submitted, and after the copies of each layer.
         self._begun: Any = None
         self._copied: list[Any] = [None] * len(slots.order)
 
     def begin(self, bucket: Bucket) -> None:
-        """Submit the first ones. They wait for the beginning of the step, not for the layers before."""
+        """Submit the copies of the first layers, one for each set. They wait only for the beginning of the step."""
         begun, self._begun = self._begun or self._event(), None
         for number in range(self._slots.sets):
             self._copy(number, bucket, begun)
@@ -50,17 +50,18 @@ class PassingCopies:
             self._first = None
 
     def wait(self, number: int) -> None:
-        """Let the current stream wait for those of a layer."""
+        """Let the current stream wait for the copies of a layer."""
         if (copied := self._copied[number]) is not None:
             copied.wait()
 
     def follow(self, number: int, bucket: Bucket) -> None:
-        """Submit those of the layer that uses the slots after this one, whose products have been submitted."""
+        """Submit the copies of the layer that uses the slots after layer ``number``. The products of layer ``number``
+        have been submitted."""
         if number + self._slots.sets < len(self._slots.order):
             self._copy(number + self._slots.sets, bucket, self._event())
 
     def _copy(self, number: int, bucket: Bucket, after: Any) -> None:
-        """Submit the copies of a layer, which wait for an event."""
+        """Submit the copies of a layer. They wait for the event ``after``, if there is one."""
         layer = self._slots.order[number]
         if after is not None:
             after.wait(self._stream)
@@ -69,7 +70,7 @@ class PassingCopies:
             self._copied[number] = self._event()
 
     def _event(self) -> Any:
-        """An event after what was submitted to the current stream; None if the device has one queue."""
+        """A new event, recorded on the current stream; None if the device has only one queue."""
         if self._stream is None:
             return None
         event = self._device.new_event()
@@ -77,7 +78,7 @@ class PassingCopies:
         return event
 
     def _noting(self, embed: OpFunction) -> OpFunction:
-        """The embedding; it notes that a captured step begins, before it is submitted."""
+        """``embed`` that, before it is submitted, records the event at which a captured step begins."""
 
         def run(*inputs: Any) -> Any:
             self._begun = self._event() if self._running() else None

@@ -1,4 +1,4 @@
-"""Which experts are in slots through which those of several layers pass, one layer after the other. Torch-free."""
+"""Which experts are in slots that several layers share, one layer after the other. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from evener_offload.residents import Residents, Wave
 
 
 class PassingExperts(Residents):
-    """The same for layers that share ``count`` slots and that a step reaches in turn. An expert that was copied ahead
-    stays until its layer is reached, and those of the layers before leave first: a step needs each once.
+    """``Residents`` for layers that share ``count`` slots, and that a step reaches in turn. An expert that was copied
+    ahead stays until its layer is reached. Experts of layers that were reached leave first: a step needs each once.
 
     Args:
-        experts: how many a layer has. Those of layer i are numbered from ``i * experts``.
+        experts: experts of a layer. Those of layer i are numbered from ``i * experts``.
     """
 
     def __init__(self, count: int, experts: int) -> None:
         super().__init__(count)
         self._experts = experts
-        #: The experts of layers that have not been reached since.
+        #: Experts that were copied ahead, and whose layer has not been reached since.
         self._coming: set[int] = set()
 
     def waves(
         self, needed: Iterable[int], late: Collection[int] = (), elsewhere: Collection[int] = (), together: bool = False
     ) -> Sequence[Wave]:
-        """As it is there, for one layer's experts. Where there are not slots enough, experts of later layers leave."""
+        """``Residents.waves`` for one layer's experts. If there are too few slots, experts of later layers leave."""
         found = super().waves(needed, late, elsewhere, together)
         self._coming.intersection_update(self._slot)
         for expert in [expert for expert in self._slot if expert in self._coming]:
@@ -32,12 +32,11 @@ class PassingExperts(Residents):
         return found
 
     def ahead(self, guessed: Sequence[int]) -> Wave:
-        """Give slots to experts that the next layer will probably need, the likeliest first: to at most half as many as
-        there are slots."""
+        """Give at most half of the slots to experts that the next layer will probably need, the likeliest first."""
         return self.further(guessed, max(1, self.count // 2))
 
     def further(self, guessed: Sequence[int], most: int) -> Wave:
-        """Give slots to at most so many experts that a later layer will probably need, the likeliest first."""
+        """Give slots to at most ``most`` experts that a later layer will probably need, the likeliest first."""
         here = [expert for expert in guessed if expert in self._slot]
         self._coming.update(here)
         for expert in here:

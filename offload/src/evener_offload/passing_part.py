@@ -1,6 +1,6 @@
-"""Which part of the experts passes through the device in captured steps (``captured_passing``): the one with which the
-link and the host end together. Copies do not depend on what tokens choose; what the host reads does, so the host is
-timed with as many rows as the step has."""
+"""How many experts pass through the device in captured steps (``captured_passing``): so many that the link and the host
+end at the same time. Copies do not depend on what tokens choose. What the host reads does, so the host is timed with as
+many rows as the step has."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from evener_offload.passing_places import expert_map
 from evener_offload.passing_slots import PassingLayer
 
 log = logging.getLogger("evener.worker")
-#: Percent of experts that may pass, at most.
+#: At most so many percent of a layer's experts may pass.
 MOST = 50
-#: Seconds of a step for each layer of the model in which the host does not compute experts: attention, products of the
-#: device, and the call. An H200 took 7.6 ms beside the host's part for the 48 layers of Qwen3-30B-A3B.
+#: Seconds in which the host does not compute experts, for each layer of the model: attention, products of the device,
+#: and the call of the host. An H200 took 7.6 ms for the 48 layers of Qwen3-30B-A3B, besides the host's part.
 OTHER = 1.6e-4
 #: How often copies and the host are timed.
 _TIMES = 3
-#: How much longer than the host alone the copies take that it is timed beside.
+#: The host is timed beside copies that take so many times as long as the host alone.
 _LONGER = 1.5
 
 
 def parse_part(value: str) -> int | None:
-    """What ``offload.pass_experts`` says: percent of a layer's experts; None: measured costs decide; 0: none pass.
+    """Parse ``offload.pass_experts``: percent of a layer's experts; None: measured costs decide; 0: none pass.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the value is something else.
     """
     return auto_or_number("pass_experts", value, MOST, f"the percent of a layer's experts, from 1 to {MOST}")
 
@@ -48,9 +48,9 @@ class Passing(NamedTuple):
     """What the user asks for.
 
     Attributes:
-        percent: as of ``parse_part``.
-        least: rows of the smallest step.
-        chosen: whether the most chosen ones pass.
+        percent: see ``parse_part``.
+        least: rows of the smallest step in which experts pass.
+        chosen: whether the most chosen experts pass; else the first ones.
     """
 
     percent: int | None
@@ -59,7 +59,7 @@ class Passing(NamedTuple):
 
 
 def parse_passing(config: ResolvedConfig) -> Passing:
-    """What ``offload.pass_experts`` and the keys beside it say.
+    """Parse ``offload.pass_experts``, ``pass_experts_rows`` and ``pass_most_chosen``.
 
     Raises:
         ConfigError: a value is wrong.
@@ -71,14 +71,14 @@ def parse_passing(config: ResolvedConfig) -> Passing:
 
 
 def part_for(copying: float, host: float, other: float, every: float | None = None) -> float:
-    """The part of the experts that pass so that the host and the link are done at the same time: with the part X, the
-    host takes ``host - every * X + other``, and the link ``copying * X``.
+    """The part X of a layer's experts that must pass so that the host and the link end at the same time: the host takes
+    ``host - every * X + other`` seconds, and the link ``copying * X`` seconds.
 
     Args:
-        copying: seconds for all experts of a layer.
-        host: seconds for those that the host computes if none pass, of which it reads what is chosen.
-        other: seconds of a step in which the host does not compute, for each such layer.
-        every: seconds of the host for all experts of a layer; None: ``host``, as it computes all.
+        copying: seconds of the copies of all experts of a layer.
+        host: seconds of the host for a layer if no experts pass. It reads only chosen experts.
+        other: seconds of a step in which the host does not compute, for each layer in which experts pass.
+        every: by how many seconds the host would be faster if all experts passed (X = 1); None: ``host``.
     """
     return (host + other) / (copying + (host if every is None else every))
 
@@ -87,16 +87,16 @@ class PassingPart:
     """Decides how many experts of a layer pass.
 
     Args:
-        stream: of the copies; None: the device has one queue.
-        host: the device that computes experts there, with so many ``threads``.
-        percent: as of ``parse_part``.
-        other: seconds of a step in which the host does not compute, for each layer of which experts pass.
-        chosen: whether the experts that pass are those that are chosen most.
+        stream: for the copies; None: the device has only one queue.
+        host: the device that computes experts on the host, with so many ``threads``.
+        percent: see ``parse_part``.
+        other: see ``part_for``.
+        chosen: whether the most chosen experts pass.
 
     Attributes:
-        percent: see there.
-        known: by the largest number of rows of a bucket: the part that passes. Kernels of the host know the weights of
-            their last call, so a bucket has one part.
+        percent: see ``parse_part``.
+        known: by the largest number of rows of a bucket: the part that passes. A kernel of the host keeps the weights
+            of its last call, so each bucket has one part.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class PassingPart:
         self._chosen = chosen
 
     def count(self, layer: PassingLayer, bucket: Bucket) -> int:
-        """How many of the layer's experts pass in steps of a bucket that is known."""
+        """How many of the layer's experts pass in steps of a bucket in ``known``."""
         return layer.passing(self.known[bucket.high])
 
     def most(self, layer: PassingLayer) -> int:
-        """How many of them pass in some step, as far as that is known."""
+        """The largest number of the layer's experts that pass in some step, as far as that is known."""
         known = self.known.values() if self.percent is None else [self.percent / 100]
         return max(map(layer.passing, known), default=0)
 
@@ -119,13 +119,14 @@ class PassingPart:
         self, layer: PassingLayer, bucket: Bucket, compute: OpFunction,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], w: MoEWeights, link: Callable[[], None],
     ) -> int:  # fmt: skip
-        """The same as ``count``. The first layer is timed if nobody has said: not in a capture, as each step runs once
-        before it is captured.
+        """As ``count``, but first settles the part for the bucket, if it is not known. If it must be measured, this
+        times the layer. Not in a capture: each step runs once before it is captured.
 
         Args:
-            compute: ``routed_experts`` on the host. w: the layer's weights there.
-            inputs: rows, ids and weights of a step, of which only sizes count.
-            link: submits copies of all experts that may pass.
+            compute: ``routed_experts`` on the host.
+            inputs: rows, ids and weights of a step; only their sizes matter.
+            w: the layer's weights on the host.
+            link: submits copies of as many experts as there are slots for.
         """
         if bucket.high not in self.known:
             fixed = self.percent
@@ -137,7 +138,7 @@ class PassingPart:
         self, layer: PassingLayer, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor, w: MoEWeights,
         link: Callable[[], None],
     ) -> float:  # fmt: skip
-        """The part for steps of as many rows, whose tokens choose evenly."""
+        """The part for steps with as many rows as ``x``, if tokens choose experts evenly."""
         rows, top = ids.shape
         random = np.random.default_rng(0)
         chosen = torch.from_numpy(random.random((rows, layer.experts)).argsort(1)[:, :top].astype(np.int32))
@@ -165,8 +166,8 @@ class PassingPart:
             busy = host(_LONGER * host(0.0))
         finally:
             self._host.limit_threads(self._threads)
-        # Experts with slots of their own take neither time, but what passes is a part of all. If the most chosen ones
-        # do, the host would have read them, too.
+        # Experts with slots of their own need neither the host nor the link, but the part is of all experts. If the
+        # most chosen experts pass, the host would have read nearly all of them; of the first ones, only those chosen.
         read = layer.absent * (len(np.unique(chosen)) / layer.experts if self._chosen else 1.0)
         whole, every = copying * layer.experts / layer.count, busy * layer.experts / read
         part = part_for(whole, busy, self._other, every)

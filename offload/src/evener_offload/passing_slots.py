@@ -1,5 +1,5 @@
-"""Sets of slots through which a part of each layer's experts passes in captured steps (``captured_passing``). Layers
-use the sets in turn, whatever their layouts.
+"""Sets of slots for the experts that pass through the device in captured steps (``captured_passing``). Layers use the
+sets in turn, also layers with different layouts.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from evener_offload.passing_stage import PassingStage
 from evener_offload.placed_layers import stacks
 from evener_offload.second_layout import Stacks, expert_bytes, kind_of
 
-#: Sets of slots. With two the link would be idle whenever the host is late; a third is also
-#: filled before the first layer that passes experts is reached.
+#: Number of sets. With two sets the link would be idle whenever the host is late. A third set is also filled before the
+#: first layer is reached in which experts pass.
 SETS = 3
-#: Percent of the experts without slots of their own for which there are slots here if measured costs decide. The host
+#: If measured costs decide, a set has slots for so many percent of the experts without slots of their own. The host
 #: reads memory at about 1.7 times the speed of the link. So both end together with 38% if tokens choose all experts,
-#: and with fewer if they do not.
+#: and with a smaller percentage otherwise.
 AUTO = 40
 
 
 def slots_of(experts: int, percent: int | None, residents: int = 0) -> int:
-    """Slots of a set for a layer with so many experts, of which so many ``residents`` have slots of their own. A
-    ``percent`` is of all its experts; None: measured costs decide."""
+    """Slots of a set for a layer with so many ``experts``, of which ``residents`` have slots of their own. ``percent``:
+    of all of the layer's experts; None: measured costs decide."""
     absent = experts - residents
     return min(absent, max(1, round(absent * AUTO / 100 if percent is None else experts * percent / 100)))
 
 
 @dataclass
 class PassingLayer:
-    """A layer of which experts pass.
+    """A layer in which experts pass.
 
     Attributes:
         number: in the order in which a step reaches the layers.
-        slots: of gate and up, and of down. first: number of its first expert in their stacks.
-        experts, count: how many it has, and how many slots there are for them.
-        absent: how many of them have no slots of their own.
-        nbytes: of an expert, as the device reads it.
-        stages: of both stacks, with the experts that pass; none: the first ones do, from where they are.
+        slots: for gate and up projections, and for down projections.
+        first: number of the layer's first expert in the stacks of ``slots``.
+        experts: how many experts the layer has.
+        count: how many slots a set has for the layer.
+        absent: how many experts have no slots of their own.
+        nbytes: bytes of an expert as the device reads it.
+        stages: of both stacks, with the experts that pass; empty: the first experts pass, copied from the stacks.
     """
 
     number: int
@@ -57,15 +59,15 @@ class PassingLayer:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of host memory for its stages."""
+        """Bytes of host memory for the layer's stages."""
         return self.count * self.nbytes
 
     def passing(self, part: float) -> int:
-        """How many of its experts pass if a part of them does: some, or of no part none."""
+        """How many experts pass if ``part`` (0 to 1) of them should: at least one, or none if the part is 0."""
         return min(self.count, max(1, round(part * self.experts))) if part else 0
 
     def copy(self, count: int) -> None:
-        """Start copying so many experts that pass to the slots, on the current stream."""
+        """Start copying the first ``count`` experts that pass to the slots, on the current stream."""
         for stage in self.stages:
             stage.copy(count)
         for each in () if self.stages else self.slots:
@@ -73,18 +75,19 @@ class PassingLayer:
 
 
 class PassingSlots:
-    """The sets.
+    """The sets of slots.
 
     Args:
-        sites: of the layers, in the order in which a step reaches them.
-        found: by path: experts as the device reads them.
+        sites: call sites of the layers, in the order in which a step reaches them.
+        found: by path: the experts as the device reads them.
         own: gets the slots, so that they are part of the memory plan.
-        packings: the device's.
-        percent, residents: as of ``slots_of``.
+        packings: the device's, by layout.
+        percent, residents: see ``slots_of``.
 
     Attributes:
-        sets: how many there are.
-        layer: by path. order: by number.
+        sets: number of sets.
+        layer: the layers by path.
+        order: the layers by number.
     """
 
     def __init__(
@@ -118,7 +121,8 @@ class PassingSlots:
 
     @staticmethod
     def room(sites: Sequence[CallSite], packings: Mapping[str, Packing], percent: int | None, alignment: int) -> int:
-        """Bytes of the slots that layers may need, which have their layouts of the device's ``packings``."""
+        """Bytes of device memory that the sets may need. The stacks of ``sites`` have layouts of the device's
+        ``packings``."""
         counts = [slots_of(site.static["experts"], percent) for site in sites]
         each = (n * expert_bytes(stacks(site), packings) for n, site in zip(counts, sites, strict=True))
         return min(SETS, len(sites)) * room_bytes(max(each), max(counts), alignment) if sites else 0

@@ -1,5 +1,5 @@
-"""Page-locked copies of the experts of one layer that pass through the device, next to each other: so they cross the
-link in one copy for each tensor of a stack, whatever experts they are."""
+"""Page-locked copies of the experts of one layer that pass through the device. They are next to each other, so they
+cross the link in one copy for each tensor of a stack, whichever experts they are."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class PassingStage:
     """The stage of one stack.
 
     Args:
-        slots: to which is copied.
-        first: number of the layer's first expert in the slots' stacks.
-        count: experts on the stage; at first the first ones.
+        slots: the targets of the copies.
+        first: number of the layer's first expert in the stacks of ``slots``.
+        count: how many experts the stage holds; at first the layer's first ones.
     """
 
     def __init__(self, slots: ExpertSlots, first: int, count: int, device: Device) -> None:
         self._slots, self._first = slots, first
         self._tensors = [_locked(device, each) for each in slots.parts(first, count)]
-        #: How many tensors an expert has; and whether those on the stage are of all experts together.
+        #: How many tensors an expert has; whether each tensor of the stage holds all of its experts.
         self._each = len(slots.parts(first, 1))
         self._joined = count > 1 and len(self._tensors) == self._each
 
     def put(self, expert: int, place: int) -> None:
-        """Put an expert, numbered in its layer, in a place. No step runs."""
+        """Copy ``expert`` (its number in the layer) to a place of the stage. No step may be running."""
         for source, target in zip(self._slots.parts(self._first + expert, 1), self._range(place, 1), strict=True):
             target.copy_(source)
 

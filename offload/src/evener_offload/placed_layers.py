@@ -1,4 +1,4 @@
-"""The layers whose experts are placed: their call sites, and their weights."""
+"""The layers whose experts are in host memory: their call sites, and their weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from evener_offload.layers import chosen_layers, layer_number
 
 
 def placed_sites(config: ResolvedConfig, own: Builder, builds: Sequence[Builder]) -> list[CallSite]:
-    """The ``moe_block`` of each layer of this rank's stage whose experts the configuration places.
+    """The ``moe_block`` of each layer of this rank's stage whose experts the configuration puts in host memory.
+
+    Args:
+        own: this rank's builder, one of ``builds``.
+        builds: the builders of all stages.
 
     Raises:
         ConfigError: the model does not have such layers, or the keys cannot be used together.
@@ -34,7 +38,7 @@ def placed_sites(config: ResolvedConfig, own: Builder, builds: Sequence[Builder]
 
 
 def place(site: CallSite, own: Builder, placement: Placement, names: Sequence[str]) -> None:
-    """Give the call site the placement, and the weights with these names of ``MoEWeights``."""
+    """Give the placement to the call site, and to its weights with these names in ``MoEWeights``."""
     site.static = {**site.static, "placement": placement}
     fields = _group(site, own).fields
     for name in names:
@@ -43,7 +47,7 @@ def place(site: CallSite, own: Builder, placement: Placement, names: Sequence[st
 
 
 def stacks(site: CallSite) -> tuple[StackedWeight, StackedWeight]:
-    """Its stacks of gate and up, and of down projections."""
+    """The site's stacks of gate and up projections, and of down projections."""
     return site.static["gate_up"], site.static["down"]
 
 
@@ -54,13 +58,13 @@ class Biases(NamedTuple):
     down: Weight | None
 
     def on_device(self, w: MoEWeights) -> MoEWeights:
-        """``w`` with these."""
+        """``w`` with these biases."""
         gate_up, down = (None if each is None else each.value for each in self)
         return w if gate_up is down is None else w._replace(gate_up_bias=gate_up, down_bias=down)
 
 
 def biases_for_device(site: CallSite, own: Builder) -> Biases:
-    """A second copy, on the device, of the placed biases of ``site``: part of the memory plan, and loaded."""
+    """Declare a second copy of the biases of ``site``, on the device. It is part of the memory plan, and is loaded."""
 
     def copied(name: str) -> Weight | None:
         placed = _group(site, own).fields[name]

@@ -1,9 +1,9 @@
-"""Copies of experts to slots before the routing of their layer is known.
+"""Copies experts to slots before the routing of their layer is known.
 
-A step first reaches layers whose experts are on the device. No routing of streamed layers is known then, and no copies
-are under way. So the slots are filled with the experts that most rows of the last such step chose, layer after layer.
-The first streamed layer's own copies come after these, so no more are submitted than end before its routing is there.
-Where texts change from step to step, such guesses are wrong, and wrong ones cost time: then a few steps make none.
+A step first reaches the layers whose experts are on the device. Meanwhile no routing of a streamed layer is known, and
+the link is idle. So the slots are filled with the experts that most rows of the last streamed step chose, layer after
+layer. The first streamed layer's own copies come after these, so only as many are submitted as end before its routing
+is known. Where texts change from step to step, such guesses are wrong and cost time. Then the next steps make none.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from evener_offload.passing_experts import PassingExperts
 from evener_offload.prompt_share import PromptShare
 from evener_offload.resident_layer import ResidentLayer
 
-#: An expert is copied before its layer's routing is known if so many rows will probably choose it.
+#: An expert is copied ahead if at least so many rows will probably choose it.
 _LIKELY_ROWS = 2.0
-#: So many of the experts that a step copied so must have been needed: copies that run beside the first layers make
-#: these slower. If fewer were, the next step copies none, and twice as many steps each time that it happens again.
+#: At least this part of the experts that were copied ahead must have been needed, because the copies slow the first
+#: layers down. If fewer were needed, the next step copies none; each time that it happens again, twice as many steps
+#: copy none, up to the second number.
 _NEEDED, _LONGEST_REST = 0.75, 64
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer's experts pass.
+    """The slots of a streamed layer.
 
     Attributes:
-        held: the experts in ``slots``.
-        number: of the layer, among those with these slots.
+        held: which experts are in ``slots``.
+        number: of the layer, among the layers that share these slots.
     """
 
     slots: ResidentLayer
@@ -40,7 +41,7 @@ class Place:
     number: int
 
     def absent(self, rows: Indices) -> Indices:
-        """``rows`` of each expert; 0 of those that are in slots."""
+        """A copy of ``rows``, int64 [experts], with 0 for experts that are in slots."""
         first, there = self.number * self.slots.experts, np.fromiter(self.held.slots, np.int64, len(self.held.slots))
         left = rows.copy()
         left[there[(there >= first) & (there < first + len(left))] - first] = 0
@@ -48,37 +49,38 @@ class Place:
 
 
 class Prefetch:
-    """What is copied ahead for the layers of ``places``, which are in the order in which a step reaches them.
+    """Copies experts ahead.
 
     Args:
-        share: what the host computes of them, if measured costs decide.
+        places: by path, in the order in which a step reaches the layers.
+        share: computes the host's part, if measured costs decide.
     """
 
     def __init__(self, places: Mapping[str, Place], share: PromptShare | None) -> None:
         self._places, self._share = places, share
-        #: By layer: the tokens of the last step, and the rows of each expert.
+        #: By layer: the tokens of the last streamed step, and the rows of each expert.
         self._seen: dict[str, tuple[int, Indices]] = {}
-        #: By size of a step (a power of two of tokens): seconds until the first layer's routing is there. The fewest,
-        #: since copies make it later: the more of them, the more time they would seem to have.
+        #: By size of a step (a power of two of tokens): the fewest seconds until the first streamed layer's routing was
+        #: known. The fewest, because copies delay the routing: with a mean, more copies would seem to have more time.
         self._lead: dict[int, float] = {}
-        #: When the step began whose first layer has not been reached yet; 0: there is none.
+        #: When the step began, until its first streamed layer is reached; then 0.
         self._began = 0.0
-        #: When the copies that were submitted will have ended, as measured costs say.
+        #: When the submitted copies will have ended, according to measured costs.
         self._copied = 0.0
-        #: By layer: the experts that were copied for it when this step began.
+        #: By layer: the experts that were copied ahead when this step began.
         self._ahead: dict[str, list[int]] = {}
-        #: How many of them the layers that were reached have needed, and how many there were.
+        #: Of the layers reached in this step: how many of those experts were needed, and how many were copied.
         self._needed = self._guessed = 0
-        #: Steps that still copy none, and how many do after the next wrong guesses.
+        #: How many of the next steps copy none; and how many will after the next wrong guesses.
         self._resting, self._rest = 0, 1
 
     @property
     def under_way(self) -> float:
-        """Seconds that the copies take which have been submitted."""
+        """Seconds until the submitted copies will have ended."""
         return max(0.0, self._copied - time.perf_counter())
 
     def begin(self, tokens: int) -> None:
-        """A step of so many tokens begins, and what it uploads has been submitted: copies come after that."""
+        """A step of so many tokens begins. Its own uploads have been submitted, so they do not wait for copies."""
         self._began = time.perf_counter()
         self._ahead.clear()
         self._judge()
@@ -88,7 +90,7 @@ class Prefetch:
         left, share = self._lead.get(tokens.bit_length(), 0.0), self._share
         for path, place in self._places.items():
             slots = place.slots
-            # Without measured costs, as much as the slots hold.
+            # Without measured costs, as many as the slots hold.
             each = share.copying(slots.nbytes) if share is not None and share.measured else 0.0
             if path not in self._seen or not left or left < each:
                 return
@@ -100,7 +102,7 @@ class Prefetch:
             left -= each * len(wave.copied)
 
     def note_routing(self, path: str, tokens: int, rows: Indices) -> None:
-        """The routing of a layer is there: the rows of each expert."""
+        """The routing of a layer is known: the rows of each expert, int64 [experts]."""
         if self._began:
             size, lead = tokens.bit_length(), time.perf_counter() - self._began
             self._lead[size], self._began = min(lead, self._lead.get(size, lead)), 0.0
@@ -110,13 +112,13 @@ class Prefetch:
             self._needed += int(np.count_nonzero(rows[ahead]))
 
     def note_copies(self, nbytes: int, count: int) -> None:
-        """Copies of so many experts of ``nbytes`` have been submitted."""
+        """Copies of ``count`` experts of ``nbytes`` bytes each have been submitted."""
         if self._share is not None and self._share.measured:
             seconds = count * self._share.copying(nbytes)
             self._copied = max(self._copied, time.perf_counter()) + seconds
 
     def _judge(self) -> None:
-        """Settle whether the last guesses were good enough."""
+        """Decide whether the last guesses were good enough to go on."""
         if self._guessed:
             wrong = self._needed < _NEEDED * self._guessed
             self._resting = self._rest if wrong else 0
@@ -124,8 +126,8 @@ class Prefetch:
             self._needed = self._guessed = 0
 
     def _likely(self, path: str, place: Place, tokens: int) -> list[int]:
-        """The experts that the layer will probably need, those with the most rows first, and not what the host will
-        compute."""
+        """The experts that the layer will probably need, those with the most rows first. Without the experts that the
+        host will compute."""
         before, seen = self._seen[path]
         rows, share = seen * (tokens / before), self._share
         left = np.where(rows < _LIKELY_ROWS, 0.0, rows)

@@ -1,11 +1,11 @@
-"""Experts of a streamed step that the host computes where they are, while the others are copied to the device.
+"""Experts of a streamed step that the host computes, while other experts are copied to the device.
 
-Both read host memory, and both take about as long for an expert with few rows: together they are done sooner than
-either alone. The host gets the experts with the fewest rows (as in HybriMoE, Zhong et al. 2025), and computes in a
-thread of its own, because the thread that submits work to the device is busy meanwhile. If the host's kernels have such
-a thread, it is used: a thread of Python would wait for the interpreter's lock, which the submitting thread holds. The
-device adds its sums to the host's. If it can, it waits by itself for a word in page-locked memory that says that they
-are there.
+For an expert with few rows, the host's product takes about as long as the copy. So the host and the link together end
+sooner than either alone. The host gets the experts with the fewest rows (as in HybriMoE, Zhong et al. 2025). It
+computes in a thread of its own, because the thread that submits work to the device is busy. If the host's kernels have
+such a thread, that one is used: a thread of Python would wait for the interpreter's lock, which the submitting thread
+holds. The device adds the host's sums to its own. If the device can, it waits by itself for a word in page-locked
+memory that says that the host's sums are ready.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from evener_offload.captured_experts import SPARING, HostWork
 from evener_offload.expert_costs import ExpertCosts, Indices, host_share
 
 log = logging.getLogger("evener.worker")
-#: Rows of each expert with which the host is timed, beside one; how often.
+#: The host is timed with 1 row and with so many rows of each expert, so many times each.
 _TIMED_ROWS, _TIMES = (16, 96), 2
-#: Bytes of page-locked memory for a word, so that nothing else is in its cache line.
+#: Bytes of page-locked memory for the word, so that nothing else is in its cache line.
 _LINE = 64
-#: Steps of a size that are timed with the host's part, and without it, after one each that sets things up. After so
-#: many steps of the size this begins anew: texts change, and what else the machine does.
+#: So many steps of a size are timed with the host's part, and so many without it, each after one that sets things up.
+#: After ``_AGAIN`` steps of the size they are timed again: texts change, and so does other work on the machine.
 _TRIALS, _AGAIN = 3, 256
 
 
@@ -43,28 +43,33 @@ class Begins(Protocol):
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: MoEWeights, out: torch.Tensor,
         threads: int, word: torch.Tensor | None = None,
     ) -> Callable[[], int]:  # fmt: skip
-        """Begin to compute into ``out`` with ``threads`` threads, none of which is the caller. Returns a function that
-        waits for the end and returns the nanoseconds that it took; it raises what the computation raised. The inputs
-        must not change until then. At the end, also after a failure, 1 is stored in ``word``, int32 [1]. A device has
-        one such call at a time."""
+        """Begin to compute into ``out``, [T, hidden], with ``threads`` threads; the caller is none of them.
+
+        Returns a function that waits for the end, and returns the nanoseconds that the computation took, or raises what
+        it raised. Until then the inputs must not change. At the end, also after a failure, 1 is stored in ``word``,
+        int32 [1]. A device may have only one such call at a time."""
 
 
 @runtime_checkable
 class ReadsHost(Protocol):
-    """A device that reads page-locked memory where it is. Copies to it would wait for those of experts."""
+    """A device that reads page-locked host memory directly. Copies of the sums would wait for copies of experts."""
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
-        """Page-locked ``host``, contiguous, as a tensor of the device."""
+        """The contiguous page-locked tensor ``host`` as a tensor of the device, without a copy."""
 
     def await_word(self, word: torch.Tensor) -> None:
-        """Let all work that is submitted to the current stream from here on wait until ``word``, int32 [1] in
-        page-locked memory, is more than 0."""
+        """Let work that is submitted to the current stream from now on wait until ``word``, int32 [1] in page-locked
+        memory, is more than 0."""
 
 
 @dataclass
 class _Trials:
-    """Seconds for each byte of the experts that steps of one size chose, with the host's part and without it; and how
-    many steps there were."""
+    """Steps of one size.
+
+    Attributes:
+        with_host, without: seconds for each byte of chosen experts, with the host's part and without it.
+        steps: how many steps there were.
+    """
 
     with_host: list[float] = field(default_factory=list)
     without: list[float] = field(default_factory=list)
@@ -76,11 +81,11 @@ class PromptShare:
 
     Args:
         host: the device that computes experts on the host, with so many ``threads``.
-        select: prepares a thread for compute there.
-        work: counts what the host computes.
+        select: is called in the new thread: prepares it for compute.
+        work: gets the counts of what the host computes.
 
     Attributes:
-        computed: experts that the host computed beside copies.
+        computed: how many experts the host computed beside copies.
         active: whether the host takes part in this step.
     """
 
@@ -88,24 +93,24 @@ class PromptShare:
         self._device, self._host, self._work, self.computed = device, host, work, 0
         self._threads = threads
         self._thread = ThreadPoolExecutor(1, "evener-prompt-share", initializer=select)
-        #: Costs of an expert of so many bytes; None: not measured yet.
+        #: Bytes of an expert, and its costs; None: not measured yet.
         self._costs: tuple[int, ExpertCosts] | None = None
         self._room: torch.Tensor | None = None
-        #: If the device reads page-locked memory: the same as a tensor of the device, and the word.
+        #: None: the device does not read page-locked memory. ``_there``: ``_room`` as a tensor of the device.
         self._reads = device if isinstance(device, ReadsHost) else None
         self._there: torch.Tensor | None = None
         self._word: torch.Tensor | None = None
-        #: What waits for the part that has begun, and keeps what it reads.
+        #: Waits for the part that has begun, and keeps its inputs alive; None: no part has begun.
         self._begun: Callable[[], None] | None = None
         self._trials: dict[int, _Trials] = {}
         self._size, self._began, self.active = 0, 0.0, True
-        #: Bytes of the experts that the step has chosen so far.
+        #: Bytes of experts that the step has chosen so far.
         self._chosen = 0
-        #: By path: a layer's weights, and the same with a map that only has the host's experts.
+        #: By path: a layer's weights, and the same with a map of only the host's experts.
         self._own: dict[str, tuple[MoEWeights, MoEWeights]] = {}
 
     def close(self) -> None:
-        """End the threads. Calling it again does nothing."""
+        """End the thread. Calling ``close`` again does nothing."""
         try:
             self._settle()
         except Exception:  # of a step that was given up, so nobody waits for it
@@ -116,14 +121,15 @@ class PromptShare:
         self, nbytes: int, copies: Callable[[float], float], compute: OpFunction, x: torch.Tensor, experts: int,
         top: int, w: MoEWeights,
     ) -> tuple[ExpertCosts, ExpertCosts]:  # fmt: skip
-        """Time the host with all experts of a layer, which no cache holds: alone, and while experts are copied to the
-        device, because both read the same memory. Returns the costs of both.
+        """Time the host with all experts of a layer, which are too large for caches. Returns two costs: of the host
+        alone, and beside copies of experts to the device, because both read host memory.
 
         Args:
-            nbytes: of an expert.
-            copies: waits for the copies that it started before, and starts some that take so many seconds; returns the
-                seconds that one expert takes.
+            nbytes: bytes of an expert.
+            copies: waits for the copies that it has started before, starts copies that take so many seconds, and
+                returns the seconds of the copy of one expert.
             x: rows [T, hidden], on the host.
+            experts, top: experts of the layer, and how many a token chooses.
         """
 
         def host(rows: int) -> tuple[float, float]:
@@ -159,14 +165,16 @@ class PromptShare:
 
     @property
     def measured(self) -> bool:
-        """Whether costs are known."""
+        """Whether costs have been measured."""
         return self._costs is not None
 
     def begin(self, tokens: int) -> None:
-        """A step of so many tokens begins, or reaches its first streamed layer: settle whether the host takes part. The
-        first steps of each size (a power of two of tokens) are timed both ways, in turns. The fastest ones for what
-        their tokens chose decide: other work on the machine only makes steps slower. The first step of a way does not
-        count: it sets things up, and a warm-up's tokens, all equal, choose few experts.
+        """A step of so many tokens begins, or reaches its first streamed layer: decide whether the host takes part.
+
+        The first steps of each size (a power of two of tokens) are timed with the host's part and without it, in turns.
+        The fewest seconds for each byte of chosen experts decide, because other work on the machine only makes steps
+        slower. The first step of each way does not count: it sets things up, and all tokens of a warm-up are equal and
+        choose few experts.
         """
         self._size, self._began, self._chosen = tokens.bit_length(), time.perf_counter(), 0
         trials = self._trials.get(self._size)
@@ -179,8 +187,8 @@ class PromptShare:
             self.active = min(trials.with_host[1:]) <= min(trials.without[1:])
 
     def end(self) -> None:
-        """The step's last streamed layer has been submitted. Waits for the host's part, and in a step that is timed for
-        the device too: without the host, more copies are still under way by now.
+        """The step's last streamed layer has been submitted. Waits for the host's part. In a step that is timed, also
+        waits for the device: in steps without the host's part, more copies are still under way now.
 
         Raises:
             Exception: the host failed.
@@ -193,21 +201,21 @@ class PromptShare:
             times.append((time.perf_counter() - self._began) / max(1, self._chosen))
 
     def note_chosen(self, nbytes: int) -> None:
-        """The step's tokens have chosen experts of so many bytes in a streamed layer."""
+        """The step's tokens have chosen experts of ``nbytes`` bytes in all in a streamed layer."""
         self._chosen += nbytes
 
     def choose(self, nbytes: int, missing: Indices, rows: Indices, under_way: float = 0.0) -> Indices:
         """The experts that the host computes, those with the fewest rows first.
 
         Args:
-            nbytes: of an expert.
-            missing, rows: experts that must be copied or computed here, and the rows of each.
-            under_way: seconds that copies take which were submitted before.
+            nbytes: bytes of an expert.
+            missing, rows: experts that must be copied or computed on the host, and the rows of each.
+            under_way: seconds until the copies end that were submitted before.
         """
         return host_share(missing, rows, self._costs_of(nbytes), under_way)
 
     def copying(self, nbytes: int) -> float:
-        """Seconds that the copy of an expert of so many bytes takes."""
+        """Seconds of the copy of an expert of so many bytes."""
         return self._costs_of(nbytes).copy
 
     def _costs_of(self, nbytes: int) -> ExpertCosts:
@@ -219,11 +227,15 @@ class PromptShare:
         self, path: str, chosen: Indices, nbytes: int, compute: OpFunction, x: torch.Tensor, ids: torch.Tensor,
         weights: torch.Tensor, w: MoEWeights,
     ) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
-        """Start computing the chosen experts' part of each token's sum; returns what waits for it, and adds it to rows
-        [T, hidden] of the device. ``x``, ``ids`` and ``weights`` are on the host.
+        """Start computing the chosen experts' part of each token's sum. Returns a function that waits for the sums, and
+        adds them to rows [T, hidden] of the device.
+
+        Args:
+            nbytes: bytes of an expert.
+            x, ids, weights: inputs of ``routed_experts``, on the host.
 
         Raises:
-            Exception: the host failed in the part before.
+            Exception: the host failed in an earlier part.
         """
         self._settle()
         self.computed += len(chosen)
@@ -233,7 +245,7 @@ class PromptShare:
 
         def job() -> torch.Tensor:
             began = time.perf_counter_ns()
-            with torch.inference_mode():  # belongs to a thread
+            with torch.inference_mode():  # each thread has its own mode
                 if getattr(compute, "takes_out", False):
                     found = self._alone(partial(compute, out=out, rows=len(x)), x, ids, weights, own)
                 else:
@@ -246,7 +258,7 @@ class PromptShare:
 
         def add(rows: torch.Tensor) -> torch.Tensor:
             found = started.result()
-            # The next layer's rows come to the host after this copy, so nobody writes the memory before.
+            # The next layer's rows come to the host after this copy, so no one writes this memory before.
             return rows.add_(torch.empty_like(rows).copy_(found, non_blocking=True))
 
         return add
@@ -255,15 +267,15 @@ class PromptShare:
         self, nbytes: int, compute: Begins, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, own: MoEWeights,
         out: torch.Tensor,
     ) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
-        """The same by the host's own thread. ``nbytes``: of all chosen experts."""
+        """As ``start``, in the host kernels' own thread. ``nbytes``: bytes of all chosen experts."""
         word, there = self._word, self._there
         if word is not None:
-            word.zero_()  # nobody waits for it any more: this layer's rows came after that
+            word.zero_()  # the device waits for it no more: this layer's rows came after that wait
         inputs, threads = (x, ids, weights), self._threads - (self._threads >= SPARING)
         end = compute.begin(*inputs, own, out, threads, word)
 
         def settle() -> None:
-            _ = inputs  # until now nothing else may take their memory
+            _ = inputs  # keeps their memory until now
             self._begun = None
             self._work.nanoseconds += end()
             self._work.read_bytes += nbytes
@@ -281,13 +293,13 @@ class PromptShare:
         return add
 
     def _settle(self) -> None:
-        """Wait for the part that has begun, if any; raise what it raised."""
+        """Wait for the part that has begun, if any, and raise what it raised."""
         if self._begun is not None:
             self._begun()
 
     def _locked(self, like: torch.Tensor) -> torch.Tensor:
-        """Page-locked memory for the result, if the device has any: torch would copy it there with threads that spin
-        for a while, on the cores that the next layer needs."""
+        """Memory for the result, page-locked if the device has any. From other memory, torch would copy the result to
+        page-locked memory with threads that spin for a while, on cores that the next layer needs."""
         if self._room is None or self._room.nbytes < like.nbytes:
             room, word = (next(iter(self._device.pinned_buffers(1, n)), None) for n in (like.nbytes, _LINE))
             self._room, self._word, self._there = torch.empty(like.nbytes, dtype=torch.uint8), None, None
@@ -297,7 +309,7 @@ class PromptShare:
         return self._room[: like.nbytes].view(like.dtype).view(like.shape)
 
     def _alone(self, compute: OpFunction, *inputs: Any) -> torch.Tensor:
-        """Compute on the host while another thread submits work: with one thread less."""
+        """Compute on the host with one thread less, because another thread submits work meanwhile."""
         self._host.limit_threads(self._threads - (self._threads >= SPARING))
         try:
             found: torch.Tensor = compute(*inputs)
@@ -306,8 +318,8 @@ class PromptShare:
         return found
 
     def _mapped(self, path: str, chosen: Indices, w: MoEWeights) -> MoEWeights:
-        """The weights of the layer, with -1 for the slots of all other experts. The same tensors each time: kernels
-        know their addresses."""
+        """The weights of the layer, with a map of only the chosen experts: all others have slot -1. The tensors are the
+        same each time, because kernels keep their addresses."""
         known = self._own.get(path)
         if known is None or known[0] is not w:
             known = self._own[path] = w, w._replace(slots=w.slots.clone(), copies=w.copies.clone())

@@ -1,16 +1,16 @@
-"""Experts that the device computes although it does not hold all: those of a layer that were used last are in slots on
-the device, and the others wait in host memory, page-locked where the device has such.
+"""Layers with slots: the device computes their experts, but holds only those that were used last, in slots. The other
+experts are in host memory, page-locked if the device has such memory.
 
-A layer's expert ids are read on the host. Experts that are in slots are computed at once; the others are copied
-meanwhile, on a stream of their own, and computed then. A step that needs more experts than there are slots goes on in
-waves: half of the slots are filled while the other half is computed with (``slot_products``).
+A layer's expert ids are read on the host. Experts in slots are computed at once. Missing experts are copied meanwhile,
+on a stream of their own, and then computed. A step that needs more experts than there are slots goes on in waves: half
+of the slots are filled while the device computes with the other half (``slot_products``).
 
-While a layer is computed, experts are copied that the next one will probably need (``next_router``). Once the next one
-has had all it needed for some steps, it is not guessed for until something is missing again.
+While a layer is computed, the experts are copied that the next layer will probably need (``next_router``). After some
+steps in which the next layer missed no expert, nothing is guessed for it until it misses one again.
 
-If the host may compute experts (``offload.host_when_sooner``), decode steps are captured, and it computes all that are
-not in slots (``captured_residents``), but for a part that may pass through other slots (``captured_passing``). Single
-prompts are captured but for experts (``captured_prompts``).
+If the host may compute experts (``offload.host_when_sooner``), decode steps are captured. In them the host computes all
+experts without a slot (``captured_residents``), except those that pass through other slots (``captured_passing``).
+Single prompts are captured, except for experts (``captured_prompts``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from evener_offload.slot_products import MOST_TOKENS, SlotProducts
 
 #: Fields of ``MoEWeights`` that are in host memory.
 _PLACED = ("gate_up", "down")
-#: Steps in which a layer had all it needed, before guesses for it stop.
+#: After so many steps in which a layer missed no expert, guesses for it stop.
 _QUIET = 16
 
 
@@ -63,7 +63,8 @@ class ResidentExperts(Placement):
 
     Args:
         resolver: the device's.
-        own: this rank's of the stages' ``builds``.
+        own: this rank's builder, one of ``builds``.
+        builds: the builders of all stages.
 
     Attributes:
         layer: by the path of the call site.
@@ -86,7 +87,7 @@ class ResidentExperts(Placement):
         self.layer: dict[str, ResidentLayer] = {}
         self.second_bytes = 0
         stream = new_stream(device)
-        #: What the host computes of the missing ones; None: nothing.
+        #: Computes missing experts on the host; None: the host computes none.
         self.share: HostShare | None = None
         if (most_rows := HostShare.parse_threshold(option(config, "host_when_sooner"))) != 0:
             self.share = HostShare(config, device, resolver, most_rows)
@@ -103,7 +104,7 @@ class ResidentExperts(Placement):
             )
         #: Submits captured steps; None: steps run eagerly.
         self.captured: CapturedResidents | None = None
-        #: Captures of prompts that are larger than those steps; None: they run eagerly.
+        #: Captures of single prompts of more than ``MOST_TOKENS`` tokens; None: they run eagerly.
         self._prompts: CapturedPrompts | None = None
         self._eager = True
         #: Lets a part of the experts without slots pass through the device in captured steps; None: the host computes
@@ -113,7 +114,7 @@ class ResidentExperts(Placement):
         shown = f"{count} experts of each of {len(sites)} layers are on the device, the others in host memory"
         resolver.manifest.notes.append(f"{shown}: {ranges(self.layers)}")
         resolver.manifest.notes += [] if self._prompts is None else [str(self._prompts)]
-        #: By path: the router of the next layer with experts, and what that layer has, if some are in host memory.
+        #: By path: the router and the slots of the next layer with experts, if that layer has slots.
         self._next: dict[str, tuple[NextRouter, ResidentLayer]] = {}
         if stream is not None and option(config, "prefetch_experts"):
             every = [site for site in own.sites if site.op == "moe_block"]
@@ -123,7 +124,7 @@ class ResidentExperts(Placement):
             }  # fmt: skip
 
     def _captures(self, config: ResolvedConfig, own: Builder, sites: Sequence[CallSite]) -> str | None:
-        """Prepare captured steps; why there are none, as ``Placement.eager``."""
+        """Prepare captured steps. Returns why there are none, in the form of ``Placement.eager``; None if there are."""
         share, captured, why = self.share, None, None if self.share else ", and offload.host_when_sooner=off"
         if share is not None and (why := why_eager(config, self._device, follows_drafter(config))) is None:
             captured = CapturedExperts(
@@ -165,8 +166,8 @@ class ResidentExperts(Placement):
         return passing
 
     def _run_eagerly(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
-        """As ``Placement.divided``, with all rows at once. Prompts are captured but for their experts, unless the host
-        computes some of these."""
+        """``Placement.divided``, with all rows at once. Single prompts run from their captures, unless they are so
+        small that the host computes missing experts."""
         assert self.captured is not None, "it is set where this is"
         self.captured.before_eager_step()
         self._eager, hidden = True, None
@@ -181,11 +182,13 @@ class ResidentExperts(Placement):
         return "host memory"
 
     def counters(self) -> Mapping[str, int]:
-        """Over all layers, in eager steps: experts that were needed and on the device, or were not and were copied, or
-        were computed by the host; bytes that were copied; experts that were guessed for a next layer, and that it
-        needed; bytes that were copied for wrong guesses. Of captured steps: how many there were, bytes of experts that
-        the host read, microseconds that it computed, bytes of experts that passed through the device, and experts that
-        took another one's slot. And captured prompts.
+        """Counts since the start, summed over all layers. In eager steps:
+
+        - needed experts that were on the device, that were copied, and that the host computed
+        - bytes of experts that were copied
+        - experts that were guessed for a next layer, those of them that it needed, and bytes copied for wrong guesses
+
+        For captured steps see ``CapturedResidents.counters``. And captured prompts.
 
         Raises:
             EvenerError: the host failed in a captured step.
@@ -211,8 +214,13 @@ class ResidentExperts(Placement):
 
     @staticmethod
     def settled(a: Assembly) -> tuple[InferConfig, str]:
-        """What ``infer.resident_experts=auto`` means for ``a``, which has all experts on the device: as many of each
-        layer as fit beside the rest and a fair share of state, or all; at least one."""
+        """The configuration with the number that ``infer.resident_experts=auto`` means, and the name of the key. ``a``
+        has all experts on the device. The number: as many experts of each layer as fit beside the rest and a fair share
+        of state, at least 1; 0 if all experts fit.
+
+        Raises:
+            ConfigError: ``infer.cpu_layer_num`` is auto too, or there are several pipeline stages.
+        """
         infer = a.config.config.infer
         if infer.cpu_layer_num == "auto":
             raise ConfigError("infer.cpu_layer_num=auto cannot be used with infer.resident_experts: set a number, or "

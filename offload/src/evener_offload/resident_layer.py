@@ -1,8 +1,8 @@
-"""Slots on the device for experts of one layer, or of several in turn: what is in them, and the order of copies to them
-and of products with them.
+"""Slots on the device for experts of one layer, or of several layers in turn: which experts are in them, and the order
+of copies and products.
 
-Copies run on a stream of their own, products on the steps' stream. A copy waits on the device for the last product with
-what the slot held before, and a product for the copies to its slots: the host waits for neither.
+Copies run on a stream of their own, products on the steps' stream. A copy waits for the last product with the expert
+that the slot held. A product waits for the copies to its slots. Both wait on the device, so the host does not wait.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class CopiesMany(Protocol):
     """A device that submits many copies in one call."""
 
     def copy_many(self, to: Numbers, sources: Numbers, sizes: Numbers, stream: Any = None) -> None:
-        """Submit copies of so many bytes from addresses of host memory to addresses of the device, each uint64 [n], on
-        ``stream``, by default the current one. The caller keeps the memory."""
+        """Submit n copies on ``stream``, by default the current one: ``sizes[i]`` bytes from the host address
+        ``sources[i]`` to the device address ``to[i]``. All are uint64 [n]. The caller keeps the memory alive."""
 
 
 class ResidentLayer:
-    """``count`` slots for experts of one layer, or of several equal ones.
+    """``count`` slots for experts of one layer, or of several equal layers.
 
     Args:
-        layers: the stacks of each layer, in a layout of the device's.
-        experts: how many a layer has. Those of layer i are numbered from ``i * experts``.
+        layers: the stacks of each layer, in a layout of the device.
+        experts: experts of a layer. Those of layer i are numbered from ``i * experts``.
         own: gets the slots, so that they are part of the memory plan.
-        packings: the device's.
-        stream: of the copies; None: the device has one queue, which keeps their order.
-        residents: which experts are in the slots; by default the last used ones.
+        packings: the device's, by layout.
+        stream: for the copies; None: the device has only one queue, which keeps the order.
+        residents: decides which experts are in the slots; by default those that were used last.
 
     Attributes:
-        gate_up, down: the slots of the two stacks.
-        residents: the experts in them.
-        nbytes: of one expert.
-        quiet: steps since one needed an expert that was not there, or that had been copied ahead.
+        gate_up, down: the slots for the two stacks.
+        residents: which experts are in the slots.
+        nbytes: bytes of one expert.
+        quiet: how many of the last steps in a row missed no expert, and found no copy under way.
     """
 
     def __init__(
@@ -59,19 +59,20 @@ class ResidentLayer:
         )
         self.residents, self.experts, self.quiet = residents or Residents(count), experts, 0
         self.nbytes = self.gate_up.nbytes + self.down.nbytes
-        #: What ``places`` returns, and how many experts had got a slot then.
+        #: What ``places`` returned, after the number ``residents.copied`` at that time.
         self._map: tuple[int, Any] | None = None
         self._device, self._stream = device, stream
         self._many = device if isinstance(device, CopiesMany) else None
-        #: The copies to submit ahead, once the products with the slots' present experts have been submitted.
+        #: Copies ahead that wait until the products with the experts now in their slots have been submitted.
         self._later: Wave | None = None
-        #: For each slot an event after the last product with it, and one after a copy that no product has waited for.
+        #: For each slot: an event after the last product with it, and an event after a copy for which no product has
+        #: waited yet.
         self._used: list[Any] = [None] * count
         self._copied: list[Any] = [None] * count
 
     def waves(self, needed: Iterable[int], elsewhere: Collection[int] = (), together: bool = False) -> Sequence[Wave]:
-        """How the ``needed`` experts are computed; all of that must then be ``filled``. Experts that are on the device
-        come first. Those that are computed ``elsewhere`` are left out. ``together``: all in one wave, if there are
+        """The waves in which the ``needed`` experts are computed. All of them must then be ``filled``. Experts that are
+        in slots come first. Experts that are computed ``elsewhere`` are left out. ``together``: one wave, if there are
         slots for all."""
         late = self._late()
         waves = self.residents.waves(needed, late, elsewhere, together)
@@ -80,9 +81,9 @@ class ResidentLayer:
         return waves
 
     def filled(self, waves: Sequence[Wave]) -> Iterator[Wave]:
-        """Wave after wave, each in its slots for work that is submitted to the current stream before the next wave is
-        asked for. Copies are submitted as early as their slots allow it. The last wave ends when another one is asked
-        for, too."""
+        """Yield wave after wave. The experts of a wave are in their slots for work that the caller submits to the
+        current stream before it asks for the next wave; after the last wave it must ask once more. Copies are
+        submitted as early as their slots allow."""
         missing = [number for number, wave in enumerate(waves) if wave.copied]
         for number, wave in enumerate(waves):
             while missing and not _slots(waves[number : missing[0]]) & _slots([waves[missing[0]]]):
@@ -95,8 +96,8 @@ class ResidentLayer:
             self._copy(later)
 
     def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where experts of a single layer are, on the device: ``slots`` [experts, 1] and ``copies`` [experts] as in
-        ``ExpertMap``; and int32 [slots], the expert in each slot, any number if there is none."""
+        """Maps of a single layer, int32 on the device: ``slots`` [experts, 1] and ``copies`` [experts] of
+        ``ExpertMap``; and [slots], the expert in each slot (any number if the slot is empty)."""
         held = self.residents
         if self._map is None or self._map[0] != held.copied:
             slot_of, expert_of = np.full((self.experts, 1), -1, dtype=np.int32), np.zeros(held.count, dtype=np.int32)
@@ -109,8 +110,9 @@ class ResidentLayer:
         return found
 
     def learn(self, expert: int, needed: Collection[int]) -> Any:
-        """Start copying an expert that was computed elsewhere, for later steps; not over one that this step has
-        ``needed``. Returns an event after it; None if there is nothing to wait for."""
+        """Start copying an expert that was computed elsewhere, for later steps. It does not take the slot of an expert
+        that this step has ``needed``. Returns an event after the copy; None if nothing was copied, or if the device has
+        only one queue."""
         if self._stream is None:
             return None
         wave = self.residents.learn(expert, needed)
@@ -118,36 +120,36 @@ class ResidentLayer:
         return next((self._copied[slot] for slot in wave.slots.values()), None)
 
     def exchange(self, pairs: Iterable[tuple[int, int | None]]) -> None:
-        """Copy the first expert of each pair over the second one, or to an empty slot (None), on the current stream. No
-        step runs."""
+        """Copy the first expert of each pair to the slot of the second one, or to an empty slot (None), on the current
+        stream. No step may be running."""
         self._submit(self.residents.exchange(pairs))
 
     def note_use_of_all(self, event: Any) -> None:
-        """``event`` is after the last work with any of the slots."""
+        """Note that ``event`` is after the last work with all slots."""
         self._used = [event] * len(self._used)
 
     def forget_events(self) -> None:
-        """All copies and products have ended."""
+        """Note that all copies and products have ended."""
         self._used, self._copied = ([None] * self.residents.count for _ in range(2))
 
     def copy_again(self) -> None:
-        """Copy one expert to where it is, to measure how long that takes. On the current stream."""
+        """Copy one expert again to its slot on the current stream, to measure the time of a copy."""
         expert, slot = next(iter(self.residents.slots.items()), (0, 0))
         self._submit(Wave({expert: slot}, (expert,)))
 
     def copy_half(self) -> None:
-        """Copy experts that are no neighbours to half of the slots, to measure how long that takes. On the current
-        stream. Only before the first step: slots then hold what nobody knows of."""
+        """Copy experts that are not neighbours to half of the slots on the current stream, to measure the time. Only
+        before the first step: ``residents`` does not know of these copies."""
         apart = 2 if 2 * self.residents.half <= self.experts else 1
         self._submit(Wave.of_copies({apart * slot: slot for slot in range(self.residents.half)}))
 
     def ahead(self, guessed: Sequence[int], wave: Wave | None = None) -> None:
-        """Start copying experts that the layer will probably need; the likeliest first. ``wave``: the last of
-        ``filled``, if its products are not submitted yet; copies to its slots are submitted after them."""
+        """Start copying experts that the layer will probably need, the likeliest first. ``wave``: the last wave of
+        ``filled``, if its products are not submitted yet; copies to its slots are submitted after these products."""
         self.copy_ahead(self.residents.ahead(guessed), wave)
 
     def copy_ahead(self, ahead: Wave, wave: Wave | None = None) -> None:
-        """The same for experts that have got slots."""
+        """As ``ahead``, for experts that ``residents`` has given slots."""
         busy = set[int]() if wave is None else {*wave.slots.values()}
         later = {expert: slot for expert, slot in ahead.slots.items() if slot in busy}
         if later:
@@ -156,7 +158,7 @@ class ResidentLayer:
         self._copy(ahead)
 
     def _late(self) -> set[int]:
-        """The slots' experts whose copies are under way, as the device says now."""
+        """The experts in slots whose copies the device has not ended yet."""
         if ended := {event for event in _distinct(self._copied) if event.query()}:
             self._copied = [None if event in ended else event for event in self._copied]
         late = {slot for slot, event in enumerate(self._copied) if event is not None}
@@ -169,7 +171,7 @@ class ResidentLayer:
         if self._stream is None:
             self._submit(wave)
             return
-        # The stream is named in each call: to make it the current one takes longer than all of these.
+        # Each call names the stream: to make it the current stream takes longer than all these calls.
         for event in _distinct(map(self._used.__getitem__, slots)):
             event.wait(self._stream)
         self._submit(wave, self._stream)
@@ -199,7 +201,7 @@ class ResidentLayer:
         for event in _distinct(map(self._copied.__getitem__, wave.slots.values())):
             event.wait()
         for slot in wave.slots.values():
-            self._copied[slot] = None  # later work of this stream waits too
+            self._copied[slot] = None  # later work of this stream comes after this wait
 
     def _note_use(self, wave: Wave) -> None:
         if self._stream is not None:
@@ -208,15 +210,15 @@ class ResidentLayer:
                 self._used[slot] = event
 
     def _mark(self) -> Any:
-        """An event after what was submitted to the current stream."""
+        """A new event, recorded on the current stream."""
         event = self._device.new_event()
         event.record()
         return event
 
 
 def _runs(wave: Wave) -> tuple[Indices, Indices, Indices]:
-    """The copies of one layer as first experts, first slots and counts of runs: in a run both are one
-    more from each to the next."""
+    """The copies of a wave as runs: first experts, first slots and counts, each int64 [runs]. In a run, consecutive
+    experts go to consecutive slots."""
     experts = np.fromiter(wave.copied, np.int64, len(wave.copied))
     slots = np.fromiter(map(wave.slots.__getitem__, wave.copied), np.int64, len(experts))
     begins = np.ones(len(experts), bool)

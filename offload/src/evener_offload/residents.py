@@ -1,4 +1,5 @@
-"""Which experts of a layer are on the device: those that were used last, and guesses of what comes next. Torch-free."""
+"""Which experts of a layer are in slots: those that were used last, and those that are guessed to come next. Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class Wave:
 
     Attributes:
         slots: the slot of each.
-        copied: those of them that must be copied first.
+        copied: the experts that must be copied first.
     """
 
     slots: Mapping[int, int]
@@ -22,7 +23,7 @@ class Wave:
 
     @classmethod
     def of_copies(cls, slots: Mapping[int, int]) -> Wave:
-        """A wave of which all are copied."""
+        """A wave whose experts are all copied."""
         return cls(slots, tuple(slots))
 
 
@@ -30,12 +31,12 @@ class Residents:
     """The experts in ``count`` slots; the least recently used one leaves first (LRU).
 
     Attributes:
-        hits, misses: experts that steps needed, and that were in a slot, or were not.
-        guesses, right: experts that were guessed, and those of them that the next step needed.
-        wasted: experts that were copied because of a guess, and that the next step did not need.
-        copied: experts that got a slot.
-        passing: experts numbered below it have slots elsewhere in captured steps (``captured_passing``). They get one
-            here only because a step needs them or because they are guessed, and they leave first.
+        hits, misses: how many experts steps needed that were in a slot, and that were not.
+        guesses, right: how many experts were guessed, and how many of these the next step needed.
+        wasted: how many experts were copied because of a guess, and not needed by the next step.
+        copied: how many experts got a slot.
+        passing: experts with numbers below it pass through other slots in captured steps (``captured_passing``). They
+            get a slot here only if an eager step needs them or if they are guessed, and they leave first.
     """
 
     def __init__(self, count: int) -> None:
@@ -53,20 +54,21 @@ class Residents:
 
     @property
     def half(self) -> int:
-        """Half of the slots are computed with while the other half is filled."""
+        """Slots in a half, rounded up. The device computes with one half while the other half is filled."""
         return -(-self.count // 2)
 
     def waves(
         self, needed: Iterable[int], late: Collection[int] = (), elsewhere: Collection[int] = (),
         together: bool = False,
     ) -> Sequence[Wave]:  # fmt: skip
-        """How the ``needed`` experts are computed, in order: first those that are in slots, then the others, copied to
-        slots that the wave before does not use. If it uses all, they wait for it. The last ones stay in their slots.
+        """The waves in which the ``needed`` experts are computed, in order. First come the experts in slots. Then come
+        the missing ones, copied to slots that the wave before does not use; if that wave uses all slots, the copies
+        wait for it. The experts of the last waves stay in their slots.
 
         Args:
-            late: experts whose copies are under way; of those that are in slots, they are the last.
-            elsewhere: absent experts that are not computed here.
-            together: all in one wave, if there are slots for all.
+            late: experts whose copies are under way. Of the experts in slots, they are computed last.
+            elsewhere: missing experts that the host computes.
+            together: one wave, if there are slots for all.
         """
         found = self._waves(needed, late, elsewhere, together)
         if self.passing:
@@ -106,9 +108,8 @@ class Residents:
         return found
 
     def ahead(self, guessed: Sequence[int]) -> Wave:
-        """Give slots to experts that the next step will probably need, the likeliest first: to at most half as many as
-        there are slots. Of the experts that are in slots, no guessed one leaves. Guesses that turn out wrong are the
-        first to leave."""
+        """Give slots to experts that the next step will probably need, the likeliest first: at most half of the slots.
+        No guessed expert leaves its slot for another one. Wrong guesses leave first."""
         self._judge(())
         self._guessed = frozenset(guessed)
         self.guesses += len(self._guessed)
@@ -117,7 +118,7 @@ class Residents:
         return Wave.of_copies(ahead)
 
     def _place_ahead(self, guessed: Sequence[int], most: int, staying: Collection[int]) -> dict[int, int]:
-        """Give slots to at most so many absent experts, of which none takes that of an expert that is ``staying``."""
+        """Give slots to at most ``most`` of the guessed experts that have none. Experts in ``staying`` keep theirs."""
         absent = [expert for expert in guessed if expert not in self._slot][:most]
         empty = self.count - len(self._slot)
         leaving = islice((each for each in self._slot if each not in staying), max(0, len(absent) - empty))
@@ -125,12 +126,12 @@ class Residents:
         return {expert: self._place(expert, each) for expert, each in zip(absent, leaves, strict=False)}
 
     def exchange(self, pairs: Iterable[tuple[int, int | None]]) -> Wave:
-        """Give the first expert of each pair the slot of the second one, or an empty one (None)."""
+        """Give the first expert of each pair the slot of the second one, or an empty slot (None)."""
         return Wave.of_copies({expert: self._place(expert, leaves) for expert, leaves in pairs})
 
     def learn(self, expert: int, needed: Collection[int]) -> Wave:
-        """Give an absent expert the slot of the least recently used one that this step has not ``needed``, if any; not
-        a passing one."""
+        """Give an expert without a slot that of the least recently used expert which this step has not ``needed``. No
+        copies, if there is none, or if the expert passes (``passing``)."""
         leaves = None
         if expert < self.passing:
             return Wave({})
@@ -141,7 +142,7 @@ class Residents:
         return Wave.of_copies({expert: self._place(expert, leaves)})
 
     def _judge(self, needed: Sequence[int]) -> None:
-        """Compare the last guess with what was needed."""
+        """Compare the last guess with the needed experts."""
         self.right += len(self._guessed.intersection(needed))
         wrong = self._ahead.difference(needed)
         self.wasted += len(wrong)
@@ -150,7 +151,8 @@ class Residents:
         self._guessed = self._ahead = frozenset()
 
     def _place(self, expert: int, leaves: int | None = None) -> int:
-        """Give ``expert`` the slot of the one that ``leaves``, or an empty one, or that of the least recently used."""
+        """Give ``expert`` the slot of ``leaves``; if that is None, an empty slot, or that of the least recently used
+        expert. Returns the slot."""
         if leaves is not None:
             slot = self._slot.pop(leaves)
         else:

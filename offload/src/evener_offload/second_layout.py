@@ -1,4 +1,4 @@
-"""The same experts a second time in host memory, in a layout that another backend reads."""
+"""The same experts a second time in host memory, in the layout of another backend."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.placed_layers import stacks
 
-#: Of one layer: its stacks of gate and up, and of down projections.
+#: A layer's stack of gate and up projections, and its stack of down projections.
 Stacks = tuple[StackedWeight, StackedWeight]
 
 
 def second_layout(site: CallSite, first: Resolver, second: Resolver, where: str) -> Stacks:
-    """Give the stacks of ``site`` the layout of ``first``, and return what ``second`` reads: stacks of their own, or
-    the very same ones where both read one layout. Those of their own must still be kept (``keep``).
+    """Give the stacks of ``site`` the layout of ``first``, and return the stacks that ``second`` reads: new stacks, or
+    the same ones where both read one layout. New stacks must still be declared (``keep``).
 
     Args:
-        where: what the second ones are for, as part of their names.
+        where: what the new stacks are for, as a part of their names.
     """
     own = stacks(site)
     others = [replace(stack, name=f"{stack.name} for {where}") for stack in own]
@@ -36,12 +36,12 @@ def second_layout(site: CallSite, first: Resolver, second: Resolver, where: str)
 
 
 def kind_of(found: Stacks) -> tuple[Any, ...]:
-    """What layers have in common whose experts may use the same slots."""
+    """A key that is equal for layers whose experts may use the same slots."""
     return tuple((s.layout, s.rows, s.columns, s.experts, tuple(part.format for part in s.parts)) for s in found)
 
 
 def keep(site: CallSite, found: Stacks, own: Builder, placement: Placement) -> None:
-    """Let the second stacks of ``site`` be loaded."""
+    """Declare the new stacks in ``found``, so that they are loaded where ``placement`` says."""
     for stack in found:
         if not any(stack is each for each in stacks(site)):
             stack.placement = placement
@@ -49,7 +49,7 @@ def keep(site: CallSite, found: Stacks, own: Builder, placement: Placement) -> N
 
 
 def second_bytes(site: CallSite, found: Stacks, packings: Mapping[str, Packing]) -> int:
-    """Bytes of the second stacks that are not the first ones."""
+    """Bytes of the stacks in ``found`` that are not the site's own."""
     return sum(
         stack.experts * packings[stack.layout].nbytes(stack.parts, stack.dtype)
         for stack in found if not any(stack is each for each in stacks(site))

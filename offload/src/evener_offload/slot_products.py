@@ -1,13 +1,13 @@
-"""What the device computes with experts that are in slots.
+"""What the device computes with experts in slots.
 
-A step goes on in waves if it needs more experts than there are slots, or is large. The results of the waves are those
-of one product with all experts: each (token, expert) pair is computed in one wave, with all pairs of its expert, and
-the pairs of a token are summed up in the end, in the order of its choices.
+A step is computed in waves if it needs more experts than there are slots, or if it is large. The results of the waves
+are equal to those of one product with all experts: each (token, expert) pair is computed in one wave, with all pairs of
+its expert. The pairs of a token are summed at the end, in the order in which the token chose them.
 
 A small step whose experts all have slots is one call of ``routed_experts`` with a map from experts to slots. Where
-layers share slots, large ones are, too: there copies take longer than products, and what holds them up is the time
-until products are submitted. But if it needs most of the slots, the copies for the next layer would have to wait for
-its products.
+layers share slots, a large step is one call, too: copies take longer than products there, and the time to submit
+products would delay them. But a step that needs most of the slots is computed in waves, because the next layer's
+copies would have to wait for its products.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from evener.resolution.resolver import Resolver
 from evener_offload.resident_layer import ResidentLayer
 from evener_offload.residents import Wave
 
-#: Tokens of the largest step that is computed at once if its experts have slots. In larger ones products with experts
-#: that are there take long enough to be worth a launch of their own while others are copied.
+#: Tokens of the largest step that is one call if its experts have slots. In larger steps products with the experts in
+#: slots take long enough to be worth launches of their own while others are copied.
 MOST_TOKENS = 64
-#: Part of shared slots that one call needs at most, so that the others can be filled for the next layer.
+#: One call uses at most this part of shared slots, so that the other slots can be filled for the next layer.
 _SHARED_PART = 0.75
 
 
@@ -38,9 +38,9 @@ class SlotProducts:
     """The experts of one layer, at one bucket.
 
     Args:
-        number: which of the slots' layers it is.
+        number: of the layer, among those that share the slots.
         resolver: the device's.
-        shared: other layers have the same slots.
+        shared: whether other layers use the same slots.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SlotProducts:
                         **{k: static[k] for k in ("activation", "alpha", "limit", "dtype")})  # fmt: skip
         self._down = use("grouped_linear", {"T": top}, **linear_static(layer.down.weight))
         self._mix = use("mix_experts", {"K": top}, hidden=static["hidden"], dtype=static["dtype"])
-        #: The map, and the weights with it; those of the last step mostly serve again.
+        #: The map and the weights of the last step. Often the next step can use them again.
         self._last: tuple[torch.Tensor, MoEWeights] | None = None
 
     def __call__(
@@ -71,14 +71,14 @@ class SlotProducts:
         numbers: np.ndarray[Any, np.dtype[np.int32]], elsewhere: Collection[int] = (),
         before: Callable[[Wave | None], None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The experts' sum, [T, hidden].
+        """The weighted sum of the experts, [T, hidden].
 
         Args:
             x, ids, weights: the op's inputs.
             w: the layer's weights; its stacks are not read.
-            numbers: ``ids``, on the host.
-            elsewhere: experts that are computed elsewhere, and left out.
-            before: called once before the last products are submitted, with their wave.
+            numbers: ``ids`` on the host, [T, k].
+            elsewhere: experts that the host computes; they are left out.
+            before: called once, before the last wave's products are submitted, with that wave (None: there is none).
         """
         layer, biases = self._layer, [w.gate_up_bias, w.down_bias]
         total: torch.Tensor | None = None
@@ -90,7 +90,7 @@ class SlotProducts:
             if before is not None:
                 before(None)
             return x.new_zeros(x.shape)
-        # In one upload, before the experts' copies are submitted: later ones would wait for all of these.
+        # One upload, before the experts' copies are submitted: a later upload would wait for all these copies.
         if together and self._shared:
             placed = self._placed_in(waves[0], w)
         elif not together:
@@ -108,7 +108,7 @@ class SlotProducts:
                 biases = _chosen([w.gate_up_bias, w.down_bias], others[number])
             h = self._act(self._gate_up(x, layer.gate_up.value, slots, biases[0]).flatten(0, 1))
             one: torch.Tensor = self._down(h, layer.down.value, slots.reshape(-1, 1), biases[1])
-            total = one if total is None else total.add_(one)  # a pair's row is 0 in all waves but one
+            total = one if total is None else total.add_(one)  # a pair's row is 0 in all other waves
         assert total is not None, "there is a wave"
         if together:
             return total
@@ -118,21 +118,21 @@ class SlotProducts:
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: MoEWeights,
         places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """The sum of the experts that are in slots now, [T, hidden], in one call, which a capture may hold.
+        """The weighted sum of the experts in slots, [T, hidden], in one call that can be captured.
 
         Args:
-            places: as of ``ResidentLayer.places``; experts without a slot are left out.
+            places: see ``ResidentLayer.places``; experts without a slot are left out.
 
         Raises:
-            EngineError: steps of so many rows are computed in waves.
+            EngineError: a step of so many rows is not one call.
         """
         if self._whole is None:
             raise EngineError(f"experts in slots are computed at once in steps of up to {MOST_TOKENS} rows")
         return self._whole(x, ids, weights, self._weights(w, *places))  # type: ignore[no-any-return]
 
     def _maps(self, waves: Sequence[Wave]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Of each wave: int32 [waves, experts], the slot of each expert, -1 if it is not in the wave; and
-        [waves, slots], the expert in each slot, any number if there is none of the wave."""
+        """The maps of the waves, int32: [waves, experts], the slot of each expert, -1 if it is not in the wave; and
+        [waves, slots], the expert in each slot, any number if the slot is not the wave's."""
         slots_of = np.full((len(waves), self._layer.experts), -1, dtype=np.int32)
         experts_of = np.zeros((len(waves), self._layer.residents.count), dtype=np.int32)
         for number, wave in enumerate(waves):
@@ -142,14 +142,14 @@ class SlotProducts:
         return slots_of, experts_of
 
     def _placed(self, w: MoEWeights) -> MoEWeights:
-        """The weights of ``routed_experts``, whose stacks and biases are those in the slots."""
+        """The weights for ``routed_experts``, with the stacks, biases and map of the slots."""
         places = self._layer.places()
         if self._last is None or self._last[0] is not places[0]:
             self._last = places[0], self._weights(w, *places)
         return self._last[1]
 
     def _placed_in(self, wave: Wave, w: MoEWeights) -> MoEWeights:
-        """The same with the slots of ``wave`` alone: the others have experts of other layers."""
+        """As ``_placed``, with only the slots of ``wave``: other slots have experts of other layers."""
         (slots_of,), (experts_of,) = self._maps([wave])
         maps, count = self._device.upload(np.concatenate([slots_of, slots_of >= 0, experts_of])), len(slots_of)
         return self._weights(w, maps[:count].view(-1, 1), maps[count : 2 * count], maps[2 * count :])

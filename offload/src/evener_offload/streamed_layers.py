@@ -1,12 +1,12 @@
-"""Experts of host layers that pass through the device: in steps with many tokens they are copied to slots on the
-device, and computed there, because that is sooner than computing on the host (``offload.stream_prompts``). Where
-measured costs decide, the host computes some of them meanwhile (``prompt_share``).
+"""Host layers in steps with many tokens: their experts are copied to slots on the device, and computed there, because
+that is faster than computing on the host (``offload.stream_prompts``). Such a step is streamed. If measured costs
+decide, the host computes some of the experts meanwhile (``prompt_share``).
 
-Equal layers share the slots. One half of them is filled, on a stream of its own, while products run with the other; the
-first experts of the next layer are copied while this layer's last ones are computed. The layers that a step reaches
-first are the device's own: meanwhile slots are filled with the experts that most rows of the last such step chose
-(``prefetch``). Where the device's kernels read another layout than the host's, host memory holds the experts a second
-time.
+Equal layers share slots. One half of the slots is filled, on a stream of its own, while the device computes with the
+other half. The first experts of the next layer are copied while this layer's last ones are computed. The layers that a
+step reaches first have their experts on the device. Meanwhile slots are filled with the experts that most rows of the
+last streamed step chose (``prefetch``). If the device's kernels read another layout than the host's, host memory holds
+the experts a second time.
 """
 
 from __future__ import annotations
@@ -43,45 +43,45 @@ from evener_offload.second_layout import Stacks, expert_bytes, keep, kind_of, se
 from evener_offload.slot_products import SlotProducts
 
 log = logging.getLogger("evener.worker")
-#: Slots of a group of equal layers, at least. There are two halves, and the copies to one should last longer than it
-#: takes to submit the products with the other, and until the next layer's rows are known. All should last as long as
-#: the device's own layers take. So a half has so many bytes, unless all of a layer's experts have less.
+#: Slots of a group of equal layers, at least; and bytes of half of them, unless all of a layer's experts have fewer.
+#: The copies to one half should last longer than it takes to submit the products with the other half, and until the
+#: next layer's rows are known. The copies to all slots should last as long as the device's own layers take.
 SLOTS = 32
 HALF_BYTES = 192 << 20
-#: A step of more tokens than any.
+#: More tokens than any step has.
 _NEVER = 1 << 30
-#: The device's layout may take so many times the bytes of the host's, if measured costs decide.
+#: If measured costs decide, the device's layout may take at most so many times the bytes of the host's.
 _MOST_GROWTH = 1.5
 #: How often copies are timed.
 _TIMES = 3
-#: Copies of half of the slots that are timed at once.
+#: So many copies of half of the slots are timed together.
 _HALVES = 4
-#: Seconds in which a streamed layer's copies and products are submitted, beside its first copies.
+#: Seconds to submit a streamed layer's copies and products, in addition to the time of its copies.
 _SUBMITTED = 1e-3
-#: The largest step that costs are calculated for.
+#: Tokens of the largest step for which costs are calculated.
 _MOST_TOKENS = 1 << 20
 
-#: ``routed_experts``: rows [T, hidden], ids and weights [T, k], and the layer's weights, to sums [T, hidden].
+#: ``routed_experts`` on the host: from rows [T, hidden], ids and weights [T, k], and the layer's weights, to sums
+#: [T, hidden].
 OnHost = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, MoEWeights], torch.Tensor]
 
 
 def parse_threshold(value: str) -> int | None:
-    """What ``offload.stream_prompts`` says: None: measured costs decide; the tokens of the smallest step that is
-    streamed; 0: none is.
+    """Parse ``offload.stream_prompts``: None: measured costs decide; the tokens of the smallest streamed step; 0: off.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the value is something else.
     """
     return auto_or_number("stream_prompts", value, _NEVER - 1, "the tokens of the smallest such step")
 
 
 def slots_for(nbytes: int, experts: int) -> int:
-    """Slots of layers with so many ``experts`` of ``nbytes`` each."""
+    """How many slots layers with so many ``experts`` of ``nbytes`` bytes each share."""
     return min(experts, max(SLOTS, 2 * -(-HALF_BYTES // nbytes)))
 
 
 class Copies:
-    """Copies of experts to the slots, to be measured and to be measured beside."""
+    """Copies of experts to slots: their time is measured, and the host is timed beside them."""
 
     def __init__(self, device: Device, slots: ResidentLayer, stream: Any) -> None:
         self._device, self._slots, self._stream = device, slots, stream
@@ -94,7 +94,7 @@ class Copies:
         self._half = min(times) / _HALVES
 
     def __call__(self, seconds: float) -> float:
-        """Start copies that take so many seconds, once those before have ended; returns the seconds of one expert."""
+        """Wait for the copies before, and start copies that take so many seconds. Returns the seconds of one expert."""
         self._device.synchronize()
         self._start(round(seconds / self._half))
         return self._half / self._slots.residents.half
@@ -106,21 +106,22 @@ class Copies:
 
 
 class StreamedLayers:
-    """The host layers of this rank's stage.
+    """The host layers of this rank's stage, in streamed steps.
 
     Args:
-        sites: of these layers; their weights are placed, and have no layout yet.
+        sites: call sites of these layers; their weights are placed, and have no layout yet.
         host, resolver: the resolvers of the host and of the device.
         placement: of the experts.
-        least: tokens of the smallest step that is streamed; None: measured costs decide.
-        stream: of the copies; None: the device has one queue.
-        share: what the host computes beside copies, if measured costs decide.
+        least: tokens of the smallest streamed step; None: measured costs decide.
+        stream: for the copies; None: the device has only one queue.
+        share: computes the host's part beside copies, if measured costs decide.
 
     Attributes:
         groups: the slots of each group of equal layers.
         second_bytes: bytes of experts that are in host memory a second time, as the device reads them.
-        tokens: so many that were computed by streamed layers, each layer's counted.
-        biases, stacks: by path, those of experts on the device, and experts as the device reads them.
+        tokens: tokens of streamed steps, counted once for each layer.
+        biases: by path: the experts' biases on the device.
+        stacks: by path: the experts as the device reads them.
     """
 
     def __init__(
@@ -172,11 +173,11 @@ class StreamedLayers:
 
     @staticmethod
     def worthwhile(sites: Sequence[CallSite], host: Resolver, resolver: Resolver, stream: Any, free: int) -> bool:
-        """Whether measured costs may decide: copies run beside compute, no layout is much larger than the host's, and
-        host memory holds both. The stacks of ``sites`` get the host's layout."""
+        """Whether measured costs may decide: copies run beside compute, no device layout is much larger than the
+        host's, and ``free`` bytes of host memory hold both layouts. Gives the stacks of ``sites`` the host's layout."""
         if stream is None:
             return False
-        total, probe = 0, Resolver(resolver.available)  # whose manifest nobody reads
+        total, probe = 0, Resolver(resolver.available)  # its manifest is thrown away
         for site in sites:
             found = second_layout(site, host, probe, "the device")
             first = expert_bytes(stacks(site), host.packings_by_layout)
@@ -188,7 +189,8 @@ class StreamedLayers:
 
     @staticmethod
     def room(sites: Sequence[CallSite], packings: Mapping[str, Packing]) -> int:
-        """Bytes of slots on the device that layers may need, which have their layouts of the device's ``packings``."""
+        """Bytes of device memory that the slots may need. The stacks of ``sites`` have layouts of the device's
+        ``packings``."""
         each = {expert_bytes(stacks(site), packings): site.static["experts"] for site in sites}
         return sum(nbytes * slots_for(nbytes, experts) for nbytes, experts in each.items())
 
@@ -198,11 +200,11 @@ class StreamedLayers:
         return sum(slots.residents.copied * slots.nbytes for slots in self.groups)
 
     def takes(self, tokens: int) -> bool | None:
-        """Whether a step is streamed; None: it is not known yet."""
+        """Whether a step of so many tokens is streamed; None: not known yet, ``measure`` must decide."""
         return bool(self._places) and (None if self._least is None else tokens >= self._least)
 
     def begin(self, tokens: int) -> None:
-        """A step of so many tokens begins; what it uploads has been submitted."""
+        """A step of so many tokens begins. Its own uploads have been submitted."""
         self._begun = bool(self.takes(tokens))
         if self._begun and self._share is not None:
             self._share.begin(tokens)
@@ -210,7 +212,8 @@ class StreamedLayers:
             self._prefetch.begin(tokens)
 
     def resolve(self, path: str, static: Static, bucket: Bucket, compute: OpFunction) -> OpFunction | None:
-        """What starts a streamed step of one layer, and returns what waits for it; None if none is streamed.
+        """A function that starts a streamed step of one layer, and returns a function that waits for the sums
+        [T, hidden]. None if no step of the bucket is streamed.
 
         Args:
             compute: ``routed_experts`` on the host, for streamed steps alone.
@@ -267,8 +270,9 @@ class StreamedLayers:
         return start
 
     def _ahead(self, place: Place, guessed: np.ndarray[Any, Any], last: Wave | None) -> None:
-        """Copy what a layer will probably need, those with the most rows first, and not what the host will compute:
-        before the ``last`` products of this layer are submitted, which takes the host as long as some copies."""
+        """Copy the experts that a layer will probably need, those with the most rows first, without those that the host
+        will compute. This is before the ``last`` products of the layer before are submitted, because to submit them
+        takes the host as long as some copies."""
         slots, copied, share = place.slots, place.slots.residents.copied, self._share
         rows = place.absent(np.bincount(guessed.ravel(), minlength=slots.experts))
         if share is not None and share.active:
@@ -284,7 +288,8 @@ class StreamedLayers:
         return self._places[self._next[path].path]
 
     def measure(self, path: str, static: Static, compute: OnHost, x: torch.Tensor, w: MoEWeights) -> None:
-        """Settle from which number of tokens on steps are streamed, with a layer's rows. All ranks do this together."""
+        """Measure, and decide from which number of tokens on steps are streamed. ``x``: a layer's rows. All ranks must
+        call this together."""
         slots, experts, top = self._places[path].slots, static["experts"], static["top"]
         assert self._share is not None, "measured costs decide"
         copies, rows = Copies(self._device, slots, self._stream), self._device.readback(x).wait()
