@@ -87,17 +87,17 @@ descriptor = Descriptor(
         ),
         "pass_experts": Option(
             type=str, default="off", help="The part of a layer's experts that is copied to the device, and computed "
-            "there, in each captured decode step of many requests, while the host computes others: off, auto (so that "
-            "both are done together, as measured), or a percent from 1 to 50 of the layer's experts, those in slots "
-            "counted too. With infer.cpu_layer_num or infer.host_experts; with infer.resident_experts only if "
+            "there, in each captured decode step of many requests, while the host computes the others: off, auto (as "
+            "many as let host and copies end together, by measured times), or a percent from 1 to 50 of all experts of "
+            "the layer. With infer.cpu_layer_num or infer.host_experts; with infer.resident_experts only if "
             "offload.host_when_sooner is set, and only experts without a slot."
         ),
         "pass_experts_rows": Option(
-            type=int, default=8, help="offload.pass_experts: rows of the smallest such step."
+            type=int, default=8, help="offload.pass_experts: rows of the smallest such step, with rows of padding."
         ),
         "pass_most_chosen": Option(
             type=bool, default=False, help="offload.pass_experts, with infer.cpu_layer_num or infer.host_experts: the "
-            "most chosen experts of each layer pass, not its first ones. They are in host memory once more."
+            "most chosen experts of each layer pass, not its first ones. Host memory holds a second copy of them."
         ),
         "prefetch_experts": Option(
             type=bool, default=True, help="infer.resident_experts: while a layer is computed, copy the experts that "
@@ -105,8 +105,8 @@ descriptor = Descriptor(
         ),
         "host_when_sooner": Option(
             type=str, default="off", help="infer.resident_experts: the host computes missing experts of small steps if "
-            "that is sooner than copying them: off, auto (measured at the start), or a number: those with at most so "
-            "many rows. Unless off, it computes all that are missing in captured decode steps."
+            "that is sooner than copying them: off, auto (measured at the start), or a number (missing "
+            "experts with at most so many rows). Unless off, it computes all that are missing in captured decode steps."
         ),
         "numa": Option(
             type=str, default="auto", help="Experts in host memory, on a machine with several NUMA nodes: auto (their "

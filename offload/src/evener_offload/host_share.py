@@ -29,6 +29,7 @@ from evener.contracts.weights import MoEWeights
 from evener.layers.builder import Builder
 from evener.ops.composites import linear_static
 from evener.resolution.resolver import Resolver
+from evener_offload.captured_experts import SPARING
 from evener_offload.expert_costs import ExpertCosts, host_share
 from evener_offload.host_backend import auto_or_number, open_host, upload
 from evener_offload.resident_layer import ResidentLayer
@@ -36,8 +37,6 @@ from evener_offload.second_layout import Stacks, expert_bytes, keep, second_byte
 from evener_offload.slot_products import MOST_TOKENS
 
 log = logging.getLogger("evener.worker")
-#: With at least so many threads, the host computes with one less, because another thread submits work.
-_SPARING = 4
 #: The host is timed with 1 row and with so many rows, so many times each.
 _TIMED_ROWS, _TIMES = 4, 3
 #: Computes the host's part. Takes rows [T, hidden], ids [T, k] with -1 for experts that are not the host's, weights of
@@ -65,7 +64,7 @@ class HostShare:
         self.host, self._resolver = open_host(config, resolver)
         # If the host computed on all cores, the thread that shares its core with the submitting thread would be late,
         # and all others would wait for it in every product.
-        self.host.limit_threads(config.threads - (config.threads >= _SPARING))
+        self.host.limit_threads(config.threads - (config.threads >= SPARING))
         self._thread = ThreadPoolExecutor(1, "evener-host-share", initializer=self.host.select)
         self._device_resolver, self.packings = resolver, self._resolver.packings_by_layout
         #: By path: the stacks that the host reads.
