@@ -187,7 +187,8 @@ def anonymous_bytes() -> int:
 
 
 def test_memory_holds_what_is_packed_and_one_layer(tmp_path: Path, one_thread: None) -> None:
-    layers, rows, columns = 12, 1024, 1024
+    # Layers of 16 MiB: the allocator gives such large pieces back at once, so what other tests used does not count.
+    layers, rows, columns = 6, 2048, 2048
     random = torch.Generator().manual_seed(2)
     tensors = {f"layers.{i}.weight": torch.randn(rows, columns, generator=random) for i in range(layers)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -205,8 +206,7 @@ def test_memory_holds_what_is_packed_and_one_layer(tmp_path: Path, one_thread: N
     assert loaded.allocated == sum(kept.packed) == layers * rows * columns * 34 // 32
     packed = 0
     for measured, nbytes in zip(kept.anonymous, kept.packed, strict=True):
-        # Twice one layer: the allocator keeps some freed pages of what other tests used.
-        assert measured - before <= packed + 2 * one, "more than what is packed and one layer"
+        assert measured - before <= packed + one, "more than what is packed and one layer"
         packed += nbytes
 
 
