@@ -118,9 +118,10 @@ UPWARD = {
         "controller", "quantized", "sampling", "worker", "processes")),
     "evener.engine.controller": ("evener.engine.worker", "evener.engine.processes"),
     "evener.engine.quantized": ("evener.engine.worker", "evener.engine.controller", "evener.engine.processes"),
+    "evener.engine.inputs": tuple(f"evener.engine.{room}" for room in (
+        "sampling", "controller", "worker", "processes")),
     "evener.engine.sampling": ("evener.engine.worker", "evener.engine.controller", "evener.engine.processes"),
     "evener.engine.worker": ("evener.engine.processes",),
-    "evener.tuning": ("evener.engine.controller", "evener.engine.processes", "evener.frontend", *COMMANDS),
     "evener.frontend": ("evener.layers", *COMMANDS),
     "evener.api": ("evener.engine.processes", "evener.layers", *COMMANDS),
 }  # fmt: skip
@@ -235,7 +236,7 @@ def test_vectors_of_texts_import_only_what_callers_know_and_pooling_only_the_cor
     rows = {name: pooled.pop(name) for name in ["evener_pooling.rows"]}
     own = ("evener_pooling", "evener.plugins.discover", "evener.sampling_params", "evener.config.schema",
            "evener.contracts", "evener.errors")  # fmt: skip
-    worker = ("evener.engine.worker.runner", "evener.engine.worker.step_layout", "evener.engine.sampling",
+    worker = ("evener.engine.worker.runner", "evener.engine.inputs.step_layout", "evener.engine.sampling",
               "evener.engine.wire")  # fmt: skip
     assert pooled and violations(pooled, allow_of_evener(*own), typing=True) == []
     assert violations(pooler, allow_of_evener(*own, *worker), typing=True) == []
@@ -390,7 +391,7 @@ CAPS: Mapping[str, int] = {
     "evener.engine.sampling": 212, "evener.engine.quantized": 41, "evener.ops": 1_391, "evener.plugins": 1_476,
     "evener.frontend": 739, "evener.layers": 1_127, "evener.config": 820, "evener.cli": 292, "evener.loading": 628,
     "evener.resolution": 513, "evener.distributed": 166, "evener.folders": 62, "evener.backend": 244,
-    "evener.builtin": 65, "evener.exits": 51, "evener.state_pages": 28, "evener.tuning": 318,
+    "evener.builtin": 65, "evener.exits": 51, "evener.state_pages": 28,
     "evener.tuning_files": 138, "evener.api": 41,
     # What a device, a kernel, a model and a format implement; then what came later, each a room of its own.
     "evener.contracts": 713, "evener.contracts.communicator": 41, "evener.contracts.declared": 107,

@@ -15,7 +15,7 @@ from evener.cli import main as cli
 from evener.config import from_overrides
 from evener.engine.facts.manifest_report import ManifestReport, OpChoice
 from evener.errors import MemoryPlanError
-from evener.tuning.tuner import _differences, tune
+from evener_inspection.tuner import _differences, tune
 from evener.tuning_files.measurements import decode
 from evener_conformance.distributions import write_distribution
 from evener_conformance.graph.backend import install_graph_backend

@@ -12,7 +12,7 @@ import pytest
 from evener.config import from_overrides
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
-from evener.tuning.tuner import tune
+from evener_inspection.tuner import tune
 from evener_conformance.naive.model import find_architecture
 from evener_kernels_triton.tuning import Tuning
 from evener_kernels_triton.variants import combined, products, rounded_products
@@ -90,10 +90,10 @@ def test_tuning_rules_are_memoized_by_arguments() -> None:
 def test_every_variant_agrees_with_the_reference(
     family: str, ops: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted_backend: None
 ) -> None:
-    monkeypatch.setattr("evener.tuning.tuner.FIRST_ROUNDS", 1)
-    monkeypatch.setattr("evener.tuning.tuner.ROUNDS", 0)
-    monkeypatch.setattr("evener.tuning.record.MIN_CALLS", 1)
-    monkeypatch.setattr("evener.tuning.record.MAX_CALLS", 1)
+    monkeypatch.setattr("evener_inspection.tuner.FIRST_ROUNDS", 1)
+    monkeypatch.setattr("evener_inspection.tuner.ROUNDS", 0)
+    monkeypatch.setattr("evener_inspection.recorded_ops.MIN_CALLS", 1)
+    monkeypatch.setattr("evener_inspection.recorded_ops.MAX_CALLS", 1)
     config = {**find_architecture(f"{family}ForCausalLM").tiny_config(), "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     keys: dict[str, Any] = {

@@ -9,7 +9,7 @@ import torch
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
-from evener.engine.worker.step_layout import one_request
+from evener.engine.inputs.step_layout import one_request
 from evener.engine.worker.worker import Worker
 
 ROWS = 16

@@ -11,11 +11,11 @@ import torch
 
 from evener.contracts.generation.drafter import BY_WORKER
 from evener.contracts.state import StateStep
-from evener.engine.sampling.device_tables import DeviceTables
+from evener.engine.inputs.device_tables import DeviceTables
 from evener.engine.wire.messages import Sampling
 from evener.engine.wire.plan import Admission, DraftedTokens, Plan, TableUpdate
 from evener.engine.worker.runner import Runner
-from evener.engine.worker.step_layout import StepLayout
+from evener.engine.inputs.step_layout import StepLayout
 from evener_conformance.reference.device import HostDevice
 
 BLOCK = 4
@@ -82,7 +82,7 @@ def test_each_group_gets_its_own_aligned_slots_and_block_table(device: CountingD
     geometry: Any = SimpleNamespace(block_size=BLOCK, groups=[group] * groups, spans=(1,) * groups)
     nothing: Any = None
     runner = Runner(device, nothing, nothing, tables, geometry, nothing)
-    layout = StepLayout(Plan(id=1, slots=[2, 0], starts=[6, 7], counts=[1, 4], samples=[0, 1]))
+    layout = StepLayout(Plan(id=1, slots=[2, 0], starts=[6, 7], counts=[1, 4], samples=[0, 1]), tables)
     steps = runner._metas(layout, layout.upload(device))
     for number, step in enumerate(steps):
         first = 10 * number

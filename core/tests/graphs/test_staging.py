@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from evener.engine.worker.captured_inputs import Staging
+from evener.engine.inputs.captured_inputs import Staging
 from evener_conformance.reference.device import HostDevice
 
 

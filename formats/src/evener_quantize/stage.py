@@ -13,12 +13,12 @@ from evener.backend_search import BackendSearch
 from evener.config.schema import Config
 from evener.contracts.declared import LinearWeight
 from evener.distributed.world import RankGroups, World
-from evener.engine.sampling.device_tables import DeviceTables
+from evener.engine.inputs.device_tables import DeviceTables
 from evener.engine.wire.messages import Sampling
 from evener.engine.wire.plan import Admission, Plan, TableUpdate
 from evener.engine.worker.assembly import Assembly, assemble
 from evener.engine.worker.runner import Runner
-from evener.engine.worker.step_layout import StepLayout
+from evener.engine.inputs.step_layout import StepLayout
 from evener.engine.worker.weights import load_stage
 from evener.resolution.resolver import Resolver
 from evener_quantize.observed import Observer
@@ -77,7 +77,7 @@ class Stage:
         )  # fmt: skip
         with torch.inference_mode():
             self._runner.apply(plan)
-            layout = StepLayout(plan)
+            layout = StepLayout(plan, self._runner.tables)
             step = self._runner.step(layout, layout.upload(a.device))
             if not a.build.first_stage:
                 residual = stream.to(a.device.torch_device, copy=True)  # ops may overwrite it

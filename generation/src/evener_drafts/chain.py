@@ -32,7 +32,7 @@ from evener.engine.wire.plan import DraftedTokens, Plan, StepMasks
 from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.runner import ForwardStep, Runner
-from evener.engine.worker.step_layout import LayoutArrays, StepLayout
+from evener.engine.inputs.step_layout import LayoutArrays, StepLayout
 from evener.resolution.buckets import bucket_index
 from evener_drafts.computed import ComputedTokens
 from evener_drafts.rest import LONG, Rest
@@ -131,7 +131,7 @@ class ChainDrafter(ABC):
             own, places = [slots[row] for row in rows], [first[row] + at for row in rows]
             if at:
                 alone = Plan(id=plan.id, slots=own, starts=[place - 2 for place in places], counts=[1] * len(rows))
-                layout = StepLayout(alone)
+                layout = StepLayout(alone, self.runner.tables)
                 arrays = layout.upload(device)
                 states = self._go_on(states, self._with_following(self._alone.step(layout, arrays), arrays))
             where = device.upload(np.array([own, places], dtype=np.int32))
@@ -143,7 +143,7 @@ class ChainDrafter(ABC):
 
     def _with_following(self, step: ForwardStep, arrays: LayoutArrays[torch.Tensor]) -> ForwardStep:
         """The step with the tokens behind its own."""
-        following = self.runner.tables.tokens[arrays.token_slots, arrays.positions + 1]
+        following = self.runner.tables.ids(arrays.token_at + 1)
         return replace(step, token_ids=following, embedding_overrides=None)
 
     def _after(

@@ -35,7 +35,7 @@ from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.runner import ForwardStep, Runner
-from evener.engine.worker.step_layout import StepArrays, StepShape
+from evener.engine.inputs.step_layout import StepArrays, StepShape
 from evener_drafts.computed import ComputedTokens
 from evener_drafts.rest import LONG, SHORT, Rest
 

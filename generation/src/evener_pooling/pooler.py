@@ -11,7 +11,7 @@ from evener.contracts.pooling import PoolingSettings
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.plan import Plan
 from evener.engine.worker.runner import ForwardStep, Runner
-from evener.engine.worker.step_layout import LayoutArrays
+from evener.engine.inputs.step_layout import LayoutArrays
 
 #: Applies the model's head to rows [R, hidden]; float32 [R, width].
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -43,7 +43,7 @@ class Pooler:
         if not plan.samples:
             return PendingStep(plan, None)
         ends = arrays.sample_positions
-        pending = self._runner.store_ids(plan, arrays.sample_slots, ends, torch.zeros_like(ends), ())
+        pending = self._runner.store_ids(plan, arrays.sample_at, torch.zeros_like(ends), ())
         pending.pooled = [self._runner.device.readback(rows)]
         return pending
 

@@ -1,6 +1,6 @@
 """For looking into a run: commands that show what it would use on this machine, and why; measurements of an engine's
 steps, and for a start; and an executor that runs all ranks in one process, for a debugger. Of the commands only
-``bench-engine`` starts an engine. Torch-free.
+``bench-engine`` and ``tune`` start one. Torch-free.
 
 =======================  ===============================================================================
 module                   holds
@@ -11,6 +11,9 @@ module                   holds
 ``models_command``       ``evener models``: the supported architectures
 ``plugins_command``      ``evener plugins``: the installed packages
 ``bench_command``        ``evener bench-engine``: times of an engine's steps, without a server
+``tune_command``         ``evener tune``: times of the kernels that could run each op, in a file
+``tuner``                what ``tune`` measures: each candidate beside the reference, in turns
+``recorded_ops``         the inputs that a model calls its ops with
 ``engine_bench``         what ``bench-engine`` measures, as plain data
 ``step_times``           the times of steps on synthetic prompts
 ``layer_facts``          the layers of a model by kind, and the bytes that a step reads
@@ -39,6 +42,7 @@ descriptor = Descriptor(
         "explain": "evener_inspection.explain_command:main", "why-not": "evener_inspection.why_not_command:main",
         "config": "evener_inspection.config_command:main", "models": "evener_inspection.models_command:main",
         "plugins": "evener_inspection.plugins_command:main", "bench-engine": "evener_inspection.bench_command:main",
+        "tune": "evener_inspection.tune_command:main",
     },
     weight_makers={"dummy": "evener_inspection.dummy_weights:load_dummy"},
     stage_parts={"split": "evener_inspection.layer_costs:measured_split"},

@@ -27,11 +27,11 @@ from evener.config.schema import Config
 from evener.contracts.declared import LinearWeight, Weight
 from evener.distributed.agreement import Agreement
 from evener.distributed.world import World
-from evener.engine.sampling.device_tables import DeviceTables
+from evener.engine.inputs.device_tables import DeviceTables
 from evener.engine.worker.assembly import Assembly, StoredModel, assemble, declare_model
 from evener.engine.worker.memory import KEPT_FREE, memory_demand
 from evener.engine.worker.runner import Runner
-from evener.engine.worker.step_layout import StepLayout, one_request
+from evener.engine.inputs.step_layout import StepLayout, one_request
 from evener.engine.worker.weights import load_stage
 from evener.errors import ConfigError
 from evener.folders.cache import cache_folder, is_trusted, make_private
@@ -195,7 +195,7 @@ def _time(one: Assembly, head: bool) -> float:
     plan = one_request(tokens, len(one.geometry.groups), one.geometry.block_size)
     with torch.inference_mode():
         runner.apply(plan)
-        layout = StepLayout(plan)
+        layout = StepLayout(plan, tables)
         step = runner.step(layout, layout.upload(device))
         zeros = torch.zeros(tokens, one.model.hidden_size, dtype=torch.float32, device=device.torch_device)
         rows = zeros.to(getattr(torch, one.config.dtype))

@@ -19,7 +19,7 @@ from evener.config.resolve import ResolvedConfig
 from evener.contracts.device import Device
 from evener.contracts.graph import Replay
 from evener.engine.wire.plan import Plan
-from evener.engine.worker.captured_inputs import PromptInputs
+from evener.engine.inputs.captured_inputs import PromptInputs
 from evener.engine.worker.runner import Runner
 from evener.errors import EngineError
 from evener.resolution.buckets import LEAST_CAPTURED_PROMPT, capture_sizes
@@ -134,7 +134,7 @@ class CapturedPrompts:
     def _make(self, runner: Runner, size: int) -> _CapturedPrompt | None:
         if not runner.geometry.captures_prompts():
             return None
-        inputs, found = PromptInputs(self._device, size, self._spare, self._length), list[torch.Tensor]()
+        inputs, found = PromptInputs(self._device, runner.tables, size, self._spare, self._length), list[torch.Tensor]()
 
         def segment() -> None:
             found[:] = [runner.model.forward(runner.step(inputs.shape, inputs.arrays))]

@@ -35,7 +35,7 @@ from evener.engine.wire.plan import Plan
 from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import memory_demand
 from evener.engine.worker.runner import ForwardStep, Runner
-from evener.engine.worker.step_layout import StepLayout
+from evener.engine.inputs.step_layout import StepLayout
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes
@@ -234,7 +234,7 @@ class HostExperts(Placement):
         return hidden
 
     def _halved(self, runner: Runner, plans: Sequence[Plan], step: ForwardStep) -> torch.Tensor:
-        layouts = [StepLayout(plan) for plan in plans]
+        layouts = [StepLayout(plan, runner.tables) for plan in plans]
         halves = [runner.step(layout, layout.upload(runner.device)) for layout in layouts]
         if step.stream is not None:
             streams = zip(*(part.split([layout.tokens for layout in layouts]) for part in step.stream), strict=True)

@@ -25,7 +25,6 @@ Main = Callable[[list[str]], int]
 _BUILTIN: Mapping[str, tuple[str, str]] = {
     "doctor": ("evener.cli.doctor", "show how the backend is chosen, step by step"),
     "version": ("evener.cli.version", "show versions"),
-    "tune": ("evener.cli.tune", "benchmark kernels and save the choices"),
 }
 BUILTIN_NAMES = tuple(_BUILTIN)
 _SERVE, _KIT = 'pip install "evener[serve]"', "pip install evener-conformance"
@@ -46,6 +45,7 @@ _OPTIONAL: Mapping[str, tuple[str, str]] = {
     "quantize": ("write a GPTQ or AWQ checkpoint with the help of a text", _SERVE),
     "calibrate": ("write scales for a KV cache of eight bits", _SERVE),
     "bench-engine": ("time the engine alone, or some of its layers", _SERVE),
+    "tune": ("benchmark kernels and save the choices", _SERVE),
     "conformance": ("check whether a backend keeps the contracts", _KIT),
     "new": ("create a package to start from: new backend NAME, new model NAME", _KIT),
     "first-contact": ("try a backend on its hardware, and write an evidence file", _KIT),

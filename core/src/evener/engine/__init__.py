@@ -1,4 +1,4 @@
-"""The engine, in eight packages. Read them in this order.
+"""The engine, in nine packages. Read them in this order.
 
 ==============  ===========================================================================================
 package         holds
@@ -7,6 +7,7 @@ package         holds
 ``wire``        what crosses between the parts: messages, plans of steps, interfaces of client and executor
 ``batching``    how large a step may be
 ``controller``  the scheduler: which request computes which tokens in each step, and in which blocks
+``inputs``      what a step reads: the requests' tables on the device, and a plan as arrays
 ``worker``      one device rank: builds the model, plans its memory, runs steps and samples
 ``sampling``    token ids from logits, and results that were not read yet
 ``quantized``   how state is stored, and its scales

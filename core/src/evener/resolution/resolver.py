@@ -90,8 +90,7 @@ class Resolver:
             ResolveError: ``max_fallback`` is "none" and a primitive fell back to the reference.
         """
         for site in sites:
-            found = (self.resolve(site.op, site.path, site.static, bucket) for bucket in self.available.buckets)
-            site.table = tuple(found)
+            site.table = tuple(self.resolve(site.op, site.path, site.static, b) for b in self.available.buckets)
         fallbacks = self.manifest.fallback_lines()
         if fallbacks and self.available.max_fallback == "none":
             raise ResolveError(f"max_fallback=none, but only the reference serves {', '.join(fallbacks)}; install a "
@@ -156,11 +155,13 @@ class Resolver:
         by_label: dict[str, Provided[Any] | None] = {candidate.label: candidate for candidate in candidates}
         if not (op in available.forced or available.reference_ops or available.max_fallback == "none"):
             by_label[reference_provider(schema)] = None
+        # A kernel before all measured ones is newer than the file, which says nothing of it.
+        first = next((i for i, c in enumerate(candidates) if any(c.label == m.provider for m in measured)), 0)
+        yield from ((candidate, {}, "") for candidate in candidates[:first])
         for index, each in enumerate(measured):
             if each.provider in by_label:
                 yield by_label[each.provider], each.variant, _tuning_reason(file, each, measured[index + 1 :])
-        yield from ((candidate, {}, "") for candidate in candidates)
-        yield None, {}, ""
+        yield from ((candidate, {}, "") for candidate in (*candidates, None))
 
     def build(self, candidate: Provided[Any], call: OpCall) -> OpFunction:
         """The callable that ``candidate`` makes for ``call``.

@@ -1,11 +1,11 @@
-"""From logits to a step's result, and the tables that both segments of a step read and write.
+"""From logits to a step's result.
 
-=================  ==========================================================================
-module             what it holds
-=================  ==========================================================================
-``device_tables``  token ids, block tables and sampling parameters on the device
-``sampler``        logits to ids, and log-probabilities
-``masks``          the masks of a step as one array
-``pending``        a submitted step, whose result is on its way, and one that waits for masks
-=================  ==========================================================================
+===========  ==========================================================================
+module       what it holds
+===========  ==========================================================================
+``sampler``  logits to ids, and log-probabilities
+``results``  reads the results of steps, beside the next one
+``masks``    the masks of a step as one array
+``pending``  a submitted step, whose result is on its way, and one that waits for masks
+===========  ==========================================================================
 """

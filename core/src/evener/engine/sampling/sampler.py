@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from evener.engine.sampling.device_tables import DeviceTables
+from evener.engine.inputs.device_tables import DeviceTables
 from evener.layers.builder import Builder
 from evener.resolution.buckets import bucket_index
 

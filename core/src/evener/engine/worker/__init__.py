@@ -9,8 +9,6 @@ module               holds, in reading order
 ``weights``          filling the weights and tables of a rank's part of the model
 ``memory``           the memory plan: estimated, then corrected by a warm-up
 ``runner``           one plan in, one step on the device
-``step_layout``      the arrays of a step, sent to the device in one upload
-``captured_inputs``  the inputs of captured steps, at fixed addresses
 ``graphs``           decode steps that are captured once and replayed
 ``stages``           what ranks of different pipeline stages send each other
 ``inline_executor``  the executor of a worker in the controller's own thread

@@ -6,9 +6,10 @@ one of a few. All other steps run eagerly, which is always correct, and so do al
 state provider that computes long state in another way has captures for both (``StateProvider.capture_limits``): the
 plan's longest request decides, so that all ranks choose alike.
 
-A capture has two segments, forward and sample, and works on fixed addresses. What changes from step to step is copied
-into one buffer of int32 arrays first (``captured_inputs``). With pipeline stages, the stream is received at a fixed
-address before the replay, and a copy of the result is sent after it; only the last stage samples.
+A capture works on fixed addresses. If masks come between forward and sample, it has two segments, otherwise one. What
+changes from step to step is copied into one buffer of arrays first (``captured_inputs``). With pipeline stages, the
+stream is received at a fixed address before the replay, and a copy of the result is sent after it; only the last stage
+samples.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from evener.contracts.graph import GraphCapture, Replay
 from evener.engine.sampling.masks import pack_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.plan import Plan, StepMasks
-from evener.engine.worker.captured_inputs import DecodeInputs, Inputs, Lengths, PromptInputs, Staging
+from evener.engine.inputs.captured_inputs import DecodeInputs, Inputs, Lengths, PromptInputs, Staging
 from evener.engine.worker.runner import Runner
 from evener.errors import EngineError
 
@@ -124,11 +125,13 @@ class StepGraphs:
             if self._runner.replayed is not None:
                 self._runner.replayed(tokens)
             forward, *sample = captured.replays
+            arrays = captured.inputs.arrays
+            # Copied before the replay, which leaves the positions of the next step.
+            where = () if samples else [each[:rows].clone() for each in (arrays.sample_slots, arrays.sample_positions)]
             self._replay(forward, lengths)
             if stages is not None and not samples:
-                arrays, stream = captured.inputs.arrays, captured.outputs.stream
+                stream = captured.outputs.stream
                 assert stream is not None, "a replay before the last stage writes it"
-                where = arrays.sample_slots[:rows].clone(), arrays.sample_positions[:rows].clone()
                 stages.send_stream(stream[:tokens].clone(), plan, *where)
                 return PendingStep(plan, None)
 
@@ -136,12 +139,13 @@ class StepGraphs:
                 if masks is not None and captured.masks is not None:
                     pack_masks(plan, masks, captured.masks.next())
                     captured.masks.send()
-                self._replay(sample[0], lengths)
+                for replay in sample:
+                    self._replay(replay, lengths)
                 ids = captured.outputs.ids
                 assert ids is not None, "the replay has written them"
                 if stages is not None:
                     stages.send_ids(ids[:rows].clone())
-                return PendingStep(plan, self._device.readback(ids))
+                return PendingStep(plan, self._runner.results.read(ids.clone()))
 
             return draw if plan.masked else draw(None)
 
@@ -198,7 +202,7 @@ class StepGraphs:
 
     def _build_segments(self, kind: CaptureKey) -> _CapturedStep:
         runner, stages = self._runner, self._runner.stages
-        sizes = (self._device, kind.size, self._spare, kind.length)
+        sizes = (self._device, runner.tables, kind.size, self._spare, kind.length)
         inputs: Inputs = PromptInputs(*sizes, kind.samples) if kind.samples else DecodeInputs(*sizes)
         stream_buffer = None if stages is None else stages.stream_buffer(kind.size)
         arrays = inputs.arrays
@@ -220,6 +224,7 @@ class StepGraphs:
             hidden = runner.model.forward(step)
             if stages is not None and not stages.world.last_stage:
                 outputs.stream = hidden
+                inputs.advance()
                 return
             hidden = hidden if arrays.last is None else hidden.index_select(0, arrays.last)
             # Where no row needs a part of sampling, each takes the id of its largest logit.
@@ -236,7 +241,15 @@ class StepGraphs:
             elif logits is not None:
                 ids = runner.sampler.likeliest(logits)
             assert ids is not None, "the first segment leaves ids or logits"
-            tables.tokens[slots, positions] = outputs.ids = ids
+            tables.put(arrays.sample_at, ids)
+            outputs.ids = ids
+            inputs.advance()
 
-        segments = (forward, sample) if stages is None or stages.world.last_stage else (forward,)
+        def both() -> None:
+            forward()
+            sample()
+
+        segments: tuple[Callable[[], None], ...] = (forward, sample) if kind.masked else (both,)
+        if stages is not None and not stages.world.last_stage:
+            segments = (forward,)
         return _CapturedStep(inputs, stream_buffer, (), outputs, segments, masks)

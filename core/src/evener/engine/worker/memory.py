@@ -29,7 +29,7 @@ from evener.contracts.declared import Declared
 from evener.contracts.device import MemoryInfo
 from evener.contracts.quant import DTYPE_BYTES
 from evener.engine.facts.memory_plan import MemoryPlan, in_gib
-from evener.engine.sampling.device_tables import table_columns
+from evener.engine.inputs.device_tables import table_columns
 from evener.engine.wire.slabs import find_kinds, slabs_needed
 from evener.engine.worker.assembly import Assembly
 from evener.errors import MemoryPlanError

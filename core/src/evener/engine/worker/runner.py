@@ -14,15 +14,16 @@ from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.device import Device, Readback
 from evener.contracts.state import StateStep, StoredStateProvider
-from evener.engine.sampling.device_tables import DeviceTables, table_columns
+from evener.engine.inputs.device_tables import DeviceTables, table_columns
 from evener.engine.sampling.masks import pack_masks
 from evener.engine.sampling.pending import Draw, PendingStep
+from evener.engine.sampling.results import Results
 from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.plan import Plan, StepMasks
 from evener.engine.wire.pooling import pooling_part
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.stages import PipelineChannel
-from evener.engine.worker.step_layout import LayoutArrays, StepArrays, StepLayout, StepShape, aligned
+from evener.engine.inputs.step_layout import LayoutArrays, StepArrays, StepLayout, StepShape, aligned
 from evener.resolution.buckets import bucket_index
 
 
@@ -54,7 +55,7 @@ class Runner:
         adapters: AdapterStacks, stages: PipelineChannel | None = None, media: Any = None,
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
-        self.adapters, self.stages, self.media = adapters, stages, media
+        self.adapters, self.stages, self.media, self.results = adapters, stages, media, Results(device)
         #: Runs a step's rows in parts, as ``Placement.divided``; None: all at once.
         self.divided: Callable[..., torch.Tensor] | None = None
         #: Told before each replay of a captured step how many of its rows are not padding.
@@ -87,7 +88,7 @@ class Runner:
     def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, LayoutArrays[torch.Tensor]]:
         """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], the step, and its arrays."""
         self.apply(plan)
-        layout = StepLayout(plan)
+        layout = StepLayout(plan, self.tables)
         arrays = layout.upload(self.device)
         step = self.step(layout, arrays)
         if self.stages is not None and (buffer := self.stages.stream_buffer(layout.tokens)) is not None:
@@ -98,10 +99,9 @@ class Runner:
 
     def step(self, shape: StepShape, arrays: StepArrays[torch.Tensor]) -> ForwardStep:
         """Make the model's step. It only runs device work, so it can be captured."""
-        positions = arrays.positions
-        self.adapters.select(self.tables.ints[arrays.token_slots, 3] if shape.adapted else None)
-        token_ids = self.tables.tokens[arrays.token_slots, positions]
-        return ForwardStep(bucket_index(shape.tokens), token_ids, positions, self._metas(shape, arrays))
+        at, positions = arrays.token_at, arrays.positions
+        self.adapters.select(self.tables.adapters(at, positions) if shape.adapted else None)
+        return ForwardStep(bucket_index(shape.tokens), self.tables.ids(at), positions, self._metas(shape, arrays))
 
     def logits(self, rows: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Logits [R, vocab] of selected hidden rows [R, hidden]. The kernels are chosen for R rows."""
@@ -128,23 +128,21 @@ class Runner:
                     provider.copy_blocks(slot.views, source, target)
 
     def _metas(self, shape: StepShape, arrays: StepArrays[torch.Tensor]) -> tuple[Any, ...]:
-        size, positions = self.geometry.block_size, arrays.positions
-        column = torch.div(positions, size, rounding_mode="floor")
-        offset = torch.sub(positions, column, alpha=size)  # one launch, as below: each takes a microsecond of a step
-        # The slot mappings of all groups at once, each starting at a multiple of the device's alignment.
-        blocks, alignment, metas = self.tables.blocks, self.device.capabilities.alignment, list[Any]()
-        found = blocks[:, arrays.token_slots, column]
+        # The slot mappings of all groups at once, each starting at a multiple of the device's alignment. One launch for
+        # the sum: each takes a microsecond of a step.
+        size, alignment, metas = self.geometry.block_size, self.device.capabilities.alignment, list[Any]()
+        found = self.tables.blocks_at(arrays.block_at)
         slots = found.new_empty(len(found), aligned(shape.tokens, alignment))[:, : shape.tokens]
-        torch.add(offset, found, alpha=size, out=slots)
+        torch.add(arrays.offsets, found, alpha=size, out=slots)
         columns = table_columns(-(-shape.max_kv // size), len(found), alignment)
-        tables = blocks[:, :, :columns].index_select(1, arrays.slots)
+        tables = self.tables.blocks[:, :, :columns].index_select(1, arrays.slots)
         for slot_mapping, table, group in zip(slots, tables, self.geometry.groups, strict=True):
             if not group.slots:
                 metas.append(None)
                 continue
             step = StateStep(
                 tokens=shape.tokens, requests=shape.requests, max_query=shape.max_query, max_kv=shape.max_kv,
-                query_start=arrays.query_start, kv_lens=arrays.kv_lens, positions=positions,
+                query_start=arrays.query_start, kv_lens=arrays.kv_lens, positions=arrays.positions,
                 slot_mapping=slot_mapping, block_table=table,
                 host_query_lens=shape.query_lens, host_kv_lens=shape.kv_lens, captured=shape.captured,
                 kept_lens=arrays.kept_lens, host_kept_lens=shape.kept_lens,
@@ -159,8 +157,7 @@ class Runner:
         the memory plan has no room for more."""
         found: list[tuple[torch.Tensor, ...]] = []
         for rows in arrays.scores.split(max(1, self.tables.tokens.shape[0] - 1)):
-            slots, positions = (each.index_select(0, rows) for each in (arrays.token_slots, arrays.positions))
-            targets = self.tables.tokens[slots, positions + 1]
+            targets = self.tables.ids(arrays.token_at.index_select(0, rows) + 1)
             logits = self.logits(hidden.index_select(0, rows), step)
             found.append((targets, *self.sampler.logprobs(logits, targets, plan.top_scores)))
         return [self.device.readback(torch.cat(columns)) for columns in zip(*found, strict=True)]
@@ -173,7 +170,7 @@ class Runner:
         greedy = not (how.random or how.penalized or how.biased or how.logprobs or plan.masked)
         best = self.greedy(rows, step) if greedy else None
         if best is not None:
-            return self.store_ids(plan, slots, positions, best, scores, outputs)
+            return self.store_ids(plan, arrays.sample_at, best, scores, outputs)
         logits = self.logits(rows, step)
         floats, ints = (t.index_select(0, slots) if how.random else t for t in (self.tables.floats, self.tables.ints))
         random, penalized, biased = (a if len(a) else None for a in (arrays.random, arrays.penalized, arrays.biased))
@@ -188,7 +185,7 @@ class Runner:
             ids = self.sampler.ids(logits, floats, ints, positions, random, mask, filtered=how.filtered)
             # Selected before the readback starts: after that, the memory of ``ids`` may be reused.
             logprob_ids = ids.index_select(0, arrays.logprobs) if how.logprobs else None
-            pending = self.store_ids(plan, slots, positions, ids, scores, outputs)
+            pending = self.store_ids(plan, arrays.sample_at, ids, scores, outputs)
             if logprob_ids is not None:
                 found = self.sampler.logprobs(raw, logprob_ids, how.top_logprobs)
                 named = [self.sampler.named(raw, logprob_ids, found.chosen, arrays.named)] if how.named else []
@@ -198,11 +195,11 @@ class Runner:
         return draw if plan.masked else draw(None)
 
     def store_ids(
-        self, plan: Plan, slots: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, scores: Sequence[Readback],
+        self, plan: Plan, at: torch.Tensor, ids: torch.Tensor, scores: Sequence[Readback],
         outputs: Sequence[Sequence[Readback]] = (),
     ) -> PendingStep:  # fmt: skip
-        """Write the ids [R] of ``slots`` at ``positions``, send them to the first stage, and start to read them."""
-        self.tables.tokens[slots, positions] = ids
+        """Write sampled ids [S] at ``StepArrays.sample_at``, send them to the first stage, and start to read them."""
+        self.tables.put(at, ids)
         if self.stages is not None:
             self.stages.send_ids(ids)
-        return PendingStep(plan, self.device.readback(ids), scores, outputs)
+        return PendingStep(plan, self.results.read(ids), scores, outputs)

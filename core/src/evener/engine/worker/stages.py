@@ -20,7 +20,7 @@ import torch
 
 from evener.contracts.communicator import Communicator
 from evener.distributed.world import RankGroups
-from evener.engine.sampling.device_tables import DeviceTables
+from evener.engine.inputs.device_tables import DeviceTables
 from evener.engine.wire.plan import Plan
 
 

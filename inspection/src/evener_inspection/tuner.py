@@ -25,7 +25,7 @@ from evener.errors import ConfigError, UnknownNameError
 from evener.ops.parts import walk_static
 from evener.resolution.candidates import reference_provider, refusal
 from evener.resolution.resolver import Resolver
-from evener.tuning.record import RecordedOp, Steps
+from evener_inspection.recorded_ops import RecordedOp, Steps
 from evener.tuning_files import measurements
 from evener.tuning_files.measurements import Entry, Measurement, TuningTable, label, signature
 

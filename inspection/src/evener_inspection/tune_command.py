@@ -10,7 +10,7 @@ from evener.cli.command import Command, read_config
 from evener.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evener.tuning.record import RecordedOp
+    from evener_inspection.recorded_ops import RecordedOp
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     ops, buckets = ([word for word in text.split(",") if word] for text in (arguments.op, arguments.buckets))
     if not all(word.isdigit() for word in buckets):
         raise ConfigError(f"--buckets {arguments.buckets} is not a list of token counts; write it as in --buckets 1,16")
-    from evener.tuning.tuner import tune
+    from evener_inspection.tuner import tune
 
     path, outcomes = tune(config, ops, [int(n) for n in buckets], arguments.context, arguments.out, _with_progress)
     print("\n".join(line for found in outcomes for line in found.lines()))

@@ -3,14 +3,16 @@ step's tokens, whatever the length of the sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from evener.contracts.device import Device
+from evener.engine.inputs.device_tables import DeviceTables
 from evener.engine.wire.messages import Sampling
 from evener.engine.wire.plan import Admission, Plan, TableUpdate
 
@@ -30,21 +32,26 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, kw_only=True)
 class StepArrays(Generic[A]):
-    """The int32 arrays that a step is made of: T tokens of R requests, and S rows that are sampled from.
+    """The arrays that a step is made of: T tokens of R requests, and S rows that are sampled from. They are int32, but
+    for the first three, which are int64: what has 8 bytes comes first when arrays are joined.
 
     Attributes:
-        positions: [T], of each token in its request.
-        token_slots: [T], the slot of each token's request.
+        token_at, block_at: [T], where the device's tables keep each token's id and block (``Places``).
+        sample_at: [S], where the sampled ids are written.
+        positions: [T], of each token in its request; offsets: in its block.
         query_start: [R + 1], the first token of each request, and T at the end.
         kv_lens: [R], tokens of each request after the step; kept_lens: without its proposed tokens, None if all are
             certain.
         slots: [R], of each request.
         last: [S], the hidden row that is sampled from; None: all rows, in order.
-        sample_slots, sample_positions: [S], where the sampled ids are written.
+        sample_slots, sample_positions: [S], the slot and the position of ``sample_at``.
     """
 
+    token_at: A
+    block_at: A
+    sample_at: A
     positions: A
-    token_slots: A
+    offsets: A
     query_start: A
     kv_lens: A
     kept_lens: A | None
@@ -90,9 +97,9 @@ class StepShape:
 
 
 class StepLayout(StepShape):
-    """All int32 arrays of a step. They are joined on the host, sent in one upload, and sliced on the device."""
+    """All arrays of a step. They are joined on the host, sent in one upload, and sliced on the device."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, tables: DeviceTables) -> None:
         starts, counts, slots = _int32(plan.starts), _int32(plan.counts), _int32(plan.slots)
         ends = starts + counts
         super().__init__(
@@ -102,7 +109,8 @@ class StepLayout(StepShape):
         query_start = np.zeros(self.requests + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         inside = np.arange(self.tokens, dtype=np.int32) - np.repeat(query_start[:-1], counts)
-        positions, token_slots = np.repeat(starts, counts) + inside, np.repeat(slots, counts)
+        positions = np.repeat(starts, counts) + inside
+        places = tables.places(np.repeat(slots, counts), positions)
         picked, how = _int32(plan.samples), plan.sampling
         left = {draft.row: len(draft.ids) for draft in plan.drafts}
         behind = np.zeros_like(picked)  # tokens of the row after the one that is sampled from
@@ -115,25 +123,41 @@ class StepLayout(StepShape):
         if kept is not None:
             kept[[draft.row for draft in plan.drafts]] -= [len(draft.ids) for draft in plan.drafts]
             self.kept_lens = kept.tolist()
+        sample_slots, sample_positions = slots[picked], ends[picked] - behind
         self.arrays: LayoutArrays[np.ndarray[Any, Any]] = LayoutArrays(
-            positions=positions, token_slots=token_slots, query_start=query_start, kv_lens=ends, kept_lens=kept,
-            slots=slots, last=query_start[1:][picked] - 1 - behind, sample_slots=slots[picked],
-            sample_positions=ends[picked] - behind, scores=np.concatenate([np.zeros(0, dtype=np.int32), *scored]),
+            token_at=places.token, block_at=places.block,
+            sample_at=tables.places(sample_slots, sample_positions).token,
+            positions=positions, offsets=places.offset, query_start=query_start, kv_lens=ends, kept_lens=kept,
+            slots=slots, last=query_start[1:][picked] - 1 - behind, sample_slots=sample_slots,
+            sample_positions=sample_positions, scores=np.concatenate([np.zeros(0, dtype=np.int32), *scored]),
             named=_int32([ids + [0] * (longest - len(ids)) for ids in how.named]).reshape(-1),
             random=_int32(how.random), logprobs=_int32(how.logprobs), penalized=_int32(how.penalized),
             biased=_int32(how.biased),
         )  # fmt: skip
 
     def upload(self, device: Device) -> LayoutArrays[torch.Tensor]:
-        """The arrays on the device, as slices of one tensor; each starts at an address that the device's alignment
-        divides."""
-        alignment = device.capabilities.alignment
+        """The arrays on the device, as slices of one tensor."""
         arrays = {name: array for name, array in vars(self.arrays).items() if array is not None}
-        pieces: list[np.ndarray[Any, Any]] = []
-        for array in arrays.values():
-            pieces += [array, np.zeros(aligned(len(array), alignment) - len(array), dtype=np.int32)]
-        sent = device.upload(np.concatenate(pieces)).split([len(piece) for piece in pieces])
-        return LayoutArrays(**{"kept_lens": None, **dict(zip(arrays, sent[::2], strict=True))})
+        sent = device.upload(join(arrays, device.capabilities.alignment))
+        return LayoutArrays(**{"kept_lens": None, **sliced(sent, arrays, device.capabilities.alignment)})
+
+
+def join(arrays: Mapping[str, np.ndarray[Any, Any]], alignment: int) -> np.ndarray[Any, Any]:
+    """One int32 array of int32 and int64 arrays, those of int64 first; each starts at a multiple of ``alignment``
+    bytes."""
+    words = [array.view(np.int32) for array in arrays.values()]
+    padded = ((each, np.zeros(aligned(len(each), alignment) - len(each), dtype=np.int32)) for each in words)
+    return np.concatenate(list(chain.from_iterable(padded)))
+
+
+def sliced(
+    joined: torch.Tensor, arrays: Mapping[str, np.ndarray[Any, Any]], alignment: int
+) -> dict[str, torch.Tensor]:
+    """The parts of a tensor like what ``join`` makes of such ``arrays``."""
+    words = [array.nbytes // 4 for array in arrays.values()]
+    pieces = joined.split([aligned(n, alignment) for n in words])
+    kinds = (torch.int64 if array.dtype == np.int64 else torch.int32 for array in arrays.values())
+    return {name: piece[:n].view(kind) for name, piece, n, kind in zip(arrays, pieces, words, kinds, strict=True)}
 
 
 def _int32(numbers: Sequence[Any]) -> np.ndarray[Any, Any]:

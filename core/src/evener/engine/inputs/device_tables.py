@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,20 @@ from evener.engine.wire.plan import Admission, Plan
 from evener.sampling_params import MAX_BIASES
 
 _FOREVER = 2**31 - 1
+
+
+class Places(NamedTuple):
+    """Where the tables keep what belongs to n tokens, as indices of their flattened rows.
+
+    Attributes:
+        token: int64 [n], of each token's id.
+        block: int64 [n], of the first group's block with the token; counted from that group's first column.
+        offset: int32 [n], of the token in its block.
+    """
+
+    token: np.ndarray[Any, Any]
+    block: np.ndarray[Any, Any]
+    offset: np.ndarray[Any, Any]
 
 
 class DeviceTables:
@@ -38,10 +52,15 @@ class DeviceTables:
 
     def __init__(self, device: Device, slots: int, length: int, spans: Sequence[int], block_size: int) -> None:
         columns = table_columns(-(-length // block_size), len(spans), device.capabilities.alignment)
-        self._device, self._spans = device, np.array(spans, dtype=np.int32)[:, None]
+        self._device, self._spans, self.block_size = device, np.array(spans, dtype=np.int32)[:, None], block_size
         self._starts = length + 1 + columns * np.arange(len(spans))[:, None]
         self._end = length + 1 + columns * len(spans)
         self._rows = torch.zeros(slots + 1, self._end + 10, dtype=torch.int32, device=device.torch_device)
+        self._flat, apart = self._rows.view(-1), columns * (len(spans) - 1)
+        # All groups' blocks by one index: each group's begin ``columns`` behind those of the group before.
+        self._flat_blocks = self._flat.as_strided(
+            (len(spans), len(self._flat) - length - 1 - apart), (columns, 1), length + 1
+        )
         self.tokens = self._rows[:, : length + 1]
         self.blocks = self._rows[:, length + 1 : self._end].unflatten(1, (len(spans), columns)).transpose(0, 1)
         self.floats, self.ints = self._rows.view(torch.float32)[:, self._end : -4], self._rows[:, -4:]
@@ -56,6 +75,29 @@ class DeviceTables:
         after that, because captured steps keep their addresses."""
         shape, where = (self.tokens.shape[0], MAX_BIASES), self.tokens.device
         return [torch.zeros(shape, dtype=kind, device=where) for kind in (torch.int32, torch.float32, torch.int32)]
+
+    def places(self, slots: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]) -> Places:
+        """Where the tables keep what belongs to the tokens of ``slots`` at ``positions``, both int32 [n]. The host
+        computes it, as each operation on the device would take a microsecond of every step."""
+        row = np.multiply(slots, self._rows.shape[1], dtype=np.int64)
+        block, offset = np.divmod(positions, np.int32(self.block_size))
+        return Places(row + positions, row + block, offset)
+
+    def ids(self, at: torch.Tensor) -> torch.Tensor:
+        """Token ids int32 [n] at ``Places.token``."""
+        return self._flat.index_select(0, at)
+
+    def put(self, at: torch.Tensor, ids: torch.Tensor) -> None:
+        """Write token ids int32 [n] at ``Places.token``."""
+        self._flat.index_copy_(0, at, ids)
+
+    def blocks_at(self, at: torch.Tensor) -> torch.Tensor:
+        """Blocks int32 [groups, n] at ``Places.block``."""
+        return self._flat_blocks.index_select(1, at)
+
+    def adapters(self, at: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The slots of adapters, or -1, int32 [n], of tokens at ``Places.token`` and ``positions``."""
+        return self._flat.index_select(0, at - positions + (self._rows.shape[1] - 1))
 
     def write(self, plan: Plan) -> None:
         """Write the rows of new requests, the new entries of block tables, and proposed ids where the plan's rows
