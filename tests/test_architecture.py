@@ -387,12 +387,12 @@ def test_no_descriptor_imports_torch() -> None:
 #: first moves something out of the area, to a package of its own or to nothing. When an area shrinks, its cap follows.
 CAPS: Mapping[str, int] = {
     "evener.engine.facts": 154, "evener.engine.wire": 309, "evener.engine.batching": 28,
-    "evener.engine.controller": 966, "evener.engine.worker": 1_317, "evener.engine.processes": 804,
-    "evener.engine.sampling": 212, "evener.engine.quantized": 41, "evener.ops": 1_391, "evener.plugins": 1_476,
-    "evener.frontend": 739, "evener.layers": 1_127, "evener.config": 820, "evener.cli": 292, "evener.loading": 628,
-    "evener.resolution": 513, "evener.distributed": 166, "evener.folders": 62, "evener.backend": 244,
-    "evener.builtin": 65, "evener.exits": 51, "evener.state_pages": 28,
-    "evener.tuning_files": 138, "evener.api": 41,
+    "evener.engine.controller": 966, "evener.engine.inputs": 295, "evener.engine.worker": 1_151,
+    "evener.engine.processes": 802, "evener.engine.sampling": 165, "evener.engine.quantized": 41,
+    "evener.ops": 1_391, "evener.plugins": 1_476, "evener.frontend": 739, "evener.layers": 1_127,
+    "evener.config": 820, "evener.cli": 260, "evener.loading": 628, "evener.resolution": 513,
+    "evener.distributed": 166, "evener.folders": 62, "evener.backend": 244, "evener.builtin": 65, "evener.exits": 51,
+    "evener.state_pages": 28, "evener.tuning_files": 138, "evener.api": 41,
     # What a device, a kernel, a model and a format implement; then what came later, each a room of its own.
     "evener.contracts": 713, "evener.contracts.communicator": 41, "evener.contracts.declared": 107,
     "evener.contracts.adapters": 63, "evener.contracts.builder": 15, "evener.contracts.connector": 48,
@@ -406,7 +406,7 @@ CAPS: Mapping[str, int] = {
 #: Modules at the top of the core: the Python API, settings that every area uses, and start-up.
 TOP_CAP = 952
 #: The whole core.
-TOTAL_CAP = 14_643
+TOTAL_CAP = 14_374
 
 
 def test_each_area_of_the_core_stays_within_its_lines() -> None:

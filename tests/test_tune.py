@@ -15,11 +15,11 @@ from evener.cli import main as cli
 from evener.config import from_overrides
 from evener.engine.facts.manifest_report import ManifestReport, OpChoice
 from evener.errors import MemoryPlanError
-from evener_inspection.tuner import _differences, tune
 from evener.tuning_files.measurements import decode
 from evener_conformance.distributions import write_distribution
 from evener_conformance.graph.backend import install_graph_backend
 from evener_conformance.naive.model import find_architecture
+from evener_inspection.tuner import _differences, tune
 
 DESCRIPTOR = """
 from evener.contracts.descriptor import Descriptor

@@ -12,8 +12,8 @@ import pytest
 from evener.config import from_overrides
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Bucket, OpCall
-from evener_inspection.tuner import tune
 from evener_conformance.naive.model import find_architecture
+from evener_inspection.tuner import tune
 from evener_kernels_triton.tuning import Tuning
 from evener_kernels_triton.variants import combined, products, rounded_products
 

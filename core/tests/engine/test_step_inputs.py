@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 
 from evener.contracts.generation.drafter import BY_WORKER
 from evener.contracts.state import StateStep
+from evener.engine.inputs.captured_inputs import DecodeInputs
 from evener.engine.inputs.device_tables import DeviceTables
+from evener.engine.inputs.step_layout import StepLayout
 from evener.engine.wire.messages import Sampling
 from evener.engine.wire.plan import Admission, DraftedTokens, Plan, TableUpdate
 from evener.engine.worker.runner import Runner
-from evener.engine.inputs.step_layout import StepLayout
 from evener_conformance.reference.device import HostDevice
 
 BLOCK = 4
@@ -96,3 +98,50 @@ def test_each_group_gets_its_own_aligned_slots_and_block_table(device: CountingD
                 tensor.data_ptr() - getattr(steps[0], "slot_mapping" if tensor.dim() == 1 else "block_table").data_ptr()
             )
             assert apart % device.capabilities.alignment == 0
+
+
+#: Slots and starts of decode steps, with a capture for three rows: requests go on, one leaves, another one comes.
+STEPS = [
+    ([2, 0], [5, 9]), ([2, 0], [6, 10]), ([2, 0], [7, 11]), ([2, 0], [8, 12]), ([2, 0], [9, 13]), ([2], [10]),
+    ([2], [11]), ([1, 2], [1, 12]), ([1, 2], [2, 13]), ([1, 2], [3, 14]), ([2, 1], [15, 4]), ([2, 1], [15, 4]),
+]  # fmt: skip
+
+
+def decode(slots: list[int], starts: list[int]) -> Plan:
+    return Plan(id=0, slots=slots, starts=starts, counts=[1] * len(slots), samples=[*range(len(slots))])
+
+
+@pytest.mark.parametrize("alignment", [4, 64])
+def test_a_decode_step_that_follows_finds_its_inputs_on_the_device(device: CountingDevice, alignment: int) -> None:
+    device.capabilities = replace(device.capabilities, alignment=alignment)
+    tables = DeviceTables(device, 3, 20, (1,), BLOCK)
+    going, sent = DecodeInputs(device, tables, 3, 3, 20), list[int]()
+    for number, step in enumerate(STEPS):
+        device.uploads = 0
+        lengths = going.fill(decode(*step))
+        if device.uploads:
+            sent.append(number)
+        fresh = DecodeInputs(device, tables, 3, 3, 20)
+        assert fresh.fill(decode(*step)) == lengths
+        for name, array in vars(fresh.arrays).items():
+            assert array is None or torch.equal(array, getattr(going.arrays, name)), (number, name)
+        assert lengths.kv == going.arrays.kv_lens.tolist()
+        going.advance()
+    # Blocks begin in steps 3 and 7, requests leave and come in 5 and 7, and 10 and 11 do not follow.
+    assert sent == [0, 3, 5, 7, 10, 11]
+
+
+def test_places_are_those_of_the_tables(device: CountingDevice) -> None:
+    tables = DeviceTables(device, 2, 14, (1, 2), BLOCK)
+    tables.tokens[:] = torch.arange(3 * 15, dtype=torch.int32).view(3, 15)
+    tables.blocks[:] = torch.arange(2 * 3 * tables.blocks.shape[2], dtype=torch.int32).view(tables.blocks.shape)
+    tables.ints[:, 3] = torch.tensor([7, 8, 9], dtype=torch.int32)
+    slots, positions = np.int32([0, 2, 1, 2]), np.int32([3, 13, 0, 8])
+    places = tables.places(slots, positions)
+    at = torch.from_numpy(places.token)
+    assert tables.ids(at).tolist() == tables.tokens[slots, positions].tolist()
+    assert torch.equal(tables.blocks_at(torch.from_numpy(places.block)), tables.blocks[:, slots, positions // BLOCK])
+    assert places.offset.tolist() == [3, 1, 0, 0]
+    assert tables.adapters(at, torch.from_numpy(positions)).tolist() == [7, 9, 8, 9]
+    tables.put(at, torch.tensor([1, 2, 3, 4], dtype=torch.int32))
+    assert tables.tokens[slots, positions].tolist() == [1, 2, 3, 4]

@@ -103,9 +103,9 @@ LENGTHS = (2, 15, 16, 17, 24, 31, 32, 40)
 
 
 def prompt_replays(run: Any) -> int:
-    """How often a prompt was replayed, sampling included."""
+    """How often a prompt was replayed."""
     captured = {} if run.worker.graphs is None else run.worker.graphs._captured
-    return sum(r.runs for key, step in captured.items() if key.samples and step for r in step.replays)
+    return sum(step.replays[0].runs for key, step in captured.items() if key.samples and step)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,8 @@ def test_short_prompts_that_come_alone_are_captured_and_their_tokens_are_equal(
     captured, eager = played
     assert captured.tokens == eager.tokens
     # Blocks of earlier prompts are found again, so that prompts of different lengths have few tokens left.
-    assert prompt_replays(captured) >= len(LENGTHS) and prompt_replays(eager) == 0
+    # The one of two tokens has one left, and is a decode step.
+    assert prompt_replays(captured) >= len(LENGTHS) - 1 and prompt_replays(eager) == 0
 
 
 def test_a_prompt_with_a_mask_is_captured(start: Any) -> None:
@@ -135,7 +136,7 @@ def test_a_prompt_with_a_mask_is_captured(start: Any) -> None:
             masked = structs.replace(WARM, grammar=STEPS)
             run.play([NewRequest(id=f"r{n}", prompt=list(range(n)), max_tokens=5, sampling=masked)])
     assert captured.tokens == eager.tokens and all(map(follows, captured.tokens.values()))
-    assert prompt_replays(captured) >= 4
+    assert prompt_replays(captured) == 2
 
 
 @pytest.mark.parametrize(
@@ -292,12 +293,11 @@ def test_a_device_that_needs_updates_gets_one_before_each_run(start: Any) -> Non
 def test_no_more_is_captured_than_the_device_holds_and_the_rest_runs_eagerly_and_the_log_says_so(
     start: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, eager = start("Llama", ONE_LAYER, **{"graphs.max_captures": 5}), start("Llama", ONE_LAYER, **EAGER)
+    run, eager = start("Llama", ONE_LAYER, **{"graphs.max_captures": 3}), start("Llama", ONE_LAYER, **EAGER)
     assert run.play(requests(9, GREEDY, WARM), every=1) == eager.play(requests(9, GREEDY, WARM), every=1)
-    # A step is two captures, so the fifth stays free.
-    assert len(run.replays) == 4
+    assert len(run.replays) == 3
     notes = [record.getMessage() for record in caplog.records if "eagerly" in record.getMessage()]
-    why = "recording host holds 5 captures at once, and a step takes 2"
+    why = "recording host holds 3 captures at once, and such a step takes 1"
     assert f"greedy decode of 2 rows cannot be captured and runs eagerly, which is slower: {why}" in notes
     assert len(notes) == len(set(notes))
 

@@ -109,6 +109,15 @@ def test_the_fastest_measured_kernel_goes_before_priority_and_the_manifest_names
     assert rows[1].provider == "acme/slow" and rows[1].tokens == ["2"] and not rows[1].why
 
 
+def test_a_kernel_that_no_file_has_measured_keeps_its_place_by_priority() -> None:
+    newer, slow, fast, last = Wide("newer", 10), Wide("slow", 9), Wide("fast", 5), Wide("last", 1)
+    entries = [entry(Measurement("acme/fast", 12.3), Measurement("acme/slow", 15.1))]
+    rows, result = resolved(newer, slow, fast, last, entries=entries)
+    assert result == ("newer", {}) and not rows[0].why
+    # One that is behind the measured ones stays there.
+    assert resolved(slow, fast, last, entries=entries)[1] == ("fast", {})
+
+
 def test_a_kernel_is_built_in_the_variant_that_was_fastest() -> None:
     kernel = Wide("wide", 1)
     rows, result = resolved(

@@ -14,11 +14,11 @@ from evener.config.schema import Config
 from evener.contracts.declared import LinearWeight
 from evener.distributed.world import RankGroups, World
 from evener.engine.inputs.device_tables import DeviceTables
+from evener.engine.inputs.step_layout import StepLayout
 from evener.engine.wire.messages import Sampling
 from evener.engine.wire.plan import Admission, Plan, TableUpdate
 from evener.engine.worker.assembly import Assembly, assemble
 from evener.engine.worker.runner import Runner
-from evener.engine.inputs.step_layout import StepLayout
 from evener.engine.worker.weights import load_stage
 from evener.resolution.resolver import Resolver
 from evener_quantize.observed import Observer

@@ -27,12 +27,12 @@ import torch
 
 from evener.contracts.device import Readback
 from evener.contracts.generation.drafts import NEVER
+from evener.engine.inputs.step_layout import LayoutArrays, StepLayout
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.plan import DraftedTokens, Plan, StepMasks
 from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.runner import ForwardStep, Runner
-from evener.engine.inputs.step_layout import LayoutArrays, StepLayout
 from evener.resolution.buckets import bucket_index
 from evener_drafts.computed import ComputedTokens
 from evener_drafts.rest import LONG, Rest

@@ -29,13 +29,13 @@ import torch
 from msgspec.structs import replace
 
 from evener.contracts.generation.drafts import NEVER, NOT_YET
+from evener.engine.inputs.step_layout import StepArrays, StepShape
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.plan import Plan
 from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.runner import ForwardStep, Runner
-from evener.engine.inputs.step_layout import StepArrays, StepShape
 from evener_drafts.computed import ComputedTokens
 from evener_drafts.rest import LONG, SHORT, Rest
 

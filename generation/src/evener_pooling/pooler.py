@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from evener.contracts.pooling import PoolingSettings
+from evener.engine.inputs.step_layout import LayoutArrays
 from evener.engine.sampling.pending import PendingStep
 from evener.engine.wire.plan import Plan
 from evener.engine.worker.runner import ForwardStep, Runner
-from evener.engine.inputs.step_layout import LayoutArrays
 
 #: Applies the model's head to rows [R, hidden]; float32 [R, width].
 Head = Callable[[torch.Tensor], torch.Tensor]

@@ -28,10 +28,10 @@ from evener.contracts.declared import LinearWeight, Weight
 from evener.distributed.agreement import Agreement
 from evener.distributed.world import World
 from evener.engine.inputs.device_tables import DeviceTables
+from evener.engine.inputs.step_layout import StepLayout, one_request
 from evener.engine.worker.assembly import Assembly, StoredModel, assemble, declare_model
 from evener.engine.worker.memory import KEPT_FREE, memory_demand
 from evener.engine.worker.runner import Runner
-from evener.engine.inputs.step_layout import StepLayout, one_request
 from evener.engine.worker.weights import load_stage
 from evener.errors import ConfigError
 from evener.folders.cache import cache_folder, is_trusted, make_private

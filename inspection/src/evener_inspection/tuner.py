@@ -25,9 +25,9 @@ from evener.errors import ConfigError, UnknownNameError
 from evener.ops.parts import walk_static
 from evener.resolution.candidates import reference_provider, refusal
 from evener.resolution.resolver import Resolver
-from evener_inspection.recorded_ops import RecordedOp, Steps
 from evener.tuning_files import measurements
 from evener.tuning_files.measurements import Entry, Measurement, TuningTable, label, signature
+from evener_inspection.recorded_ops import RecordedOp, Steps
 
 #: Least seconds of one timed run, so that its start and end do not matter; rounds of all candidates; rounds of those
 #: that are at most so many times slower than the fastest, and that factor.

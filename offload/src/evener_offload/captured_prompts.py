@@ -18,8 +18,8 @@ import torch
 from evener.config.resolve import ResolvedConfig
 from evener.contracts.device import Device
 from evener.contracts.graph import Replay
-from evener.engine.wire.plan import Plan
 from evener.engine.inputs.captured_inputs import PromptInputs
+from evener.engine.wire.plan import Plan
 from evener.engine.worker.runner import Runner
 from evener.errors import EngineError
 from evener.resolution.buckets import LEAST_CAPTURED_PROMPT, capture_sizes

@@ -31,11 +31,11 @@ from evener.contracts.ops import Bucket, OpFunction, Static
 from evener.contracts.placement import Placement
 from evener.contracts.weights import MoEWeights
 from evener.distributed.agreement import Agreement
+from evener.engine.inputs.step_layout import StepLayout
 from evener.engine.wire.plan import Plan
 from evener.engine.worker.assembly import Assembly
 from evener.engine.worker.memory import memory_demand
 from evener.engine.worker.runner import ForwardStep, Runner
-from evener.engine.inputs.step_layout import StepLayout
 from evener.layers.builder import Builder
 from evener.resolution.resolver import Resolver
 from evener_offload.automatic import agreed, lacking_bytes

@@ -31,7 +31,7 @@ class DeviceCapabilities:
         host_lengths: attention needs sequence lengths on the host too, exact and not an upper bound. (Today the engine
             gives them to every provider.)
         graphs: a step can be captured and replayed.
-        max_captures: how many captures may exist at once; None: no limit. A step needs two.
+        max_captures: how many captures may exist at once; None: no limit. A step needs one, with masks two.
         graph_update: replays need a parameter update (``Replay.update``) before each run.
         host_memory: tensors are in host memory (the CPU), so the host reads them without a copy.
         host_calls: the host can be called between work of the device (``Device.host_call``).

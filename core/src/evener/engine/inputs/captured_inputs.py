@@ -10,8 +10,8 @@ import torch
 
 from evener.contracts.device import Device
 from evener.engine.inputs.device_tables import DeviceTables
-from evener.engine.wire.plan import Plan
 from evener.engine.inputs.step_layout import StepArrays, StepShape, join, sliced
+from evener.engine.wire.plan import Plan
 
 
 class Lengths(NamedTuple):

@@ -23,10 +23,10 @@ import torch
 
 from evener.contracts.device import Device
 from evener.contracts.graph import GraphCapture, Replay
+from evener.engine.inputs.captured_inputs import DecodeInputs, Inputs, Lengths, PromptInputs, Staging
 from evener.engine.sampling.masks import pack_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.plan import Plan, StepMasks
-from evener.engine.inputs.captured_inputs import DecodeInputs, Inputs, Lengths, PromptInputs, Staging
 from evener.engine.worker.runner import Runner
 from evener.errors import EngineError
 
@@ -186,9 +186,9 @@ class StepGraphs:
         return self._captured[kind]
 
     def _capture_step(self, kind: CaptureKey) -> _CapturedStep:
-        limit = self._device.capabilities.max_captures
-        if limit is not None and self._capture_count + 2 > limit:
-            raise EngineError(f"{self._device.name} holds {limit} captures at once, and a step takes 2")
+        limit, more = self._device.capabilities.max_captures, 1 + kind.masked
+        if limit is not None and self._capture_count + more > limit:
+            raise EngineError(f"{self._device.name} holds {limit} captures at once, and such a step takes {more}")
         if kind.samples and sum(key.samples > 0 for key in self._captured) >= MAX_PROMPT_CAPTURES:
             raise EngineError(f"{MAX_PROMPT_CAPTURES} kinds of such steps are captured already")
         captured, replays = self._build_segments(kind), []

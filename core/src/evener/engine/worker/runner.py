@@ -15,6 +15,7 @@ from evener.contracts.architecture import Architecture
 from evener.contracts.device import Device, Readback
 from evener.contracts.state import StateStep, StoredStateProvider
 from evener.engine.inputs.device_tables import DeviceTables, table_columns
+from evener.engine.inputs.step_layout import LayoutArrays, StepArrays, StepLayout, StepShape, aligned
 from evener.engine.sampling.masks import pack_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.sampling.results import Results
@@ -23,7 +24,6 @@ from evener.engine.wire.plan import Plan, StepMasks
 from evener.engine.wire.pooling import pooling_part
 from evener.engine.worker.geometry import Geometry
 from evener.engine.worker.stages import PipelineChannel
-from evener.engine.inputs.step_layout import LayoutArrays, StepArrays, StepLayout, StepShape, aligned
 from evener.resolution.buckets import bucket_index
 
 

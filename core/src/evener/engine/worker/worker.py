@@ -21,6 +21,7 @@ from evener.engine.facts.manifest_report import ManifestReport
 from evener.engine.facts.memory_plan import MeasuredMemory, MemoryPlan
 from evener.engine.facts.worker_facts import WorkerFacts
 from evener.engine.inputs.device_tables import DeviceTables
+from evener.engine.inputs.step_layout import one_request
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.installed import find_commands, find_connector
 from evener.engine.wire.messages import Command, LoadAdapter, UnloadAdapter
@@ -31,7 +32,6 @@ from evener.engine.worker.graphs import StepGraphs
 from evener.engine.worker.memory import measured_plan, min_across_ranks, require_memory_plan
 from evener.engine.worker.runner import Runner
 from evener.engine.worker.stages import PipelineChannel
-from evener.engine.inputs.step_layout import one_request
 from evener.engine.worker.weights import PositionTables, load_stage
 from evener.loading.loader import WeightBytes
 from evener.plugins.discover import installed_catalog
