@@ -150,7 +150,7 @@ def join(arrays: Mapping[str, np.ndarray[Any, Any]], alignment: int) -> np.ndarr
     return np.concatenate(list(chain.from_iterable(padded)))
 
 
-def sliced(joined: torch.Tensor, arrays: Mapping[str, np.ndarray[Any, Any]], alignment: int) -> dict[str, torch.Tensor]:
+def sliced(joined: torch.Tensor, arrays: Mapping[str, np.ndarray[Any, Any]], alignment: int) -> dict[str, Any]:
     """The parts of a tensor like what ``join`` makes of such ``arrays``."""
     words = [array.nbytes // 4 for array in arrays.values()]
     pieces = joined.split([aligned(n, alignment) for n in words])
