@@ -226,21 +226,21 @@ class _EarlyRunner(Runner):
         scores: Sequence[Readback], outputs: Sequence[Sequence[Readback]],
     ) -> PendingStep:  # fmt: skip
         copied: list[torch.Tensor] = []
-        inner, self.device = self.device, _Spy(self.device, copied)  # type: ignore[assignment]
+        inner, self.results = self.results, _Spy(self.results, copied)  # type: ignore[assignment]
         try:
             super()._sample(plan, parts, rows, step, scores, outputs)
         finally:
-            self.device = inner
+            self.results = inner
         return _Impatient(plan, copied[-1])
 
 
 class _Spy:
-    def __init__(self, device: Any, copied: list[torch.Tensor]) -> None:
-        self._device, self._copied = device, copied
+    def __init__(self, results: Any, copied: list[torch.Tensor]) -> None:
+        self._results, self._copied = results, copied
 
-    def readback(self, tensor: torch.Tensor) -> Any:
+    def read(self, tensor: torch.Tensor) -> Any:
         self._copied.append(tensor)
-        return self._device.readback(tensor)
+        return self._results.read(tensor)
 
 
 def test_reading_a_result_before_it_has_arrived_gives_poison_values(make_config: Any, play: Any) -> None:

@@ -31,6 +31,7 @@ from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.installed import find_adapters
 from evener.engine.wire.pooling import choose_pooling, pooling_part
 from evener.engine.worker.geometry import Geometry, plan_geometry
+from evener.engine.worker.last_rows import LastRows
 from evener.errors import ArchitectureError, ConfigError, did_you_mean
 from evener.layers.builder import Builder
 from evener.loading.checkpoint import open_checkpoint
@@ -58,6 +59,7 @@ class Assembly:
         pooling: how the model embeds or scores texts; None: it generates text.
         adapters: the slots for adapters.
         placement: of the experts that are not on the device.
+        last_rows: the last layer for sampled rows only; None: steps compute all rows.
         draft: the draft model; its resolver, geometry and device are this one's.
     """
 
@@ -80,6 +82,7 @@ class Assembly:
     other_stages: Sequence[Builder] = ()
     pooling: PoolingSettings | None = None
     placement: Placement | None = None
+    last_rows: LastRows | None = None
     draft: Assembly | None = None
 
 
@@ -154,6 +157,7 @@ def assemble(
     lora = find_adapters(infer.adapter_slots)
     adapters = lora.worker(build, infer, [b for b, _ in declared]) if lora else AdapterStacks()
     resolver.sites([site for each in (build, *drafting) for site in each.sites])
+    last_rows = LastRows(model, resolver) if placement is None and pooling is None and not draft else None
     size = None if resolved.block_size == "auto" else resolved.block_size
     more = [slot for each in drafting for slot in each.slots]
     slots = [[*b.slots, *more] for b, _ in declared]
@@ -168,6 +172,7 @@ def assemble(
     a = Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
         ranks, media_rows, agreement, adapters, other_stages, None if pooling is None else pooling.settings, placement,
+        last_rows,
     )  # fmt: skip
     if draft:
         a = replace(a, draft=draft.beside(a))

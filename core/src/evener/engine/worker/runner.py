@@ -23,6 +23,7 @@ from evener.engine.sampling.sampler import Sampler
 from evener.engine.wire.plan import Plan, StepMasks
 from evener.engine.wire.pooling import pooling_part
 from evener.engine.worker.geometry import Geometry
+from evener.engine.worker.last_rows import LastRows
 from evener.engine.worker.stages import PipelineChannel
 from evener.resolution.buckets import bucket_index
 
@@ -58,6 +59,8 @@ class Runner:
         self.adapters, self.stages, self.media, self.results = adapters, stages, media, Results(device)
         #: Runs a step's rows in parts, as ``Placement.divided``; None: all at once.
         self.divided: Callable[..., torch.Tensor] | None = None
+        #: Lets a step compute the last layer for the rows that it samples from only.
+        self.last_rows: LastRows | None = None
         #: Told before each replay of a captured step how many of its rows are not padding.
         self.replayed: Callable[[int], None] | None = None
         #: Told of each plan before its step.
@@ -72,7 +75,8 @@ class Runner:
         """Submit a step, or the part of it before its masks. On an asynchronous device it returns before that is
         done."""
         with torch.inference_mode():
-            hidden, step, arrays = self.forward(plan)
+            others = plan.outputs or plan.scores or plan.drafts or plan.adapted or self.after_step
+            hidden, step, arrays = self.forward(plan, sampled_only=not others)
             if self.stages is not None and not self.stages.world.last_stage:
                 self.stages.send_stream(hidden, plan, arrays.sample_slots, arrays.sample_positions)
                 return PendingStep(plan, None)
@@ -82,11 +86,15 @@ class Runner:
             scores = self._score(plan, hidden, step, arrays) if plan.scores else ()
             done: PendingStep | Draw = PendingStep(plan, None, scores, outputs)
             if plan.samples:
-                done = self._sample(plan, arrays, hidden.index_select(0, arrays.last), step, scores, outputs)
+                rows = hidden if len(hidden) < sum(plan.counts) else hidden.index_select(0, arrays.last)
+                done = self._sample(plan, arrays, rows, step, scores, outputs)
             return done if self.after_step is None else self.after_step(plan, done, hidden, step, arrays)
 
-    def forward(self, plan: Plan) -> tuple[torch.Tensor, ForwardStep, LayoutArrays[torch.Tensor]]:
-        """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], the step, and its arrays."""
+    def forward(
+        self, plan: Plan, sampled_only: bool = False
+    ) -> tuple[torch.Tensor, ForwardStep, LayoutArrays[torch.Tensor]]:
+        """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], or where the model can those
+        [S, hidden] that are sampled from, the step, and its arrays."""
         self.apply(plan)
         layout = StepLayout(plan, self.tables)
         arrays = layout.upload(self.device)
@@ -95,7 +103,12 @@ class Runner:
             step.stream = self.stages.layer_input(self.stages.receive_stream(buffer))
         if plan.media is not None and self.media is not None:
             step.embedding_overrides = self.media.take(plan.media)
-        return self.divided(self, plan, step) if self.divided else self.model.forward(step), step, arrays
+        if self.divided:
+            return self.divided(self, plan, step), step, arrays
+        if self.last_rows is None:
+            return self.model.forward(step), step, arrays
+        with self.last_rows.only(arrays.last if sampled_only and len(plan.samples) < layout.tokens else None):
+            return self.model.forward(step), step, arrays
 
     def step(self, shape: StepShape, arrays: StepArrays[torch.Tensor]) -> ForwardStep:
         """Make the model's step. It only runs device work, so it can be captured."""

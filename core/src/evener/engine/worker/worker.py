@@ -95,6 +95,7 @@ class Worker:
                 resolved, plan = measured_plan(a, plan, a.device.memory().free)
             resolved, plan = min_across_ranks(a, resolved, plan)
             self.assembly = a = replace(a, config=resolved)
+        self.runner.last_rows = a.last_rows  # the warm-up has computed all rows
         self.pool: torch.Tensor | None = a.geometry.bind(plan.blocks, a.device)
         self.graphs = self.step_graphs(a, self.runner)
         if a.draft is not None and self.drafter is not None and a.device.capabilities.max_captures is None:
