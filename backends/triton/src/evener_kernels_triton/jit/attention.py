@@ -182,10 +182,11 @@ def _store_rounded(
 ):  # fmt: skip
     """Store ``count`` columns of a token from column ``first`` on as ``round_rows_kernel`` does, of a result that holds
     EACH groups of SHARE columns; where there is a group, all of it is."""
-    values = tl.reshape(result, [EACH, SHARE]).to(tl.float32)
-    made, scale = round_groups(values, scales, ELEMENT, CAST, False, EACH)
     g = tl.arange(0, EACH)
     inside = g * SHARE < count
+    # Lines of a tile that are no heads have no weight to divide by.
+    values = tl.where(inside[:, None], tl.reshape(result, [EACH, SHARE]).to(tl.float32), 0.0)
+    made, scale = round_groups(values, scales, ELEMENT, CAST, False, EACH)
     tl.store(scales + (first // SHARE + g) * held, scale, mask=inside)
     at = first + g[:, None] * SHARE + tl.arange(0, SHARE)[None, :]
     tl.store(out + at, made.to(out.dtype.element_ty, bitcast=True), mask=inside[:, None])
