@@ -50,6 +50,8 @@ _AT_A_TIME = 2048
 #: Up to so many tokens, ``round_rows`` lets the next launch in before it waits: 1 µs less of a layer with 16 tokens and
 #: scales of rows, nothing with blocks, and 1 to 3 more with 64.
 EARLY_TOKENS = 32
+#: Columns of a row that each warp of ``norm_round`` has, at least.
+NORM_COLUMNS = 512
 #: Matrix units multiply so many columns of such elements at a time.
 _LEAST_COLUMNS = 32
 #: Tiles of tokens that programs take at the same time.
@@ -259,7 +261,7 @@ def _norm_launch(
     return PreparedLaunch(
         norm_round_kernel, size=size, eps=eps, offset=offset, ADD=add, KEEP=keep, FIXED=group < 0,
         BLOCK=block, WIDE=group if group > 0 else block, OVERLAP=tuning.overlap,
-        num_warps=max(1, min(16, block // 512)), **element_constants(tuning, stored), **tuning.launch,
+        num_warps=max(1, min(16, block // NORM_COLUMNS)), **element_constants(tuning, stored), **tuning.launch,
     )  # fmt: skip
 
 
