@@ -300,7 +300,7 @@ def test_workspace_covers_rounded_activations(op: str, storage: str, tokens: int
         static, w, views, meta = attention(ABLE, tokens)
         o, static["o"] = rounding(storage, HIDDEN, HEADS * DIM)
         kernel = TritonAttentionBlock(HostDevice(0), ABLE)
-        inputs = (x, stream, torch.zeros(tokens, dtype=torch.int32), replace(w, o=o), views, meta)
+        inputs = (x, stream, torch.zeros(tokens, dtype=torch.int32), w._replace(o=o), views, meta)
     elif op == "mlp_block":
         kernel, inputs = TritonMlpBlock(HostDevice(0), ABLE), (x, stream, MLPWeights(gain, up, down))
         static = {**COMMON, "inner": SHARED, "activation": "silu", "post_norm": False, "gate_up": of_up,
