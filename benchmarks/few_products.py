@@ -5,7 +5,7 @@
 ``alone``: microseconds of one product with the launch that rounds its activations, in a captured graph that rotates
 over weights, so that none is in the cache. ``layer``: the four products with their norms and the activation (no
 attention), several layers chained in a graph; ``before``: with the kernels for any number of tokens, ``few``: with
-those for few.
+those for few. ``one changed``: a layer with the rule's sizes but of one product, which has one of ``DEEP``.
 Results are compared with the reference's rounding first. ``--choice``: the fastest sizes are written there.
 """
 
@@ -44,6 +44,17 @@ WORKERS = 14
 #: The rule's sizes, and none: the kernels for any number of tokens.
 RULE, NONE = few_sizes, lambda *asked: None
 Sizes = dict[str, FewSizes]
+#: More sizes with blocks above 32 tokens: one program a unit with a deep ring, in half as many spans or in one, which
+#: has no partial sums; and steps that are fetched ahead of the ring.
+DEEP: Sequence[tuple[str, FewSizes]] = (
+    *(("qkv", FewSizes(64, u, p, s, early, ahead)) for u, p, s, early, ahead in (
+        (2, 6, 1, False, 0), (2, 6, 1, True, 0), (1, 12, 1, False, 0), (2, 3, 2, False, 4), (2, 3, 2, False, 12))),
+    *(("o", FewSizes(64, u, p, s, True, ahead)) for u, p, s, ahead in (
+        (2, 6, 1, 0), (1, 12, 1, 0), (2, 6, 2, 0), (1, 12, 2, 0), (2, 3, 2, 4), (2, 3, 2, 12))),
+    *(("down", FewSizes(64, u, p, s, True, ahead)) for u, p, s, ahead in (
+        (1, 12, 2, 0), (2, 6, 2, 0), (1, 12, 2, 8), (1, 6, 4, 4), (1, 6, 4, 10), (2, 6, 1, 0))),
+    ("down", FewSizes(128, 1, 9, 4, True)),
+)  # fmt: skip
 
 
 def tuning() -> Tuning:
@@ -67,13 +78,24 @@ def candidates(name: str, tokens: int, form: str) -> list[FewSizes]:
     more = {64: 1, 128: 2 if name in ("o", "down") else 1, 256: 1 if name == "gate_up" else 2}
     found = [FewSizes(n, u, p, min(8, s * more[n])) for n, u, p in rings for s in spans]
     n, u, p = rings[0]
-    return [*found, *(FewSizes(n, u, p, s, True) for s in spans)]
+    return [
+        *found,
+        *(FewSizes(n, u, p, s, True) for s in spans),
+        *(p for each, p in deep(tokens, form) if each == name),
+    ]
+
+
+def deep(tokens: int, form: str) -> Sequence[tuple[str, FewSizes]]:
+    """``DEEP`` where it is for."""
+    return DEEP if tokens > 32 and form == "fp8-block" else ()
 
 
 def fused(form: str, tokens: int) -> list[FewSizes]:
     """Sizes of gate and up with the activation inside, which only blocks have."""
     rings = [(6, False), (6, True), (4, False)] if tokens <= 32 else [(5, False), (5, True), (4, False)]
-    return [FewSizes(256, 1, places, 1, early) for places, early in rings] if form == "fp8-block" else []
+    found = [FewSizes(256, 1, places, 1, early) for places, early in rings]
+    found += [found[0]._replace(ahead=ahead) for ahead in (4, 8)]
+    return found if form == "fp8-block" else []
 
 
 def use(sizes: Any, kept: int) -> None:
@@ -247,10 +269,14 @@ class Bench:
                      off=round(off, 5))  # fmt: skip
             if off < 5e-3:
                 timed.append((us, p))
-        rows, columns = SHAPES[name]
-        usual = RULE(self.sizes, tokens, rows, columns, weights[0].form, 128 if form == "fp8-block" else 0)
-        assert usual is not None, "the rule knows these shapes"
-        return min(timed)[1] if timed else usual
+        return min(timed)[1] if timed else self.usual(weights[0], tokens, form)
+
+    def usual(self, w: StoredMatrix, tokens: int, form: str) -> FewSizes:
+        """The rule's sizes."""
+        rows, columns = w.shape
+        found = RULE(self.sizes, tokens, rows, columns, w.form, 128 if form == "fp8-block" else 0)
+        assert found is not None, "the rule knows these shapes"
+        return found
 
     def layer(self, form: str, tokens: int, weights: Sequence[dict[str, Any]], way: str, rule: Any, kept: int,
               inside: FewSizes | None = None) -> float:  # fmt: skip
@@ -309,6 +335,10 @@ def main(out: Path | None, tokens: Sequence[int], forms: Sequence[str], seconds:
             for name, (rows, columns) in SHAPES.items():
                 used = [stack[name][1] for stack in stacks][: max(2, min(LAYERS, APART // (rows * columns)))]
                 found[name] = bench.sweep(name, form, count, used)
+            for name, p in deep(count, form):
+                usual = {each: bench.usual(stacks[0][each][1], count, form) for each in SHAPES}
+                way = f"one changed: {name} {tuple(p)}"
+                bench.layer(form, count, stacks, way, by_shape(usual | {name: p}), 1, fused(form, count)[0])
             turned = {name: p._replace(early=not p.early) for name, p in found.items()}
             ours = rule, bench.layer(form, count, stacks, "few, each product's best", by_shape(found), 1)
             way = "the same, next launches early or late instead"
@@ -320,6 +350,9 @@ def main(out: Path | None, tokens: Sequence[int], forms: Sequence[str], seconds:
             way = "few, the best, rounding lets the output in early or late instead"
             bench.layer(form, count, stacks, way, by_shape(found), 1)
             module.EARLY_TOKENS, bench.sizes = early, tuning()
+            columns, module.NORM_COLUMNS = module.NORM_COLUMNS, 256
+            bench.layer(form, count, stacks, "few, the best, norms with twice the warps", by_shape(found), 1)
+            module.NORM_COLUMNS, bench.sizes = columns, tuning()
             of_all = [(bench.layer(form, count, stacks, "few, the best, activation inside", by_shape(found), 1, p), p)
                       for p in fused(form, count)]  # fmt: skip
             inside = min(of_all)[1] if of_all and min(of_all)[0] < min(*ours, other) else None
