@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 import pytest
@@ -89,9 +89,9 @@ def test_a_layer_is_not_divided_where_the_reference_would_compute_a_part_of_it(
     make_lively: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, divided = make_lively("Llama", **CHUNKED), list[bool]()
-    for lines in ([], count()):
-        each = iter(lines)
-        monkeypatch.setattr(Manifest, "fallback_lines", lambda self, each=each: [f"linear (at {n})" for n in each][:1])
+    # The same op has fallen back before and after, or one more at each look.
+    for numbers in (repeat(1), count()):
+        monkeypatch.setattr(Manifest, "fallback_lines", lambda self, numbers=numbers: [f"linear (at {next(numbers)})"])
         a = Worker(config, BackendSearch("reference")).assembly
         assert a.model.last_call is not None
         noted = [choice for choice in a.resolver.manifest.choices if choice.path.endswith("layers.1.mlp")]
