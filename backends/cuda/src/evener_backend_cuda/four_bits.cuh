@@ -141,7 +141,7 @@ struct Product {
     typedef Cut<K, TALL> Of;
     static constexpr int ALL = TILES * Of::PIECES, SETS = TALL == 8 ? 1 : 2, PARTS = TALL == 32 ? WARPS / 2 : WARPS;
     uint4 w[2][2][2];  // of two tiles, two cells, two groups
-    u32 s[2][2][2];    // scales, and zero points in the upper halves
+    u32 s[2][2][SCALE_WORDS];  // both groups' scales; or of each the scale and, in the upper half, the zero point
 
     // Take two tiles out of the ring, which then has room for others: the first two before the vector is there.
     __device__ __forceinline__ void take(Ring& ring, u32 full, u32 empty, u32* report, int tile = 0) {
@@ -156,12 +156,11 @@ struct Product {
             for (int c = 0; c < 2; c++) {
                 const u32 row = Of::span(warp, c) * TALL + Of::row(warp, c) + lane / 4;
                 const unsigned char* numbers = stage + row * (SPAN / 2) + lane % 4 * 16;
-                const unsigned char* scales = stage + CELLS * CELL_BYTES + row * (4 * SCALE_WORDS);
+                const u32* scales = (const u32*)(stage + CELLS * CELL_BYTES) + row * SCALE_WORDS;
 #pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    w[n][c][j] = *(const uint4*)(numbers + (j ^ turn) * (GROUP_COLUMNS / 2));
-                    s[n][c][j] = ZEROS ? ((const u32*)scales)[j ^ turn] : ((const u16*)scales)[j ^ turn];
-                }
+                for (int j = 0; j < 2; j++) w[n][c][j] = *(const uint4*)(numbers + (j ^ turn) * (GROUP_COLUMNS / 2));
+#pragma unroll
+                for (int j = 0; j < SCALE_WORDS; j++) s[n][c][j] = scales[j ^ ZEROS * turn];
             }
             done[n] = empty + ring.stage * 8;
             ring.next();
@@ -178,6 +177,9 @@ struct Product {
         const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = lane / 4, turn = column / 4, own = lane / 2 % 2;
         const unsigned char* bytes = shared + vector + column / 2 % 2 * 128 + column % 2 * 64 + lane % 4 * 16;
         const unsigned char* groups = shared + AT_GROUPS + lane % 2 * 8;
+        // Which bytes of a word are the scale of a row's first group here, and of its second: as the upper half of a float32.
+        const u32 lower = SCALE_BF16 ? 0x1044 : 0x4410, upper = SCALE_BF16 ? 0x3244 : 0x4432;
+        const u32 first = !ZEROS && column % 2 ? upper : lower, second = ZEROS || column % 2 ? lower : upper;
         float sums[SETS] = {};
 #pragma unroll 1
         for (int tile = 0; tile < ALL; tile += 2) {
@@ -198,8 +200,8 @@ struct Product {
                         int part[4] = {};
                         product_bytes(part, make_uint4(y.x & LOWER, y.x & UPPER, y.y & LOWER, y.y & UPPER), make_uint2(x.x, x.y));
                         product_bytes(part, make_uint4(y.z & LOWER, y.z & UPPER, y.w & LOWER, y.w & UPPER), make_uint2(x.z, x.w));
-                        const u32 word = s[n][c][j];
-                        const float scale = SCALE_BF16 ? __uint_as_float(word << 16) : widen_f16(word);
+                        const u32 word = s[n][c][ZEROS * j], half = __byte_perm(word, 0, j ? second : first);
+                        const float scale = SCALE_BF16 ? __uint_as_float(half) : widen_f16(half);
                         const float zero = ZEROS ? __uint_as_float(0x4b000000u | word >> 16) - 8388608.f : 1.f;
                         float& sum = sums[SETS == 1 ? 0 : c];
                         sum = fmaf(scale, fmaf((float)(part[0] * 16 + part[3]), factors.x, -zero * factors.y), sum);
