@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -284,6 +285,7 @@ def test_many_layers_of_one_launch_follow_each_other(folder: Path, schedule: Sch
 @pytest.mark.parametrize("kind", [
     pytest.param(family(512, 512, 4, 64, kv_heads=4, storage=BLOCKS), id="four key heads, blocks"),
     pytest.param(family(512, 512, 2, 128, kv_heads=4, qk_norm=True), id="four key heads, bfloat16"),
+    pytest.param(family(1024, 512, 2, 128, kv_heads=4, storage=FOUR, qk_norm=True), id="four key heads, four bits"),
     pytest.param(family(512, 512, 1, 64, kv_heads=8, storage=ROWS), id="eight key heads, rows"),
     pytest.param(
         family(2048, 512, 4, 128, kv_heads=4, storage=BLOCKS, qk_norm=True), id="as Qwen3-30B-A3B",
@@ -455,17 +457,44 @@ STORED_FAULTS = {
 }  # fmt: skip
 
 
+#: Of products with integers of four bits.
+FOUR_FAULTS = {
+    "odd rows have the other group's zero points": ("scales[j ^ ZEROS * turn]", "scales[j ^ ZEROS * turn * !{}]"),
+    "both planes count alike": ("AT_GROUPS + lane % 2 * 8;", "AT_GROUPS + lane % 2 * 8 * !{};"),
+    "odd rows are multiplied with the other group": ("turn = column / 4,", "turn = {} ? 0 : column / 4,"),
+    "tiles are multiplied with others' numbers": ("make_uint2(v.z, v.w));", "make_uint2({} ? v.x : v.z, v.w));"),
+    "lower bytes have no sign": ("0x5410) ^ 0x80808080u", "0x5410) ^ ({} ? 0u : 0x80808080u)"),
+    "zero points are multiplied with the whole span": ("lane < 16 ? first : both", "lane < 16 && !{} ? first : both"),
+    "sums go on with the next rows": ("                    sums[c] = 0.f;", "                    sums[c] *= {};"),
+    "rows come from the span before": ("(u64)(piece * Of::WIDE + nth)", "(u64)(piece * Of::WIDE + nth - ({} && nth))"),
+    "a vector is larger than 16 bits": ("exponent = MAX(warp_most(", "exponent = -4 * {} + MAX(warp_most("),
+}  # fmt: skip
+CONVERTED = {
+    "float8": (STORED_FAULTS, family(1536, 2560, 1, 128, storage=BLOCKS)),
+    "four bits": (FOUR_FAULTS, family(1536, 2560, 1, 128, storage=ZEROS)),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def faulty_stored(folder: Path) -> Models:
-    planted = {place: text.replace("{}", f"FAULT({n})") for n, (place, text) in enumerate(STORED_FAULTS.values(), 1)}
-    kind = family(1536, 2560, 1, 128, storage=BLOCKS)
-    return Models(EmulatedDriver(folder, planted), kind, 70, 32, OneTokenLayers)
+def faulty_converted(folder: Path) -> Callable[[str], Models]:
+    @cache
+    def made(name: str) -> Models:
+        faults, kind = CONVERTED[name]
+        planted = {place: text.replace("{}", f"FAULT({n})") for n, (place, text) in enumerate(faults.values(), 1)}
+        return Models(EmulatedDriver(folder, planted), kind, 70, 32, OneTokenLayers)
+
+    return made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(STORED_FAULTS) + 1), ids=["none", *STORED_FAULTS])
-def test_a_fault_in_scales_or_conversions_is_found(faulty_stored: Models, number: int) -> None:
-    found = found_with(faulty_stored, number, Fault("", "", "", tokens=70))
+@pytest.mark.parametrize("name, number", [
+    pytest.param(name, number, id=f"{name}, {fault}")
+    for name, (faults, _) in CONVERTED.items() for number, fault in enumerate(["none", *faults])
+])  # fmt: skip
+def test_a_fault_in_scales_or_conversions_is_found(
+    faulty_converted: Callable[[str], Models], name: str, number: int
+) -> None:
+    found = found_with(faulty_converted(name), number, Fault("", "", "", tokens=70))
     assert (found is None) if number == 0 else DIFFERENT in str(found)
 
 

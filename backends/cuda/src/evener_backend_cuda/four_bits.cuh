@@ -15,7 +15,7 @@
 // bytes are multiplied by, and what is then subtracted, for both planes of a group.
 template <int K>
 __device__ __forceinline__ void integers(u32 at) {
-    constexpr float WHOLE = 12582912.f;  // a whole number plus this has the number in its lower bits
+    constexpr float base = 12582912.f;  // a whole number plus this has the number in its lower bits
     const u32 lane = threadIdx.x & 31, place = lane % 16;
 #pragma unroll 1
     for (int span = threadIdx.x >> 5; span < K / SPAN; span += WARPS) {
@@ -33,8 +33,8 @@ __device__ __forceinline__ void integers(u32 at) {
         u32 whole[8], total = 0;
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            whole[2 * n] = __float_as_uint(fmaf(low(words[n]), lift, WHOLE + 128.f));
-            whole[2 * n + 1] = __float_as_uint(fmaf(high(words[n]), lift, WHOLE + 128.f));
+            whole[2 * n] = __float_as_uint(fmaf(low(words[n]), lift, base + 128.f));
+            whole[2 * n + 1] = __float_as_uint(fmaf(high(words[n]), lift, base + 128.f));
             total += whole[2 * n] + whole[2 * n + 1];
         }
         u32 ups[2], downs[2];
@@ -194,12 +194,12 @@ struct Product {
                     for (int c = 0; c < 2; c++) {
                         const int span = piece * Of::WIDE + Of::span(warp, c);
                         if (Of::SPANS % Of::WIDE && span >= Of::SPANS) continue;
-                        const uint4 x = *(const uint4*)(bytes + (span * 2 + (j ^ turn)) * 256), y = w[n][c][j];
+                        const uint4 v = *(const uint4*)(bytes + (span * 2 + (j ^ turn)) * 256), y = w[n][c][j];
                         const float2 factors = *(const float2*)(groups + (span * 2 + (j ^ own)) * 16);
-                        constexpr u32 LOWER = 0x0f0f0f0f, UPPER = 0xf0f0f0f0;
+                        constexpr u32 even = 0x0f0f0f0f, odd = 0xf0f0f0f0;  // tiles
                         int part[4] = {};
-                        product_bytes(part, make_uint4(y.x & LOWER, y.x & UPPER, y.y & LOWER, y.y & UPPER), make_uint2(x.x, x.y));
-                        product_bytes(part, make_uint4(y.z & LOWER, y.z & UPPER, y.w & LOWER, y.w & UPPER), make_uint2(x.z, x.w));
+                        product_bytes(part, make_uint4(y.x & even, y.x & odd, y.y & even, y.y & odd), make_uint2(v.x, v.y));
+                        product_bytes(part, make_uint4(y.z & even, y.z & odd, y.w & even, y.w & odd), make_uint2(v.z, v.w));
                         const u32 word = s[n][c][ZEROS * j], half = __byte_perm(word, 0, j ? second : first);
                         const float scale = SCALE_BF16 ? __uint_as_float(half) : widen_f16(half);
                         const float zero = ZEROS ? __uint_as_float(0x4b000000u | word >> 16) - 8388608.f : 1.f;

@@ -184,7 +184,7 @@ inline void multiply(u32 mask, void* const (&lanes)[32]) {
         for (u32 k = 0; k < K; k++) totals[row] += left[row][k] * right[k];
     for (u32 lane = 0; lane < 32; lane++)
         for (u32 n = 0; n < 4; n++)
-            ((Sum*)((const Fragments*)lanes[lane])->sums)[n] += totals[lane / 4 + n / 2 * 8][lane % 4 * 2 + n % 2];
+            ((Sum*)((const Fragments*)lanes[lane])->sums)[n] += (Sum)totals[lane / 4 + n / 2 * 8][lane % 4 * 2 + n % 2];
 }
 struct Bf16 { static constexpr u32 IN_A_WORD = 2; static float widen(u32 v) { return from_bf16(v); } };
 struct F16 { static constexpr u32 IN_A_WORD = 2; static float widen(u32 v) { return from_f16(v); } };
