@@ -94,8 +94,8 @@ def part_launches() -> None:
 
 
 def main(
-    model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping[str, int]], cases: Sequence[tuple[int, int]],
-    beside: str,
+    model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping[str, int]],
+    cases: Sequence[tuple[int, int]], beside: str,
 ) -> None:  # fmt: skip
     """Print a row for each case."""
     say(f"reads {read_speed():.2f} TB/s, {torch.cuda.get_device_name()}")

@@ -240,9 +240,12 @@ def test_large_layers_read_integers_of_four_bits(form: QuantFormat, head_dim: in
     assert {name: driver.compiled[0][name] for name in taken} == taken
     assert driver.compiled[0]["WEIGHT_BITS"] == 4
     assert OneTokenLayer(hopper(), driver=driver).packings == (PLAIN,)
-    weights[0].parts = (replace(weights[0].parts[0], format=replace(form, scale="bfloat16", zero=None)), *weights[0].parts[1:])
-    different = form.zero is not None or form.scale == "float16"
-    assert (large.supports(call(static)) == "its weights are stored differently") == different
+    other = "float16" if form.scale == "bfloat16" else "bfloat16"
+    for changed in (weights[0].parts[1:], weights[0].parts):  # of one weight some parts, then all
+        weights[0].parts = tuple(
+            replace(part, format=replace(form, scale=other)) if part in changed else part for part in weights[0].parts
+        )
+        assert large.supports(call(static)) == "its weights are stored differently"
 
 
 def test_refuses_steps_and_devices_with_the_reason() -> None:

@@ -177,6 +177,8 @@ class CallSite:
                 tensor = tensor.elements
             elif isinstance(tensor, PackedMatrix):
                 (segment,) = tensor.segments
+                if segment.scales.data_ptr() % 16:  # they are copied like the numbers
+                    raise ValueError(f"scales of {name} do not begin at a multiple of 16 bytes")
                 setattr(argument, f"{name}_scales", segment.scales.data_ptr())
                 tensor = segment.low
             if tensor is not None and (tensor.data_ptr() % 16 or tensor.stride(-1) != 1):
