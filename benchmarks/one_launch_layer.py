@@ -28,13 +28,13 @@ import torch
 from machine import record
 from model_configs import CONFIGS
 from one_token_experts import seconds
-from packed_products import read_speed
+from packed_products import INT4, part_of, read_speed
 from stored_products import FORMS
 
 from evener.contracts.declared import LinearWeight, Table
 from evener.contracts.device import Device
 from evener.contracts.ops import Bucket, OpCall, OpFunction
-from evener.contracts.quant import PackedWeight, QuantFormat, WeightPart
+from evener.contracts.quant import PackedWeight, Packing, QuantFormat, WeightPart
 from evener.contracts.state import StateStep
 from evener.engine.quantized.state import bind_slot
 from evener.layers.builder import Builder
@@ -46,6 +46,7 @@ from evener_backend_cuda.one_token import OneTokenAttention, OneTokenLayers, Siz
 from evener_backend_cuda.one_token_launch import CallSite
 from evener_backend_cuda.plugin import evener_device
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonMlpBlock
+from evener_kernels_triton.packed import PACKED
 from evener_kernels_triton.state import LAYOUT, PagedState
 from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import Tuning
@@ -57,6 +58,10 @@ CASES: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "qwen3-8b:fp8-block": (8, ("1/99/1", "1/99/96", "1/6/96", "1/4/96", "1/2/96")),
     "qwen3-8b:fp8": (8, ("1/99/1", "1/99/96", "1/4/96")),
     "qwen3-8b:plain": (8, ("1/99/1", "1/99/96", "1/4/96")),
+    "qwen3-8b:int4": (8, ("1/99/1", "1/4/1", "1/99/96", "1/4/96")),
+    "qwen3-8b:int4-zeros": (8, ("1/99/1",)),
+    "qwen3-0.6b:int4": (28, ("1/99/1", "1/2/1", "1/99/96", "1/2/96")),
+    "qwen3-30b-a3b:int4": (28, ("1/99/1", "1/2/1")),
     "qwen3-30b-a3b:fp8-block": (14, ("1/99/1", "1/2/1")),
     "qwen3-30b-a3b:plain": (8, ("1/99/1", "1/2/1")),
 }
@@ -87,11 +92,11 @@ class Stack:
         mlp = MLPConfig(inner=c["intermediate_size"])
         hidden = c["hidden_size"]
         self.made = [DecoderLayer(build, f"model.layers.{n}", hidden, attention, mlp, 1e-6) for n in range(self.layers)]
-        how = QuantFormat("bfloat16") if self.form == "plain" else FORMS[self.form]
+        how = QuantFormat("bfloat16") if self.form == "plain" else {**FORMS, **INT4}[self.form]
         for weight in build.weights:
             if isinstance(weight, LinearWeight):
                 weight.parts = tuple(replace(part, format=how) for part in weight.parts)
-                weight.layout = (PLAIN if self.form == "plain" else STORED).layout
+                weight.layout = self.packing.layout
 
     def fill(self) -> None:
         """Make weights and state."""
@@ -134,20 +139,27 @@ class Stack:
         self.x = torch.randn(1, hidden, generator=draw, device=self.where).to(torch.bfloat16)
         self.residual = torch.randn(1, hidden, generator=draw, device=self.where)
 
+    @property
+    def packing(self) -> Packing:
+        """How weights are stored on the device."""
+        return PLAIN if self.form == "plain" else PACKED if self.form in INT4 else STORED
+
     def _packed(self, weight: LinearWeight, draw: torch.Generator) -> PackedWeight:
         """Random numbers whose rows have a norm of about 1."""
-        packing, parts = (PLAIN if self.form == "plain" else STORED), list[WeightPart]()
+        parts = list[WeightPart]()
         for part in weight.parts:
             rows, columns, how = part.rows, part.columns, part.format
             noise = torch.randn(rows, columns, generator=draw, device=self.where)
             if self.form == "plain":
                 tensors = {"weight": (noise * columns**-0.5).to(torch.bfloat16)}
+            elif self.form in INT4:
+                tensors = dict(part_of(self.form, rows, columns, hash(part.name) % 997, self.where).tensors)
             else:
                 shape = -(-rows // how.group_out), -(-columns // (how.group or columns))
                 scale = (torch.rand(shape, generator=draw, device=self.where) + 0.5) * columns**-0.5
                 tensors = {"weight": noise.to(torch.float8_e4m3fn), "scale": scale}
             parts.append(replace(part, tensors=tensors))
-        return packing.pack(parts, "bfloat16", self.where)
+        return self.packing.pack(parts, "bfloat16", self.where)
 
     def calls(self, op: str) -> list[OpCall]:
         """A call of each layer: of the whole, or of a block of it."""

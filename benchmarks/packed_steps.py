@@ -1,10 +1,11 @@
 """Time decode steps of a model of packed weights on a GPU. Its weights are random bits, made on the device.
 
-    python benchmarks/packed_steps.py MODEL [--best BEST] [--cases 1x128,64x512] FORM [FORM ...]
+    python benchmarks/packed_steps.py MODEL [--best BEST] [--cases 1x128,64x512] [--beside KEY=VALUE] FORM [FORM ...]
 
 Forms: those of ``packed_products.py``, for all linear layers but the head and routers; and ``q4_k_m``, the mix of
 types that llama.cpp's files of this name have: Q6_K for the head, and in half of the layers for the values and for
-``down``. BEST: the fastest sizes that ``packed_products.py`` found are used where it has any.
+``down``. BEST: the fastest sizes that ``packed_products.py`` found are used where it has any. ``--beside``: everything
+once more with this setting, such as cuda.one_launch=small.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ def part_launches() -> None:
 
 
 def main(
-    model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping[str, int]], cases: Sequence[tuple[int, int]]
-) -> None:
+    model: str, forms: Sequence[str], out: Path, best: Mapping[str, Mapping[str, int]],
+    cases: Sequence[tuple[int, int]], beside: str,
+) -> None:  # fmt: skip
     """Print a row for each case."""
     say(f"reads {read_speed():.2f} TB/s, {torch.cuda.get_device_name()}")
     with tempfile.TemporaryDirectory() as folder:
@@ -103,17 +105,27 @@ def main(
             if form != "plain":
                 quantize(form, CONFIGS[model]["num_hidden_layers"])
                 use(best, form)
-            llm = start(path, True, ["infer.max_seq_len=2048", f"infer.max_reqs={max(batch for batch, _ in cases)}"])
-            layouts = sorted({str(layout) for layout in llm.info.manifest.packings.values()})
-            say(f"{model} {form}: memory {llm.info.memory}, layouts {layouts}")
-            for batch, prompt in cases:
-                try:
-                    measure(llm, f"{model} {form}", "graphs", batch, prompt, out)
-                except Exception as error:  # the other rows are still useful
-                    say(f"{model} {form} {batch}x{prompt}: FAILED: {type(error).__name__}: {str(error)[:400]}")
-            llm.close()
-            del llm
-            torch.cuda.empty_cache()
+            for settings in ([], [beside]) if beside else ([],):
+                step(path, " ".join([model, form, *settings]), settings, cases, out)
+
+
+def step(path: Path, name: str, settings: Sequence[str], cases: Sequence[tuple[int, int]], out: Path) -> None:
+    """The rows of one start."""
+    most = max(batch for batch, _ in cases)
+    llm = start(path, True, ["infer.max_seq_len=2048", f"infer.max_reqs={most}", *settings])
+    manifest = llm.info.manifest
+    layouts = sorted({str(layout) for layout in manifest.packings.values()})
+    one = [each for each in manifest.choices if each.bucket is not None and each.bucket.high == 1]
+    layers = sorted({each.provider for each in one if each.op == "decoder_layer"})
+    say(f"{name}: memory {llm.info.memory}, layouts {layouts}, one token's layers {layers}")
+    for batch, prompt in cases:
+        try:
+            measure(llm, name, "graphs", batch, prompt, out)
+        except Exception as error:  # the other rows are still useful
+            say(f"{name} {batch}x{prompt}: FAILED: {type(error).__name__}: {str(error)[:400]}")
+    llm.close()
+    del llm
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
@@ -122,9 +134,10 @@ if __name__ == "__main__":
     parser.add_argument("forms", nargs="+")
     parser.add_argument("--best", type=Path)
     parser.add_argument("--apart", action="store_true", help="one token's norms and activations in other launches")
+    parser.add_argument("--beside", default="", metavar="KEY=VALUE")
     parser.add_argument("--cases", default=",".join(f"{batch}x{prompt}" for batch, prompt in CASES))
     given = parser.parse_args()
     known = json.loads(given.best.read_text()) if given.best and given.best.exists() else {}
     if given.apart:
         part_launches()
-    main(given.model, given.forms, Path(tempfile.mkdtemp(prefix="packed-")), known, cases_of(given.cases))
+    main(given.model, given.forms, Path(tempfile.mkdtemp(prefix="packed-")), known, cases_of(given.cases), given.beside)

@@ -36,6 +36,15 @@ extern "C" __global__ void products(const __grid_constant__ Argument p) {
     if (p.which == 2) product_e4m3(sums, left, right);
     for (int n = 0; n < 4; n++) p.out[LANE * 4 + n] = __float_as_uint(sums[n]);
 }
+extern "C" __global__ void whole(const __grid_constant__ Argument p) {
+    const u32* from = p.in + LANE * 6;
+    int sums[4] = {1 << 28, 1 << 28, 1 << 28, 1 << 28};
+    product_bytes(sums, make_uint4(from[0], from[1], from[2], from[3]), make_uint2(from[4], from[5]));
+    for (int n = 0; n < 4; n++) p.out[LANE * 4 + n] = sums[n] - (1 << 28);
+    p.out[128 + LANE] = __byte_perm(from[0], from[1], 0x3275);
+    p.out[160 + LANE] = warp_sum((int)LANE - 20);
+    p.out[192 + LANE] = __float_as_uint(widen_f16(from[0] & 0xfbff3bffu));
+}
 extern "C" __global__ void lanes(const __grid_constant__ Argument p) {
     u32* to = p.out + threadIdx.x * 6;
     to[0] = __shfl_sync(~0u, LANE, 5), to[1] = __shfl_sync(~0u, LANE, 3, 8), to[2] = __shfl_xor_sync(~0u, LANE, 9);
@@ -151,6 +160,31 @@ def test_products_of_a_warp_are_matrix_products(kernels: Kernels, which: int, dt
         for i in range(4):
             found[lane // 4 + (8 if i >= 2 else 0), lane % 4 * 2 + i % 2] = got[lane, i]
     torch.testing.assert_close(found, left.float() @ right.float().T + 1)
+
+
+def test_whole_numbers_are_exact(kernels: Kernels) -> None:
+    """Products of bytes, of which the left ones have no sign; bytes of words; sums of a warp; float16 to float32."""
+    noise = torch.Generator().manual_seed(3)
+    left = torch.randint(0, 256, (16, 32), generator=noise)
+    right = torch.randint(-128, 128, (8, 32), generator=noise)
+    bytes_ = torch.zeros(32, 6, 4, dtype=torch.uint8)
+    for lane in range(32):
+        group, first = lane // 4, lane % 4 * 4
+        for i in range(4):
+            bytes_[lane, i] = left[group + i % 2 * 8, first + i // 2 * 16 :][:4]
+        for i in range(2):
+            bytes_[lane, 4 + i] = right[group, first + i * 16 :][:4] & 255
+    got = kernels("whole", bytes_.view(torch.int32).squeeze(-1))
+    found = torch.zeros(16, 8, dtype=torch.long)
+    for lane in range(32):
+        for i in range(4):
+            found[lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2] = got[lane * 4 + i]
+    assert torch.equal(found, left @ right.T)
+    chosen = torch.stack((bytes_[:, 1, 1], bytes_[:, 1, 3], bytes_[:, 0, 2], bytes_[:, 0, 3]), 1)
+    assert torch.equal(got[128:160].contiguous().view(torch.uint8).view(32, 4), chosen)
+    assert set(got[160:192].tolist()) == {sum(range(-20, 12))}
+    half = (bytes_.view(torch.int32)[:, 0, 0] & 0x3BFF).to(torch.int16).view(torch.float16)
+    assert torch.equal(got[192:224].contiguous().view(torch.float32), half.float())
 
 
 @pytest.mark.parametrize("seed", range(3))

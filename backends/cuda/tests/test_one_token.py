@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import QuantFormat
+from evener.contracts.quant import QuantFormat, Rounding, block_format
 from evener.contracts.state import StateStep
 from evener.layers.builder import Builder
 from evener.layers.decoder import AttentionConfig, DecoderLayer, MLPConfig
@@ -31,6 +31,7 @@ from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import families
 from evener_conformance.kit.subject import open_subject
 from evener_conformance.reference.device import HostDevice
+from evener_kernels_triton.packed import PACKED
 from evener_kernels_triton.state import LAYOUT, PagedState
 from evener_kernels_triton.stored import STORED
 from evener_kernels_triton.tuning import Tuning, number_of
@@ -180,9 +181,9 @@ def test_large_layers_have_a_multiprocessor_and_share_launches() -> None:
 
 
 @pytest.mark.parametrize("form, taken", [
-    (QuantFormat("float8_e4m3fn", scale="float32"), (1, 0)),
-    (QuantFormat("float8_e4m3fn", -1, scale="float32"), (1, 0)),
-    (QuantFormat("float8_e4m3fn", 128, 128, scale="float32"), (1, 128)),
+    (QuantFormat("float8_e4m3fn", scale="float32"), (8, 0)),
+    (QuantFormat("float8_e4m3fn", -1, scale="float32"), (8, 0)),
+    (QuantFormat("float8_e4m3fn", 128, 128, scale="float32"), (8, 128)),
     (QuantFormat("float8_e4m3fn", 64, 64, scale="float32"), None),
     (QuantFormat("int8", scale="float32"), None),
 ])  # fmt: skip
@@ -200,9 +201,51 @@ def test_large_layers_read_e4m3_with_scales_of_rows_or_blocks(form: QuantFormat,
         return
     assert reason is None
     large.build(call(static))
-    assert (driver.compiled[0]["WEIGHT_BYTES"], driver.compiled[0]["BLOCK"]) == taken
+    assert (driver.compiled[0]["WEIGHT_BITS"], driver.compiled[0]["BLOCK"]) == taken
     weights[0].layout = PLAIN.layout
     assert large.supports(call(static)) == "its weights are stored differently"
+
+
+INT4 = QuantFormat("uint4", 128, scale="float16")
+
+
+@pytest.mark.parametrize("form, head_dim, taken", [
+    (INT4, 128, {"SCALE_BF16": 0, "ZEROS": 0, "STAGES": 11}),
+    (replace(INT4, scale="bfloat16"), 128, {"SCALE_BF16": 1, "ZEROS": 0, "STAGES": 11}),
+    (replace(INT4, zero="uint8"), 128, {"SCALE_BF16": 0, "ZEROS": 1, "STAGES": 11}),
+    (INT4, 64, "reads integers of four bits with heads of 128, not 64"),
+    (replace(INT4, group=64), 128, "in groups of 128, not PackedForm(kind='q4', style='half', group=64"),
+    (replace(INT4, group=0), 128, "in groups of 128"),
+    (replace(INT4, order="act"), 128, "its weights are stored differently"),
+    (replace(INT4, activation=Rounding("int8")), 128, "does not round activations"),
+    (block_format("q4_0"), 128, "in groups of 128"),
+    (block_format("q6_k"), 128, "reads packed integers of four bits"),
+])  # fmt: skip
+def test_large_layers_read_integers_of_four_bits(form: QuantFormat, head_dim: int, taken: dict[str, int] | str) -> None:
+    driver = NoDriver()
+    attention = replace(SMALL, heads=16, head_dim=head_dim, rotary=RotaryConfig(head_dim))
+    large, static = OneTokenLayers(hopper(), driver=driver), layer(attention, MLPConfig(inner=2560), 1536)
+    weights = [static["attention"]["qkv"], static["attention"]["o"], static["mlp"]["gate_up"], static["mlp"]["down"]]
+    for weight in weights:
+        weight.parts = tuple(replace(part, format=form) for part in weight.parts)
+        weight.layout = PACKED.layout
+        assert PACKED.supports(weight.parts, "bfloat16") is None
+    static["attention"]["state"].provider = PagedState(TUNING)
+    reason = large.supports(call(static))
+    if isinstance(taken, str):
+        assert taken in str(reason)
+        return
+    assert reason is None
+    large.build(call(static))
+    assert {name: driver.compiled[0][name] for name in taken} == taken
+    assert driver.compiled[0]["WEIGHT_BITS"] == 4
+    assert OneTokenLayer(hopper(), driver=driver).packings == (PLAIN,)
+    other = "float16" if form.scale == "bfloat16" else "bfloat16"
+    for changed in (weights[0].parts[1:], weights[0].parts):  # of one weight some parts, then all
+        weights[0].parts = tuple(
+            replace(part, format=replace(form, scale=other)) if part in changed else part for part in weights[0].parts
+        )
+        assert large.supports(call(static)) == "its weights are stored differently"
 
 
 def test_refuses_steps_and_devices_with_the_reason() -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,18 +17,21 @@ from emulated import EmulatedDriver, Schedule
 
 from evener.contracts.declared import LinearWeight, StateSlot
 from evener.contracts.ops import Kernel, OpCall, OpFunction
-from evener.contracts.quant import PackedWeight
+from evener.contracts.quant import PackedWeight, QuantFormat
 from evener.contracts.state import StateSpec, StateStep, StoredStateProvider
 from evener.layers.decoder import AttentionConfig, MLPConfig
 from evener.layers.rotary import RotaryConfig
+from evener.ops.reference.linear import PLAIN
 from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN
 from evener_backend_cuda.capability import SHORT_TOKENS, capabilities
 from evener_backend_cuda.one_token import OneTokenAttention, OneTokenLayer, OneTokenLayers, Sizes, Way, _OneLaunch
 from evener_conformance.kit import composites
+from evener_conformance.kit.cases import blocks
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import Family, families
 from evener_conformance.reference.device import HostDevice
+from evener_kernels_triton.packed import PACKED, PackedMatrix
 from evener_kernels_triton.state import PagedState
 from evener_kernels_triton.stored import STORED, StoredMatrix
 from evener_kernels_triton.tuning import Tuning
@@ -35,6 +39,8 @@ from evener_kernels_triton.tuning import Tuning
 HOPPER = replace(capabilities((9, 0), 132, 232_448), host_memory=True)
 TUNING = Tuning.of(HOPPER)
 SHARED = next(f for f in families() if f.name == "shared")
+#: How weights are stored. The kit has no storage like the last one.
+BLOCKS, ROWS, FOUR, ZEROS = "e4m3 by block", "e4m3 by row", "uint4 by 128", "uint4 by 128, zeros"
 #: Of the largest value of a result: a few roundings to bfloat16.
 TOLERANCE = 2**-7
 
@@ -82,12 +88,16 @@ class Models:
         self.kernel = subject(device, driver=driver)
         kernels = [self.kernel, *([StoredLinear()] if kind.storage else [])]
         with pytest.MonkeyPatch.context() as patch:
+            for known in (blocks.GROUPED, blocks._BESIDE):
+                patch.setitem(known, ZEROS, QuantFormat("uint4", 128, scale="bfloat16", zero="uint8"))
+            patch.setattr(blocks, "STORAGES", (*blocks.STORAGES, ZEROS))
             patch.setattr(composites, "MAX_POSITIONS", max(192, tokens + 8))
             patch.setattr(composites, "LAYERS", layers)
             self.tiny = TinyModel(device, "bfloat16", kind, kernels, Pages(block), list(BUILTIN))
             self.reference = TinyModel(HostDevice(0), "float32", kind, [], ReferenceState(), list(BUILTIN), self.tiny)
-        held = {each.layout == STORED.layout for each in self.tiny.build.weights if isinstance(each, LinearWeight)}
-        assert held == {bool(kind.storage)}, "the kernel gets weights as they are stored"
+        held = {each.layout for each in self.tiny.build.weights if isinstance(each, LinearWeight)}
+        layout = PACKED.layout if kind.storage in (FOUR, ZEROS) else STORED.layout if kind.storage else PLAIN.layout
+        assert held == {layout}, "the kernel gets weights as they are stored"
         self._layers, self._right = self.tiny.layers, self.reference.layers
         self.tiny.layers = [self._launched]  # type: ignore[list-item]
         noise, how = torch.Generator().manual_seed(1), cast(AttentionConfig, kind.attention)
@@ -136,20 +146,34 @@ class Together(OneTokenLayers):
 class StoredLinear(Kernel):
     """Products of stored weights for what the kernel leaves over; so weights stay as they are stored."""
 
-    op, name, packings = "linear", "stored", (STORED,)
+    op, name, packings = "linear", "stored", (STORED, PACKED)
 
     def supports(self, call: OpCall) -> str | None:
         return None
 
     def build(self, call: OpCall) -> OpFunction:
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-            made: StoredMatrix = weight.data
-            high, wide = made.form.high, made.form.wide or made.shape[1]
-            scales = made.scales.repeat_interleave(high, 0).repeat_interleave(wide, 1)[: made.shape[0]]
-            y = x.float() @ (made.elements.view(torch.float8_e4m3fn).float() * scales).T
+            made: StoredMatrix | PackedMatrix = weight.data
+            y = x.float() @ (four_bit_values(made) if isinstance(made, PackedMatrix) else float8_values(made)).T
             return (y if bias is None else y + bias.float()).to(getattr(torch, call.static["out"]))
 
         return run
+
+
+def float8_values(made: StoredMatrix) -> torch.Tensor:
+    high, wide = made.form.high, made.form.wide or made.shape[1]
+    scales = made.scales.repeat_interleave(high, 0).repeat_interleave(wide, 1)[: made.shape[0]]
+    return made.elements.view(torch.float8_e4m3fn).float() * scales
+
+
+def four_bit_values(made: PackedMatrix) -> torch.Tensor:
+    (part,) = made.segments
+    shifts = torch.arange(0, 16, 4)[:, None]
+    numbers = (part.low.unflatten(2, (2, 1, 32)) >> shifts & 15).transpose(0, 1).reshape(-1, part.columns // 128, 128)
+    scales = part.scales.view(torch.int16).transpose(0, 1).reshape(numbers.shape[0], numbers.shape[1], -1)
+    scale = scales[..., 0].contiguous().view(torch.bfloat16 if part.form.bf16 else torch.float16)
+    zero = scales[..., 1:] if part.form.style == "zero" else 8
+    return ((numbers - zero) * scale[..., None]).flatten(1).float()
 
 
 def layers_of(*launches: Any) -> list[Any]:
@@ -221,14 +245,19 @@ def test_layers_of_other_sizes(folder: Path, kind: Family) -> None:
     models.step()
 
 
-BLOCKS, ROWS = "e4m3 by block", "e4m3 by row"
 LARGE = [
     pytest.param(family(512, 512, 4, 64), id="bfloat16"),
     pytest.param(family(512, 1024, 4, 128, storage=BLOCKS, qk_norm=True), id="blocks"),
     pytest.param(family(512, 512, 2, 64, 1.0, storage=ROWS, qkv_bias=True, o_bias=True), id="rows, biases"),
     pytest.param(family(1536, 2560, 1, 128, storage=BLOCKS), id="rows of a program in two blocks"),
+    pytest.param(family(512, 512, 1, 128, storage=FOUR), id="four bits, four rows of a program"),
+    pytest.param(family(1536, 2560, 4, 128, storage=ZEROS, qk_norm=True), id="four bits, zero points"),
+    pytest.param(family(512, 512, 1, 128, 1.0, storage=ZEROS, qkv_bias=True, o_bias=True), id="four bits, biases"),
     pytest.param(family(4096, 2048, 4, 128, storage=BLOCKS), id="pieces of 2,048", marks=pytest.mark.slow),
     pytest.param(family(4096, 12288, 4, 128, storage=BLOCKS), id="as Qwen3-8B", marks=pytest.mark.slow),
+    pytest.param(family(4096, 12288, 4, 128, storage=FOUR), id="four bits, as Qwen3-8B", marks=pytest.mark.slow),
+    pytest.param(family(2560, 9728, 4, 128, storage=FOUR), id="four bits, as Qwen3-4B", marks=pytest.mark.slow),
+    pytest.param(family(2048, 6144, 2, 128, storage=ZEROS), id="four bits, as Qwen3-1.7B", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -256,6 +285,7 @@ def test_many_layers_of_one_launch_follow_each_other(folder: Path, schedule: Sch
 @pytest.mark.parametrize("kind", [
     pytest.param(family(512, 512, 4, 64, kv_heads=4, storage=BLOCKS), id="four key heads, blocks"),
     pytest.param(family(512, 512, 2, 128, kv_heads=4, qk_norm=True), id="four key heads, bfloat16"),
+    pytest.param(family(1024, 512, 2, 128, kv_heads=4, storage=FOUR, qk_norm=True), id="four key heads, four bits"),
     pytest.param(family(512, 512, 1, 64, kv_heads=8, storage=ROWS), id="eight key heads, rows"),
     pytest.param(
         family(2048, 512, 4, 128, kv_heads=4, storage=BLOCKS, qk_norm=True), id="as Qwen3-30B-A3B",
@@ -427,17 +457,44 @@ STORED_FAULTS = {
 }  # fmt: skip
 
 
+#: Of products with integers of four bits.
+FOUR_FAULTS = {
+    "odd rows have the other group's zero points": ("scales[j ^ ZEROS * turn]", "scales[j ^ ZEROS * turn * !{}]"),
+    "both planes count alike": ("AT_GROUPS + lane % 2 * 8;", "AT_GROUPS + lane % 2 * 8 * !{};"),
+    "odd rows are multiplied with the other group": ("turn = column / 4,", "turn = {} ? 0 : column / 4,"),
+    "tiles are multiplied with others' numbers": ("make_uint2(v.z, v.w));", "make_uint2({} ? v.x : v.z, v.w));"),
+    "lower bytes have no sign": ("0x5410) ^ 0x80808080u", "0x5410) ^ ({} ? 0u : 0x80808080u)"),
+    "zero points are multiplied with the whole span": ("lane < 16 ? first : both", "lane < 16 && !{} ? first : both"),
+    "sums go on with the next rows": ("                    sums[c] = 0.f;", "                    sums[c] *= {};"),
+    "rows come from the span before": ("(u64)(piece * Of::WIDE + nth)", "(u64)(piece * Of::WIDE + nth - ({} && nth))"),
+    "a vector is larger than 16 bits": ("exponent = MAX(warp_most(", "exponent = -4 * {} + MAX(warp_most("),
+}  # fmt: skip
+CONVERTED = {
+    "float8": (STORED_FAULTS, family(1536, 2560, 1, 128, storage=BLOCKS)),
+    "four bits": (FOUR_FAULTS, family(1536, 2560, 1, 128, storage=ZEROS)),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def faulty_stored(folder: Path) -> Models:
-    planted = {place: text.replace("{}", f"FAULT({n})") for n, (place, text) in enumerate(STORED_FAULTS.values(), 1)}
-    kind = family(1536, 2560, 1, 128, storage=BLOCKS)
-    return Models(EmulatedDriver(folder, planted), kind, 70, 32, OneTokenLayers)
+def faulty_converted(folder: Path) -> Callable[[str], Models]:
+    @cache
+    def made(name: str) -> Models:
+        faults, kind = CONVERTED[name]
+        planted = {place: text.replace("{}", f"FAULT({n})") for n, (place, text) in enumerate(faults.values(), 1)}
+        return Models(EmulatedDriver(folder, planted), kind, 70, 32, OneTokenLayers)
+
+    return made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(STORED_FAULTS) + 1), ids=["none", *STORED_FAULTS])
-def test_a_fault_in_scales_or_conversions_is_found(faulty_stored: Models, number: int) -> None:
-    found = found_with(faulty_stored, number, Fault("", "", "", tokens=70))
+@pytest.mark.parametrize("name, number", [
+    pytest.param(name, number, id=f"{name}, {fault}")
+    for name, (faults, _) in CONVERTED.items() for number, fault in enumerate(["none", *faults])
+])  # fmt: skip
+def test_a_fault_in_scales_or_conversions_is_found(
+    faulty_converted: Callable[[str], Models], name: str, number: int
+) -> None:
+    found = found_with(faulty_converted(name), number, Fault("", "", "", tokens=70))
     assert (found is None) if number == 0 else DIFFERENT in str(found)
 
 

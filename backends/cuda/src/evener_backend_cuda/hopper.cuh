@@ -18,9 +18,16 @@ __device__ __forceinline__ u32 pack_f16(float a, float b) {
 __device__ __forceinline__ u32 widen_e4m3(u32 two) {
     u32 d; asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(d) : "r"(two)); return d;
 }
-// The largest of a warp.
+// The lower half of a word, float16.
+__device__ __forceinline__ float widen_f16(u32 half) {
+    float d; asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(d) : "r"(half)); return d;
+}
+// The largest of a warp, and the sum.
 __device__ __forceinline__ u32 warp_most(u32 a) {
     u32 d; asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(d) : "r"(a)); return d;
+}
+__device__ __forceinline__ int warp_sum(int a) {
+    int d; asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(d) : "r"(a)); return d;
 }
 __device__ __forceinline__ float power(float a) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(a)); return d; }
 // Is the phase of this parity over? May wait a little before it says no.
@@ -88,5 +95,11 @@ __device__ __forceinline__ void product(float (&sums)[4], const uint4& left, con
 __device__ __forceinline__ void product_f16(float (&sums)[4], const uint4& left, const uint2& right) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(left.x), "r"(left.y), "r"(left.z), "r"(left.w), "r"(right.x), "r"(right.y));
+}
+// sums [16, 8] += left [16, 32], bytes without a sign, x right [32, 8], bytes with one.
+__device__ __forceinline__ void product_bytes(int (&sums)[4], const uint4& left, const uint2& right) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
         : "r"(left.x), "r"(left.y), "r"(left.z), "r"(left.w), "r"(right.x), "r"(right.y));
 }

@@ -9,14 +9,14 @@ parts. The next layer takes the stream from messages too. In a captured graph, l
 one launch, whose ring goes on with the next layer's weights. docs/lab/one-token-kernel.md has measurements.
 
 Two such launches share the multiprocessors: the next one's programs start while this one's compute (programmatic
-dependent launch). For layers of any size, weights in e4m3, and attention alone, a program has a multiprocessor and a
-longer ring; ``cuda.one_launch=small`` leaves these out.
+dependent launch). For layers of any size, weights in e4m3 or integers of four bits, and attention alone, a program has
+a multiprocessor and a longer ring; ``cuda.one_launch=small`` leaves these out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, cast
@@ -34,7 +34,9 @@ from evener_backend_cuda.capability import SHORT_TOKENS
 from evener_backend_cuda.compiled import CompiledKernel, Driver
 from evener_backend_cuda.one_token_launch import CallSite, Messages
 from evener_kernels_triton.arguments import checked
+from evener_kernels_triton.blocks import PackedForm
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonMlpBlock
+from evener_kernels_triton.packed import PACKED, segments_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 from evener_kernels_triton.stored import STORED, Form, form_of
 from evener_kernels_triton.tuning import Tuning, number_of
@@ -48,6 +50,8 @@ _MOST_BYTES = 40 << 20
 #: Bytes of a row of a tile of eight, and of a tile: its rows are 64 bytes apart.
 _ROW = 2048
 _TILE = 8 * (_ROW + 64)
+#: Of integers of four bits, columns that share a scale, and numbers and words of scales of a tile.
+_GROUP, _PACKED_NUMBERS, _PACKED_SCALES = 128, 32_768, 128
 #: Tiles in the ring: fewer than the first leave the copies no time, more than the second find no room where two
 #: programs share a multiprocessor.
 _LEAST_STAGES, _MOST_STAGES = 3, 5
@@ -58,6 +62,8 @@ _RESERVED = 1024
 #: Looks of a wait, some 20 seconds of them at messages: one that needs more has lost its partner, and the launch fails.
 _PATIENCE = 1 << 26
 KV_HEADS, GROUPS, HEAD_DIMS = (4, 8), (1, 2, 4), (64, 128)
+#: A program's rows of keys are a tile's eight.
+_PACKED_HEAD_DIM = 128
 #: Rows and columns that share a scale.
 _BLOCK = 128
 #: With more, a program's rows of gate would be in more than two rows of blocks.
@@ -70,7 +76,8 @@ class Sizes:
 
     Attributes:
         inner: of the MLP; 0: there is attention alone.
-        weight_bytes: of an element; block: rows and columns that share a scale, 0: whole rows.
+        weight_bits: of an element; block: rows and columns that share a scale, 0: whole rows.
+        packed: how integers of four bits are stored.
         resident: programs that share a multiprocessor.
     """
 
@@ -79,9 +86,10 @@ class Sizes:
     heads: int
     head_dim: int
     kv_heads: int = TEAMS
-    weight_bytes: int = 2
+    weight_bits: int = 16
     block: int = 0
     resident: int = 2
+    packed: PackedForm | None = None
 
     @property
     def group(self) -> int:
@@ -92,7 +100,9 @@ class Sizes:
         """Why rows cannot be shared out; None if they can."""
         if self.head_dim not in HEAD_DIMS or self.group not in GROUPS or self.heads % TEAMS:
             return f"{self.heads} heads of {self.head_dim}: takes {TEAMS} times {GROUPS} heads of {HEAD_DIMS}"
-        unit = 256 if self.weight_bytes == 2 else 512
+        if self.packed is not None and self.head_dim != _PACKED_HEAD_DIM:
+            return f"reads integers of four bits with heads of {_PACKED_HEAD_DIM}, not {self.head_dim}"
+        unit = 256 if self.weight_bits == 16 else 512
         if self.hidden % 512 or self.inner % unit:
             return f"hidden {self.hidden} and inner {self.inner} are not multiples of 512 and {unit}"
         if self.inner > _MOST_INNER:
@@ -103,14 +113,14 @@ class Sizes:
     def nbytes(self) -> int:
         """Bytes of a layer's weights."""
         heads = 2 * self.heads + 2 * self.kv_heads
-        return self.weight_bytes * self.hidden * (heads * self.head_dim + 3 * self.inner)
+        return self.weight_bits * self.hidden * (heads * self.head_dim + 3 * self.inner) // 8
 
     def shared(self, stages: int) -> int:
         """Bytes of shared memory of a program."""
         dim, group, out = self.head_dim, self.group, self.hidden // PROGRAMS
         wide = max(2 * max(self.heads * dim, self.inner), 4 * self.hidden)
-        qkv = -(-(group + 2) * dim // SHARE // 8)
-        rows = 8 * max(qkv, -(-out // 8), 2 * -(-self.inner // PROGRAMS // 8))
+        qkv, inner = (group + 2) * dim // SHARE, self.inner // PROGRAMS
+        rows = max(_whole(qkv, 16 if self.packed else 8), self._tall(out), 2 * self._tall(inner))
         words = max(self._words[0], *self._words[2:])
         mlp = bool(self.inner)
         scales = (3 + 4 * mlp) * self.hidden + 2 * self.heads * dim + 2 * self.inner
@@ -120,14 +130,15 @@ class Sizes:
             + WARPS * group * 8 + SHARE * self._part_messages * 12 + group * dim * 4 + 2 * dim * 2 + dim * 4
             + -(-out * 4 // 16) * 16 + WARPS * rows * 4 + -(-12 * -(-words // 3) // 16) * 16 + 2 * WARPS * 4 + 16
             + (2 * _KV_STAGES + 2) * 8
-            + (WARPS * 4 if self.weight_bytes == 1 else 0) + (4 * scales // self.block if self.block else 0)
+            + (WARPS * 4 if self.weight_bits == 8 else 0) + (4 * scales // self.block if self.block else 0)
+            + (max(self.hidden, self.heads * dim, self.inner) // _GROUP * 16 if self.packed else 0)
         )  # fmt: skip
-        return fixed + stages * (_TILE + 16)
+        return fixed + stages * (self._tile + 16)
 
     def stages(self, shared: int) -> int:
         """Tiles of the ring, so that the programs fit into ``shared`` bytes of a multiprocessor; 0: they do not."""
         room = shared // self.resident - _RESERVED - self.shared(0)
-        most = max(0, room // (_TILE + 16))
+        most = max(0, room // (self._tile + 16))
         if self.resident > 1:
             most = min(most, _MOST_STAGES)
         return most if most >= _LEAST_STAGES else 0
@@ -139,6 +150,17 @@ class Sizes:
         return _CONTROL + parts + TEAMS * (self.group + 2) * self.head_dim // 2 + to_all
 
     @property
+    def _tile(self) -> int:
+        """Bytes of a tile."""
+        if self.packed is None:
+            return _TILE
+        return _PACKED_NUMBERS // 2 + 4 * _PACKED_SCALES * (2 if self.packed.style == "zero" else 1)
+
+    def _tall(self, rows: int) -> int:
+        """So many rows in whole tiles."""
+        return _whole(rows, 8 if self.packed is None or rows <= 8 else 16 if rows <= 16 else 32)
+
+    @property
     def _words(self) -> tuple[int, int, int, int]:
         """Words of 4 bytes that a program sends to all: attention, output, activation, the next layer's stream."""
         out = self.hidden // PROGRAMS
@@ -148,6 +170,11 @@ class Sizes:
     def _part_messages(self) -> int:
         """Messages of three numbers that bring a program its share of attention from one other."""
         return -(-(self.group * self.head_dim // SHARE + 2) // 3)
+
+
+def _whole(rows: int, unit: int) -> int:
+    """Rounded up."""
+    return -(-rows // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -282,19 +309,20 @@ class OneTokenLayer(_OneLaunch):
 
 
 class OneTokenLayers(OneTokenLayer):
-    """The same for layers of any size, also with weights in e4m3 with scales of rows or of 128 x 128: a program has a
-    multiprocessor, and layers of a captured graph share a launch where that is faster."""
+    """The same for layers of any size, also with weights in e4m3 with scales of rows or of 128 x 128, and integers of
+    four bits in groups of 128: a program has a multiprocessor, and layers of a captured graph share a launch where that
+    is faster."""
 
     name = "cuda.one_token_layers"
     priority = 250
-    packings = (PLAIN, STORED)
+    packings = (PLAIN, STORED, PACKED)
     resident = 1
 
     def _size_refusal(self, sizes: Sizes) -> str | None:
         return None
 
     def _way(self, sizes: Sizes) -> Way:
-        if sizes.weight_bytes == 1:
+        if sizes.weight_bits < 16:
             return Way(0, 1)  # with several layers, registers do not suffice for the conversion
         return Way(2 if sizes.nbytes <= _MOST_BYTES else 4, MOST_LAYERS)
 
@@ -304,7 +332,7 @@ class OneTokenAttention(_OneLaunch):
 
     op, name = "attention_block", "cuda.one_token_attention"
     priority = 150
-    packings = (PLAIN, STORED)
+    packings = (PLAIN, STORED, PACKED)
 
     def build(self, call: OpCall) -> OpFunction:
         block, several = self._launched(call), self._attention.build(call)
@@ -322,20 +350,23 @@ class OneTokenAttention(_OneLaunch):
 
 def source() -> str:
     """The kernel, behind the functions that it is written in."""
-    return "".join((files("evener_backend_cuda") / name).read_text() for name in ("hopper.cuh", "one_token.cu"))
+    names = ("hopper.cuh", "one_token.cuh", "four_bits.cuh", "one_token.cu")
+    return "".join((files("evener_backend_cuda") / name).read_text() for name in names)
 
 
 def defines(call: OpCall, sizes: Sizes, stages: int, flight: int, layers: int = 1) -> dict[str, object]:
     """The macros that one_token.cu needs."""
     attention, mlp = _blocks(call)
-    scale = attention["state"].attention.scale * math.log2(math.e)
+    scale, packed = attention["state"].attention.scale * math.log2(math.e), sizes.packed
     return {
         "HIDDEN": sizes.hidden, "INNER": sizes.inner, "HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads,
         "D": sizes.head_dim, "EPS": f"{attention['eps']!r}f", "MLP_EPS": f"{(mlp or attention)['eps']!r}f",
         "OFFSET": f"{float(attention['offset'])!r}f", "QK_NORM": int(attention["qk_norm"]), "SCALE": f"{scale!r}f",
-        "MOST": _ROW // sizes.weight_bytes, "STAGES": stages, "FLIGHT": flight,
+        "MOST": 8 * _ROW // sizes.weight_bits, "STAGES": stages, "FLIGHT": flight,
         "MOST_LAYERS": layers, "PATIENCE": f"{_PATIENCE}u",
-        "WEIGHT_BYTES": sizes.weight_bytes, "BLOCK": sizes.block, "MLP": int(mlp is not None),
+        "WEIGHT_BITS": sizes.weight_bits, "BLOCK": sizes.block, "MLP": int(mlp is not None),
+        "SCALE_BF16": int(packed is not None and packed.bf16),
+        "ZEROS": int(packed is not None and packed.style == "zero"),
         "RESIDENT": sizes.resident,
     }  # fmt: skip
 
@@ -364,27 +395,45 @@ def _weights(call: OpCall) -> list[LinearWeight]:
     return [attention["qkv"], attention["o"], *([mlp["gate_up"], mlp["down"]] if mlp is not None else [])]
 
 
-def _form(weight: LinearWeight) -> Form | None:
-    """How elements are stored; None: as plain numbers."""
+def _form(weight: LinearWeight) -> Form | PackedForm | None:
+    """How elements are stored, at the beginning of the weight; None: as plain numbers."""
+    if weight.layout == PACKED.layout:
+        return next(form for _, form in segments_of(weight.parts))
     return form_of(weight.parts) if weight.layout == STORED.layout else None
 
 
 def _form_refusal(call: OpCall) -> str | None:
-    forms = {_form(weight) for weight in _weights(call)}
+    weights = _weights(call)
+    forms = {_form(weight) for weight in weights}
     if len(forms) > 1:
         return "its weights are stored differently"
     (form,) = forms
+    if isinstance(form, PackedForm):
+        return _packed_refusal(form, weights)
     if form is not None and form not in (Form("e4m3", 1, 0), Form("e4m3", _BLOCK, _BLOCK)):
         return f"reads e4m3 with a scale for a row or for {_BLOCK} x {_BLOCK}, not {form}"
+    return None
+
+
+def _packed_refusal(form: PackedForm, weights: Sequence[LinearWeight]) -> str | None:
+    if form.kind != "q4" or form.style not in ("half", "zero") or (form.group, form.units) != (_GROUP, 2):
+        return f"reads packed integers of four bits in groups of {_GROUP}, not {form}"
+    if any(len(list(segments_of(weight.parts))) > 1 for weight in weights):
+        return "its weights are stored differently"
+    parts = [part for weight in weights for part in weight.parts]
+    if any(part.format.order == "act" or part.format.activation is not None for part in parts):
+        return "reads columns of packed weights in order, and does not round activations"
     return None
 
 
 def _sizes(call: OpCall, resident: int) -> Sizes:
     attention, mlp = _blocks(call)
     form = _form(attention["qkv"])
+    packed = form if isinstance(form, PackedForm) else None
+    bits = 16 if form is None else 8 if packed is None else 4
     return Sizes(
         attention["hidden"], mlp["inner"] if mlp is not None else 0, attention["heads"], attention["head_dim"],
-        attention["kv_heads"], 2 if form is None else 1, 0 if form is None else form.wide, resident,
+        attention["kv_heads"], bits, form.wide if isinstance(form, Form) else 0, resident, packed,
     )  # fmt: skip
 
 

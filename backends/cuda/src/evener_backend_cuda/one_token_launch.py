@@ -14,6 +14,7 @@ import torch
 from evener.contracts.quant import PackedWeight
 from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener_backend_cuda.compiled import CompiledKernel, Place
+from evener_kernels_triton.packed import PackedMatrix
 from evener_kernels_triton.state import PagedMeta, PagedViews
 from evener_kernels_triton.stored import StoredMatrix
 
@@ -174,6 +175,12 @@ class CallSite:
             if isinstance(tensor, StoredMatrix):
                 setattr(argument, f"{name}_scales", tensor.scales.data_ptr())
                 tensor = tensor.elements
+            elif isinstance(tensor, PackedMatrix):
+                (segment,) = tensor.segments
+                if segment.scales.data_ptr() % 16:  # they are copied like the numbers
+                    raise ValueError(f"scales of {name} do not begin at a multiple of 16 bytes")
+                setattr(argument, f"{name}_scales", segment.scales.data_ptr())
+                tensor = segment.low
             if tensor is not None and (tensor.data_ptr() % 16 or tensor.stride(-1) != 1):
                 raise ValueError(f"{name} does not begin at a multiple of 16 bytes, or has gaps")
             setattr(argument, name, None if tensor is None else tensor.data_ptr())

@@ -35,6 +35,13 @@ inline u32 __float_as_uint(float v) { return bits_of<u32>(v); }
 inline float rsqrtf(float a) { return 1.f / sqrtf(a); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
+// Four of the eight bytes of two words, by the lower three bits of a number of four bits for each.
+inline u32 __byte_perm(u32 a, u32 b, u32 which) {
+    const u64 both = (u64)b << 32 | a;
+    u32 result = 0;
+    for (u32 n = 0; n < 4; n++) result |= (u32)(both >> (which >> 4 * n & 7) * 8 & 255) << 8 * n;
+    return result;
+}
 inline u64 __cvta_generic_to_shared(const void* at) { return (const unsigned char*)at - shared + emulator::SHARED_BASE; }
 inline void __threadfence_system() {}
 inline void __nanosleep(u32) { emulator::pause(); }
@@ -146,13 +153,18 @@ inline u32 warp_most(u32 a) {
     }
     return a;
 }
+// redux.sync.add.s32
+inline int warp_sum(int a) {
+    for (u32 bit = 16; bit; bit >>= 1) a += __shfl_xor_sync(~0u, a, bit);
+    return a;
+}
 inline bool __any_sync(u32 mask, bool yes) { return __ballot_sync(mask, yes) != 0; }
 inline bool __all_sync(u32 mask, bool yes) { return __ballot_sync(mask, yes) == mask; }
 
 // sums [16, 8] += left [16, K] x right [K, 8], where K are 32 bytes of a row (PTX ISA, fragments of mma.m16n8k16 and of
 // m16n8k32): register r of a lane of `left` has 4 bytes of row lane / 4 + r % 2 * 8, from byte lane % 4 * 4 + r / 2 * 16.
-struct Fragments { const u32 *left, *right; float* sums; };
-template <typename Format>
+struct Fragments { const u32 *left, *right; void* sums; };
+template <typename Format, typename Right, typename Sum>
 inline void multiply(u32 mask, void* const (&lanes)[32]) {
     constexpr u32 EACH = Format::IN_A_WORD, K = 8 * EACH;
     if (mask != ~0u) emulator::fail("a product needs the whole warp");
@@ -165,22 +177,25 @@ inline void multiply(u32 mask, void* const (&lanes)[32]) {
             const u32 at = lane % 4 * EACH + n, bits = 32 / EACH, shift = n * bits, ones = (1u << bits) - 1;
             for (u32 r = 0; r < 4; r++)
                 left[lane / 4 + r % 2 * 8][at + r / 2 * 4 * EACH] = Format::widen(own.left[r] >> shift & ones);
-            for (u32 r = 0; r < 2; r++) right[at + r * 4 * EACH][lane / 4] = Format::widen(own.right[r] >> shift & ones);
+            for (u32 r = 0; r < 2; r++) right[at + r * 4 * EACH][lane / 4] = Right::widen(own.right[r] >> shift & ones);
         }
     }
     for (u32 row = 0; row < 16; row++)
         for (u32 k = 0; k < K; k++) totals[row] += left[row][k] * right[k];
     for (u32 lane = 0; lane < 32; lane++)
         for (u32 n = 0; n < 4; n++)
-            ((const Fragments*)lanes[lane])->sums[n] += totals[lane / 4 + n / 2 * 8][lane % 4 * 2 + n % 2];
+            ((Sum*)((const Fragments*)lanes[lane])->sums)[n] += (Sum)totals[lane / 4 + n / 2 * 8][lane % 4 * 2 + n % 2];
 }
 struct Bf16 { static constexpr u32 IN_A_WORD = 2; static float widen(u32 v) { return from_bf16(v); } };
 struct F16 { static constexpr u32 IN_A_WORD = 2; static float widen(u32 v) { return from_f16(v); } };
 struct E4m3 { static constexpr u32 IN_A_WORD = 4; static float widen(u32 v) { return from_e4m3(v); } };
-template <typename Format>
-inline void product_of(float (&sums)[4], const uint4& left, const uint2& right) {
+// Whole numbers are exact in float32: a product's sum has less than 24 bits.
+struct U8 { static constexpr u32 IN_A_WORD = 4; static float widen(u32 v) { return v; } };
+struct S8 { static constexpr u32 IN_A_WORD = 4; static float widen(u32 v) { return (signed char)v; } };
+template <typename Format, typename Right = Format, typename Sum = float>
+inline void product_of(Sum (&sums)[4], const uint4& left, const uint2& right) {
     Fragments own{&left.x, &right.x, sums};
-    emulator::meet(multiply<Format>, ~0u, &own);
+    emulator::meet(multiply<Format, Right, Sum>, ~0u, &own);
 }
 
 // The functions of hopper.cuh, in its order.
@@ -221,6 +236,7 @@ inline void together() { emulator::meet_program(1, 256); }
 inline void product(float (&sums)[4], const uint4& left, const uint2& right) { product_of<Bf16>(sums, left, right); }
 
 // For kernels to come. Names and meanings are to be those of hopper.cuh.
+inline float widen_f16(u32 half) { return from_f16(half & 0xffff); }
 inline u32 pack_f16(float a, float b) { return to_f16(a) | to_f16(b) << 16; }
 // cvt.rn.f16x2.e4m3x2: two bytes become two halves, the lower one first.
 inline u32 widen_e4m3(u32 two) { return to_f16(from_e4m3(two & 255)) | to_f16(from_e4m3(two >> 8 & 255)) << 16; }
@@ -228,6 +244,7 @@ inline u32 widen_e4m3(u32 two) { return to_f16(from_e4m3(two & 255)) | to_f16(fr
 inline u32 pack_e4m3(float a, float b) { return to_e4m3(a) | to_e4m3(b) << 8; }
 inline void product_f16(float (&sums)[4], const uint4& left, const uint2& right) { product_of<F16>(sums, left, right); }
 inline void product_e4m3(float (&sums)[4], const uint4& left, const uint2& right) { product_of<E4m3>(sums, left, right); }
+inline void product_bytes(int (&sums)[4], const uint4& left, const uint2& right) { product_of<U8, S8>(sums, left, right); }
 
 // Is this the fault that a test plants?
 #define FAULT(number) (emulator_planted == number)
