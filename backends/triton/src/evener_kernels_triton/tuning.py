@@ -455,14 +455,14 @@ class Tuning:
 
     @memoized
     def single_token(self, hidden: int, inner: int, top: int, stored: bool = False) -> SingleToken | None:
-        """One token and its ``top`` experts; None if its row does not fit into one tile. ``stored``: ``down`` has one
-        byte an element (128 columns: a layer of Qwen3-30B-A3B took 27.5 µs on an H200; 256 columns: 31.1)."""
+        """One token and its ``top`` choices; None if its row does not fit into one tile. ``stored``: ``down`` has one
+        byte an element. 128 columns, stored: a layer of Qwen3-30B-A3B took 27.5 µs on an H200; 256: 31.1."""
         k = power_of_two(hidden)
         if not 16 <= k <= 4096:
             return None
         up = Product(max(1, -(-2 * self.units // top)), max(1, 8192 // k), k, 4, 1)
-        wide = max(16, min(128 if stored else 256, power_of_two(inner)))
-        down = Product(1, max(1, 16384 // (power_of_two(top) * wide)), wide, 16, 1)
+        wide = max(16, min(128, power_of_two(inner)))
+        down = Product(1, max(1, 16384 // (power_of_two(top) * wide)), wide, 16, 1 if stored else 3)
         return SingleToken(self.part("up")._apply_changes(up), self.part("down")._apply_changes(down))
 
     @memoized
