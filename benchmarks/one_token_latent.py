@@ -78,17 +78,19 @@ class Choice:
 
 BEFORE = Choice(None, 8, 8, False)
 CHOICES = (
-    BEFORE, Choice(), Choice(early=False), Choice((32, 8)), Choice((16, 4)), Choice((64, 8), 32),
+    BEFORE, Choice(), Choice(early=False), Choice((32, 8)), Choice((16, 4)),
     Choice((16, 8), 32), Choice((16, 8), 128), Choice((32, 8), 32), Choice((32, 8), 16, 16), Choice(at_once=16),
     Choice(at_once=64), Choice(None, 64),
 )  # fmt: skip
-OLD = {"shared.apart": 1, "down.n": 8, "down.k": 256, "down.stages": 1}
+#: What a tuning file had before.
+OLD = {"shared.apart": 1, "down.n": 16, "down.k": 256, "down.stages": 1}
 #: Changes of the sizes of one token's experts.
 EXPERTS: Sequence[Mapping[str, int]] = (
-    OLD, {"shared.apart": 1, "down.n": 16, "down.k": 256, "down.stages": 1}, {"shared.apart": 1}, {},
+    OLD, {"shared.apart": 1, "down.n": 8, "down.k": 256, "down.stages": 1}, {"shared.apart": 1}, {},
     {"down.stages": 1}, {"down.n": 8}, {"down.n": 8, "down.k": 256}, {"down.n": 8, "down.k": 256, "down.stages": 1},
-    {"down.n": 8, "down.warps": 8}, {"down.warps": 8}, {"up.warps": 8}, {"up.n": 2}, {"up.m": 66}, {"up.m": 25},
-    {"up.n": 2, "up.m": 50},
+    {"down.n": 8, "down.warps": 8}, {"up.warps": 8}, {"up.n": 2}, {"up.m": 66}, {"up.m": 25}, {"up.n": 2, "up.m": 50},
+    {"up.warps": 8, "up.m": 17}, {"up.warps": 8, "up.m": 17, "down.n": 8}, {"up.warps": 8, "down.n": 8},
+    {"up.n": 2, "down.n": 8, "down.warps": 8},
 )  # fmt: skip
 
 

@@ -326,8 +326,8 @@ class TritonMoeBlock(ProductKernel):
         size: int = getattr(torch, s["dtype"]).itemsize
         # Normed rows and the shared experts' result are kept until the final sum; the shared experts' products come
         # first.
-        wide = 3 * s["shared_inner"], s["hidden"] * bool(s["shared_inner"]) + s["top"] * (s["inner"] + s["hidden"])
-        wide = (*wide, s["shared_inner"] + s["top"] * s["inner"])  # of one token, shared experts may be choices
+        wide = [3 * s["shared_inner"], s["hidden"] * bool(s["shared_inner"]) + s["top"] * (s["inner"] + s["hidden"])]
+        wide.append(s["shared_inner"] + s["top"] * s["inner"])  # of one token, shared experts may be choices
         tuning = self.tuning.with_changes(call.variant)
         sums = max((product_bytes(tuning, call, w) for w in shared_weights(s)), default=0)
         sums += _rounding_bytes(self.tuning, call, s)
