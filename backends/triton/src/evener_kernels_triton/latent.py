@@ -24,7 +24,7 @@ from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.latent_state import LATENT_LAYOUT, LOG2_E, LatentMeta, LatentState, LatentViews, Parts
 from evener_kernels_triton.linear import library_linear, partial_sums, persistent_gemv, project_rows
 from evener_kernels_triton.primitives import norm_rows
-from evener_kernels_triton.tuning import MIN_TILES, Tuning, power_of_two
+from evener_kernels_triton.tuning import MAX_FEW_LATENT_SPLITS, MIN_TILES, Tuning, power_of_two
 from evener_kernels_triton.variants import combined, products
 
 #: One program holds a head's unrotated query part, or its value, so neither may be longer than this.
@@ -244,10 +244,11 @@ def _from_latent_space(tuning: Tuning, call: OpCall) -> Callable[..., None]:
                 num_warps=p.warps, num_stages=p.stages, **sizes,
             )  # fmt: skip
             return
+        # One kernel for all numbers of splits: without graphs these follow the length of the request.
+        most = max(MAX_FEW_LATENT_SPLITS, power_of_two(parts.splits))
         latent_one_value_kernel[(across,)](
-            parts.sums, parts.stats, meta.step.kv_lens, w.heads, out, parts.splits, BV=p.n,
-            BS=min(p.m, power_of_two(parts.splits)), N=parts.tile, MIN_TILES=MIN_TILES, S=power_of_two(parts.splits),
-            num_warps=p.warps, **sizes,
+            parts.sums, parts.stats, meta.step.kv_lens, w.heads, out, parts.splits, BV=p.n, BS=p.m, N=parts.tile,
+            MIN_TILES=MIN_TILES, S=most, num_warps=p.warps, **sizes,
         )  # fmt: skip
 
     return run
