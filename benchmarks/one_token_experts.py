@@ -76,16 +76,16 @@ def run(layers: Sequence[Layer], x: torch.Tensor, choice: Choice) -> torch.Tenso
         numbers = 1.0, 1e-6, 0.0, 1.0, 0.0
         n, m, warps = choice["up"]
         single_token_up_kernel[(TOP, m)](
-            logits, logits, each.slots, each.total, each.gain, elements, scales, y, each.inside, 1, INNER, HIDDEN,
-            blocks, scales.stride(0), *numbers, BIAS=False, ACT="silu", BN=n, BK=HIDDEN, num_warps=warps,
+            logits, logits, each.slots, each.total, each.gain, elements, scales, y, y, each.inside, 1, INNER, HIDDEN,
+            blocks, scales.stride(0), *numbers, BIAS=False, ACT="silu", EXTRA=0, BN=n, BK=HIDDEN, num_warps=warps,
             **form.word_constants(tuning.converts), **common,
         )  # fmt: skip
         elements, scales, blocks, form = words(each.down)
         n, k, warps = choice["down"]
         single_token_down_kernel[(HIDDEN // n,)](
-            logits, logits, each.slots, each.inside, elements, scales, y, y, y, each.y, 1, HIDDEN, INNER, blocks,
-            scales.stride(0), 1.0, BIAS=False, ADD=False, GATE=False, TP=TOP, BN=n, BK=k, AHEAD=min(3, INNER // k),
-            num_warps=warps, **form.word_constants(tuning.converts), **common,
+            logits, logits, each.slots, each.inside, elements, scales, y, y, y, y, each.y, 1, HIDDEN, INNER, blocks,
+            scales.stride(0), 1.0, BIAS=False, EXTRA=0, ALIGNED=True, ADD=False, GATE=False, TP=TOP, BN=n, BK=k,
+            AHEAD=min(3, INNER // k), ROLL=False, num_warps=warps, **form.word_constants(tuning.converts), **common,
         )  # fmt: skip
         y, residual = each.y, each.total
     return y

@@ -97,8 +97,8 @@ class Recorder:
 
 def record(target: str) -> Recorder:
     """Every launch of tiny models of all kinds and of the sizes of a large one."""
-    units, shared, bf16, more = FACTS.get(target, FACTS["hip"])
-    features = {f"units:{units}", f"shared:{shared}", *more}
+    units, memory, bf16, more = FACTS.get(target, FACTS["hip"])
+    features = {f"units:{units}", f"shared:{memory}", *more}
     device = HostDevice(0)
     dtypes = {"float32", "float16"} | ({"bfloat16"} if bf16 else set())
     device.capabilities = DeviceCapabilities(dtypes=frozenset(dtypes), features=frozenset(features))
@@ -110,6 +110,7 @@ def record(target: str) -> Recorder:
     large = Family("large", AttentionConfig(heads=32, kv_heads=8, head_dim=128, rotary=RotaryConfig(128), qk_norm=True),
                    MLPConfig(inner=192))  # fmt: skip
     many = Family("many experts", large.attention, MoEConfig(experts=128, top=8, inner=768))
+    shared = Family("shared experts", large.attention, MoEConfig(experts=64, top=6, inner=1408, shared_inner=2816))
     noise, wide = torch.randn(64, 96), torch.randn(64, 256)
     small = [family for family in families() if family.hidden == noise.shape[1]]
     served = [f for f in small if f.calls("attention_block") or f.calls("moe_block") or f.name in LATENT]
@@ -122,7 +123,7 @@ def record(target: str) -> Recorder:
             (many, "e4m3 by block, x by 128"),
         )
     ]
-    for family in (large, many, *stored, *_large_latent(states[1], device, dtype), *served):
+    for family in (large, many, shared, *stored, *_large_latent(states[1], device, dtype), *served):
         latent = isinstance(family.attention, LatentConfig)
         model = TinyModel(device, dtype, family, kernels, states[latent], BUILTIN)
         with torch.inference_mode():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -20,18 +19,14 @@ from evener_kernels_triton.jit.experts import (
     grouped_large_kernel,
     grouped_small_kernel,
     mix_kernel,
-    single_token_down_kernel,
-    single_token_up_kernel,
 )
 from evener_kernels_triton.jit.routing import list_kernel, route_kernel, score_kernel
 from evener_kernels_triton.kernel import ACTIVATIONS, PRECISION, TritonKernel
 from evener_kernels_triton.linear import (
     Matrix,
     ProductKernel,
-    gemv,
     is_packed,
     is_stored,
-    persistent_gemv,
     product_bytes,
     project_rows,
     within,
@@ -42,14 +37,22 @@ from evener_kernels_triton.primitives import act_rows, norm_rows, rows_of
 from evener_kernels_triton.rounded import RoundedRows, norm_round, rounding_bytes, rounds
 from evener_kernels_triton.rounded_experts import rounded_grouped
 from evener_kernels_triton.rounded_values import round_values, rounded_values_bytes, rounds_values
-from evener_kernels_triton.stored import STORED, WORD, pieces, words
-from evener_kernels_triton.tuning import SingleToken, Tuning, power_of_two
+from evener_kernels_triton.single_token import (
+    Block,
+    Choice,
+    needs_own_launch,
+    shared_choices,
+    shared_weights,
+    single_token_block,
+)
+from evener_kernels_triton.stored import STORED, pieces
+from evener_kernels_triton.tuning import Tuning, power_of_two
 from evener_kernels_triton.variants import (
     combined,
-    gemv_variants,
     grouped_variants,
     persistent_gemv_variants,
     rounded_grouped_variants,
+    single_token_down_variants,
 )
 
 #: Up to this many tokens, every program searches all choices for its own instead of reading a list; no tile is smaller.
@@ -64,31 +67,6 @@ MAX_GATHERED = 128 << 20
 #: Limit on the matrices that a row names, which may be more than are here: some may be on other ranks.
 MAX_MATRICES_PER_ROW = 32
 GATED = (*ACTIVATIONS, "clamped_swiglu")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How experts are chosen: the static parameters of ``route``, as arguments of the kernels."""
-
-    scale: float
-    sizes: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, static: RouteStatic) -> Choice:
-        """From the op's parameters."""
-        groups = static["groups"]
-        each = static["experts"] // groups
-        sizes = {
-            "SCORING": static["scoring"], "TOP": static["top"], "GROUPS": groups, "EACH": each,
-            "TOP_GROUPS": static["top_groups"], "GROUP_BEST": static["group_best"],
-            "RENORMALIZE": bool(static["renormalize"]), "GP": power_of_two(groups), "EP": power_of_two(each),
-        }  # fmt: skip
-        return cls(float(static["scale"]), sizes)
-
-    @property
-    def places(self) -> int:
-        """Number of experts with padding."""
-        return int(self.sizes["GP"] * self.sizes["EP"])
 
 
 def route(
@@ -327,21 +305,6 @@ def _too_many_experts(call: OpCall) -> str | None:
     return None if places <= MAX_EXPERTS else f"routes among at most {MAX_EXPERTS} experts"
 
 
-def _shared_weights(s: MoEStatic) -> list[LinearWeight]:
-    """The weights of the shared experts; none if the layer has no such experts."""
-    declared = (s["shared_gate_up"], s["shared_down"], s["shared_gate"]) if s["shared_inner"] else ()
-    return [weight for weight in declared if weight is not None]
-
-
-def _needs_own_launch(weight: LinearWeight) -> bool:
-    """Whether products of one token with ``weight`` have neither norm nor activation in them."""
-    return is_packed(weight) or (is_stored(weight) and weight.columns % WORD > 0)
-
-
-#: From normed rows (for one token, the stream) and weights to the sum of all experts.
-Experts = Callable[[torch.Tensor, MoEWeights], torch.Tensor]
-
-
 class TritonMoeBlock(ProductKernel):
     """One token: norm and router, then the rows of its experts in one pass. More tokens: sorted by expert."""
 
@@ -363,20 +326,24 @@ class TritonMoeBlock(ProductKernel):
         size: int = getattr(torch, s["dtype"]).itemsize
         # Normed rows and the shared experts' result are kept until the final sum; the shared experts' products come
         # first.
-        wide = 3 * s["shared_inner"], s["hidden"] * bool(s["shared_inner"]) + s["top"] * (s["inner"] + s["hidden"])
+        wide = [3 * s["shared_inner"], s["hidden"] * bool(s["shared_inner"]) + s["top"] * (s["inner"] + s["hidden"])]
+        wide.append(s["shared_inner"] + s["top"] * s["inner"])  # of one token, shared experts may be choices
         tuning = self.tuning.with_changes(call.variant)
-        sums = max((product_bytes(tuning, call, w) for w in _shared_weights(s)), default=0)
+        sums = max((product_bytes(tuning, call, w) for w in shared_weights(s)), default=0)
         sums += _rounding_bytes(self.tuning, call, s)
         return int(tokens * ((s["hidden"] + max(wide)) * size + 4 * s["experts"])) + sums
 
     def variants(self, call: OpCall) -> Sequence[Variant]:
         s, tuning = cast(MoEStatic, call.static), self.tuning
         up, down = s["gate_up"], s["down"]
-        single_token = tuning.single_token(s["hidden"], s["inner"], s["top"], is_stored(down))
+        choices = s["top"] + shared_choices(tuning, s)
+        single_token = tuning.single_token(s["hidden"], s["inner"], choices, is_stored(down))
         if is_packed(up) or is_packed(down):
             return []
         if call.bucket.high == 1 and single_token is not None:
-            return combined({"up": persistent_gemv_variants(single_token.up), "down": gemv_variants(single_token.down)})
+            down_sizes = single_token_down_variants(single_token.down)
+            sizes = combined({"up": persistent_gemv_variants(single_token.up), "down": down_sizes})
+            return [*sizes, {"shared.apart": 1}] if choices > s["top"] else sizes
         tried = dict[str, Sequence[Variant]]()
         for part, weight, halves in (("up", up, 2), ("down", down, 1)):
             rule = rounded_grouped_variants if rounds(tuning, call.bucket.high, weight) else grouped_variants
@@ -386,11 +353,12 @@ class TritonMoeBlock(ProductKernel):
     def build(self, call: OpCall) -> OpFunction:
         tuning, s = self.tuning.with_changes(call.variant), cast(MoEStatic, call.static)
         dtype = getattr(torch, s["dtype"])
-        single_token = tuning.single_token(s["hidden"], s["inner"], s["top"], is_stored(s["down"]))
+        choices = s["top"] + shared_choices(tuning, s)
+        single_token = tuning.single_token(s["hidden"], s["inner"], choices, is_stored(s["down"]))
         first = tuning.persistent_gemv(s["experts"], s["hidden"], 1)
-        whole = not any(_needs_own_launch(s[name]) for name in ("gate_up", "down"))
+        whole = not any(needs_own_launch(s[name]) for name in ("gate_up", "down"))
         if call.bucket.high == 1 and single_token is not None and first is not None and whole:
-            run = _single_token_block(tuning, call, single_token)
+            run = single_token_block(tuning, call, single_token)
         else:
             run = _multi_token_block(tuning, call)
 
@@ -450,9 +418,6 @@ class TritonRoutedExperts(ProductKernel):
         return run
 
 
-Block = Callable[[torch.Tensor, torch.Tensor, MoEWeights], tuple[torch.Tensor, torch.Tensor]]
-
-
 def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
     """Any number of tokens."""
     s = cast(MoEStatic, call.static)
@@ -510,82 +475,6 @@ def _multi_token_block(tuning: Tuning, call: OpCall) -> Block:
         down_output = torch.empty(tokens * top, hidden, dtype=dtype, device=y.device)
         down(inside, w.down.data, down_output, work, share=False, bias=w.down_bias)
         return mix(tuning, down_output.view(tokens, top, hidden), weights, slots=slots, extra=extra, gate=gate), total
-
-    return run
-
-
-def _single_token_block(tuning: Tuning, call: OpCall, sizes: SingleToken) -> Block:
-    """One token: each program does the routing for itself, which saves launches."""
-    s = cast(MoEStatic, call.static)
-    dtype = getattr(torch, s["dtype"])
-    choice, top, inner, hidden = Choice.of(s), s["top"], s["inner"], s["hidden"]
-    norm: dict[str, Any] = {"eps": s["eps"], "offset": s["offset"]}
-    up, down = sizes.up, sizes.down
-    apart = any(_needs_own_launch(w) for w in _shared_weights(s))
-    projects = {id(w): project_rows(tuning, call, torch.float32 if w is s["shared_gate"] else dtype, w)
-                for w in _shared_weights(s)}  # fmt: skip
-
-    def project(declared: LinearWeight | None, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-        return projects[id(declared)](x, weight.data, None)
-
-    stored = any(is_stored(w) for w in _shared_weights(s)[:1])
-
-    def shared(total: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if not s["shared_inner"]:
-            return None, None
-        assert w.shared_gate_up is not None and w.shared_down is not None, "declared with shared experts"
-        gate_up_weight, down_weight, gate = w.shared_gate_up.data, w.shared_down.data, None
-        if apart:
-            y, _ = norm_rows(tuning, total, None, w.norm, s["eps"], s["offset"], dtype)
-            wide = project(s["shared_gate_up"], y, w.shared_gate_up)
-            if w.shared_gate is not None:
-                gate = project(s["shared_gate"], y, w.shared_gate)
-            inside = act_rows(tuning, wide, s["shared_inner"], s["activation"])
-            return project(s["shared_down"], inside, w.shared_down), gate
-        if tuning.persistent_gemv(s["shared_inner"], hidden, 2, stored) is not None:
-            inside = persistent_gemv(
-                tuning, total, gate_up_weight, dtype, gain=w.norm, activation=s["activation"], **norm
-            )
-        else:
-            y, _ = norm_rows(tuning, total, None, w.norm, s["eps"], s["offset"], dtype)
-            inside = gemv(tuning, y, gate_up_weight, dtype, activation=s["activation"])
-        if s["shared_gate"] is not None:
-            assert w.shared_gate is not None, "declared"
-            gate = persistent_gemv(tuning, total, w.shared_gate.data, torch.float32, gain=w.norm, **norm)
-        return gemv(tuning, inside, down_weight, dtype), gate
-
-    def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        logits = persistent_gemv(
-            tuning, rows_of(x), w.router.data, torch.float32, bias=w.router_bias, residual=rows_of(residual),
-            total=total, gain=w.norm, **norm,
-        )  # fmt: skip
-        extra, gate = shared(total, w)
-        inside = torch.empty(top, inner, dtype=dtype, device=x.device)
-        y = torch.empty(1, hidden, dtype=dtype, device=x.device)
-        common = {"CORRECT": w.correction is not None, "OVERLAP": tuning.overlap, **choice.sizes, **tuning.launch}
-        correction, most = w.correction if w.correction is not None else logits, w.slots.shape[1]
-        up_elements, up_scales, up_blocks, up_form = words(w.gate_up.data)
-        down_elements, down_scales, down_blocks, down_form = words(w.down.data)
-        tile = down.k
-        # Keep these two in order: the second reads what the first has waited for.
-        single_token_up_kernel[(top, min(up.m, -(-inner // up.n)))](
-            logits, correction, w.slots, total, w.norm, up_elements, up_scales,
-            w.gate_up_bias if w.gate_up_bias is not None else x, inside, most, inner, hidden, up_blocks,
-            up_scales.stride(0) if up_form.kind else 0, choice.scale, s["eps"], s["offset"], float(s["alpha"]),
-            float(s["limit"]), BIAS=w.gate_up_bias is not None, ACT=s["activation"], BN=up.n, BK=up.k,
-            num_warps=up.warps, **up_form.word_constants(tuning.converts), **common,
-        )  # fmt: skip
-        single_token_down_kernel[(-(-hidden // down.n),)](
-            logits, correction, w.slots, inside, down_elements, down_scales,
-            w.down_bias if w.down_bias is not None else x, extra if extra is not None else x,
-            gate if gate is not None else x, y, most, hidden, inner, down_blocks,
-            down_scales.stride(0) if down_form.kind else 0, choice.scale, BIAS=w.down_bias is not None,
-            ADD=extra is not None, GATE=gate is not None, TP=power_of_two(top), BN=down.n, BK=tile,
-            AHEAD=min(3, -(-inner // tile)), num_warps=down.warps, **down_form.word_constants(tuning.converts),
-            **common,
-        )  # fmt: skip
-        return y, total
 
     return run
 

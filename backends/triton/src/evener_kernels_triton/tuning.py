@@ -44,8 +44,8 @@ MAX_TILE_TOKENS = 128
 MIN_EVEN_TOKENS = 65536
 #: Most splits of a request with long state; half as many otherwise.
 MAX_SPLITS = 32
-#: Most splits of a request with latent state.
-MAX_LATENT_SPLITS = 8
+#: Most splits of a request with latent state, and, if that is more, of a few requests together.
+MAX_LATENT_SPLITS, MAX_FEW_LATENT_SPLITS = 8, 64
 #: Counters that are allocated at a time.
 MIN_COUNTERS = 4096
 
@@ -455,14 +455,14 @@ class Tuning:
 
     @memoized
     def single_token(self, hidden: int, inner: int, top: int, stored: bool = False) -> SingleToken | None:
-        """One token and its ``top`` experts; None if its row does not fit into one tile. ``stored``: ``down`` has one
-        byte an element (128 columns: a layer of Qwen3-30B-A3B took 27.5 µs on an H200; 256 columns: 31.1)."""
+        """One token and its ``top`` choices; None if its row does not fit into one tile. ``stored``: ``down`` has one
+        byte an element. 128 columns, stored: a layer of Qwen3-30B-A3B took 27.5 µs on an H200; 256: 31.1."""
         k = power_of_two(hidden)
         if not 16 <= k <= 4096:
             return None
         up = Product(max(1, -(-2 * self.units // top)), max(1, 8192 // k), k, 4, 1)
-        wide = max(16, min(128 if stored else 256, power_of_two(inner)))
-        down = Product(1, max(1, 16384 // (power_of_two(top) * wide)), wide, 16, 1)
+        wide = max(16, min(128, power_of_two(inner)))
+        down = Product(1, max(1, 16384 // (power_of_two(top) * wide)), wide, 16, 1 if stored else 3)
         return SingleToken(self.part("up")._apply_changes(up), self.part("down")._apply_changes(down))
 
     @memoized
@@ -568,11 +568,12 @@ class Tuning:
         """Whether a program may have this much shared memory, and elements have two bytes at most."""
         return self.shared >= kilobytes << 10 and element <= 2
 
-    def latent_splits(self, programs: int, longest: int, tile: LatentTile) -> int:
+    def latent_splits(self, programs: int, requests: int, longest: int, tile: LatentTile) -> int:
         """As ``splits``. But a split's partial result is as large as the state of 32 tokens, so the device is filled
-        only once, and no request has more than ``MAX_LATENT_SPLITS`` splits."""
-        wanted = power_of_two(max(1, (2 * self.units) // max(1, programs)) + 1) // 2
-        return max(1, min(wanted, MAX_LATENT_SPLITS, power_of_two(-(-longest // (tile.n * MIN_TILES)))))
+        only once, and splits are limited: a few requests share their limit, a power of two for each."""
+        wanted, tiles = power_of_two((2 * self.units) // max(1, programs) + 1) // 2, -(-longest // (tile.n * MIN_TILES))
+        most = max(MAX_LATENT_SPLITS, power_of_two(MAX_FEW_LATENT_SPLITS // max(1, requests) + 1) // 2)
+        return max(1, min(wanted, most, power_of_two(tiles)))
 
     @memoized
     def latent_product(self, tokens: int, rank: int) -> Product:
@@ -581,11 +582,11 @@ class Tuning:
         return Product(m, min(128 if m == 64 and tokens > 64 else 64, max(16, power_of_two(rank))), 0, 4, 1)
 
     @memoized
-    def latent_values(self, tokens: int, value: int, rank: int, splits: int) -> Product:
-        """One head's values from ``splits`` parts of latents: ``m`` tokens, ``n`` values, ``k`` of the latent."""
+    def latent_values(self, tokens: int, value: int, rank: int) -> Product:
+        """One head's values: ``m`` tokens (of one, parts at a time), ``n`` values, ``k`` of the latent."""
         wide = max(16, power_of_two(value))
         if tokens == 1:
-            return Product(1, min(wide, 16), min(rank, max(16, 8192 // splits)), 4, 1)
+            return Product(32, min(wide, 16), min(rank, 512), 8, 1)
         m = max(16, min(64, power_of_two(tokens)))
         return Product(m, min(wide, 32 if m * tokens <= 4096 else 64), min(rank, 64), 4, 3)
 

@@ -124,6 +124,11 @@ def gemv_variants(p: Product) -> Sequence[Variant]:
     return [*tried, {"k": p.k // 2}] if p.k >= 64 else tried
 
 
+def single_token_down_variants(p: Product) -> Sequence[Variant]:
+    """Variants of ``down`` of one token's experts: also as large a tile of another shape, and tiles under way."""
+    return [*gemv_variants(p), {"n": p.n // 2, "k": 2 * p.k}, {"n": p.n // 2}, {"stages": 4 - p.stages}]
+
+
 def grouped_variants(
     tuning: Tuning, call: OpCall, matrices: int, rows: int, columns: int, halves: int
 ) -> Sequence[Variant]:

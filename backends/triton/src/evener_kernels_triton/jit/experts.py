@@ -228,44 +228,86 @@ def mix_kernel(
     tl.store(y + token * hidden + at, r.to(y.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _own_slot(
+    logits, correction, slots, k, most, scale,
+    CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """The slot of choice ``k``."""
+    expert, rank, taken, _ = chosen(
+        logits, 0, logits, correction, scale, 1, False, CORRECT, SCORING, TOP, GROUPS, EACH, TOP_GROUPS, GROUP_BEST,
+        RENORMALIZE, GP, EP, False,
+    )  # fmt: skip
+    return tl.load(slots + tl.sum(tl.where(taken & (rank == k), expert, 0), 0) * most)
+
+
 @fast_launch
 @triton.jit
 def single_token_up_kernel(
-    logits, correction, slots, x, gain, w, scales, bias, y, most, rows, columns, blocks, scale_each, scale, eps, offset,
-    alpha, limit,
-    BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
-    KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    logits, correction, slots, x, gain, w, scales, bias, shared, y, most, rows, columns, blocks, scale_each, scale, eps,
+    offset, alpha, limit,
+    BIAS: tl.constexpr, ACT: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    OVERLAP: tl.constexpr, KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """One token: y[k] = gated(w[slot of choice k] @ norm(x)). Program (k, first rows) loops over the rows of its matrix
     and computes norm(x) once; each program does the routing itself, which is cheaper than a launch.
 
+    EXTRA: so many more choices are always made: choice TOP + i is the i-th piece of ``rows`` gate rows and ``rows`` up
+    rows of ``shared`` [2 * EXTRA * rows, columns], plain numbers. Its first rows are loaded before the kernel waits.
+
     The next kernel may start after this one has waited: it reads ``logits`` before it waits.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     k = tl.program_id(0)
-    expert, rank, taken, _ = chosen(
-        logits, 0, logits, correction, scale, 1, False, CORRECT, SCORING, TOP, GROUPS, EACH, TOP_GROUPS, GROUP_BEST,
-        RENORMALIZE, GP, EP, False,
-    )  # fmt: skip
-    mine = tl.sum(tl.where(taken & (rank == k), expert, 0), 0)
-    slot = tl.load(slots + mine * most)
-    readable = tl.where(slot >= 0, rows, 0)
-    halves: tl.constexpr = 2
-    own = w + slot.to(tl.int64) * (rows * halves * (columns if KIND == "" else columns // 4))
-    own_scales = scales + slot.to(tl.int64) * scale_each
     c = tl.arange(0, BK)
     real = c < columns
     step = tl.num_programs(1) * BN
     start = tl.program_id(1) * BN
     n = start + tl.arange(0, BN)
+    halves: tl.constexpr = 2
     gate_row = n * 2 if ACT == "clamped_swiglu" else n
-    up_row = n * 2 + 1 if ACT == "clamped_swiglu" else rows + n
-    a, s = tile(own, own_scales, gate_row, n < readable, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
-    u, t = tile(own, own_scales, up_row, n < readable, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
+    if EXTRA > 0:
+        if k < TOP:
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
+            slot = _own_slot(
+                logits, correction, slots, k, most, scale, CORRECT, SCORING, TOP, GROUPS, EACH, TOP_GROUPS, GROUP_BEST,
+                RENORMALIZE, GP, EP,
+            )  # fmt: skip
+            readable = tl.where(slot >= 0, rows, 0)
+            own = w + slot.to(tl.int64) * (rows * halves * columns)
+            further = rows
+            a, s = tile(own, scales, n, n < readable, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
+            u, t = tile(own, scales, further + n, n < readable, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
+        else:
+            slot = k * 0
+            readable = rows + slot
+            own = shared + (k - TOP).to(tl.int64) * (rows * columns)
+            further = rows * EXTRA
+            a, s = tile(own, scales, n, n < readable, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
+            u, t = tile(own, scales, further + n, n < readable, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
+                tl.extra.cuda.gdc_launch_dependents()
+        own_scales = scales
+    else:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        slot = _own_slot(
+            logits, correction, slots, k, most, scale, CORRECT, SCORING, TOP, GROUPS, EACH, TOP_GROUPS, GROUP_BEST,
+            RENORMALIZE, GP, EP,
+        )  # fmt: skip
+        readable = tl.where(slot >= 0, rows, 0)
+        own = w + slot.to(tl.int64) * (rows * halves * (columns if KIND == "" else columns // 4))
+        own_scales = scales + slot.to(tl.int64) * scale_each
+        further = rows
+        up_row = n * 2 + 1 if ACT == "clamped_swiglu" else further + n
+        a, s = tile(own, own_scales, gate_row, n < readable, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
+        u, t = tile(own, own_scales, up_row, n < readable, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
     b = tl.load(x + c, mask=real, other=0.0).to(tl.float32)
     b = b * tl.rsqrt(tl.sum(b * b, 0) / columns + eps)
     b *= tl.load(gain + c, mask=real, other=0.0).to(tl.float32) + offset
@@ -274,7 +316,7 @@ def single_token_up_kernel(
         coming = first + step + tl.arange(0, BN)
         there = coming < readable
         gate_row = coming * 2 if ACT == "clamped_swiglu" else coming
-        up_row = coming * 2 + 1 if ACT == "clamped_swiglu" else rows + coming
+        up_row = coming * 2 + 1 if ACT == "clamped_swiglu" else further + coming
         a_next, s_next = tile(own, own_scales, gate_row, there, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
         u_next, t_next = tile(own, own_scales, up_row, there, 0, columns, blocks, KIND, HIGH, WIDE, BK, False)
         n = first + tl.arange(0, BN)
@@ -296,15 +338,13 @@ def single_token_up_kernel(
 
 
 @triton.jit
-def _load_down_weights(w, n, slot, hidden, inner, first, KIND: tl.constexpr, BK: tl.constexpr):
-    """Weights [BN, TP, BK] of output rows ``n``, matrices ``slot`` and columns from ``first``; four to a word of stored
-    elements."""
+def _load_down_weights(lines, live, inner, first, KIND: tl.constexpr, BK: tl.constexpr):
+    """Weights [BN, TP, BK] of the lines at ``lines`` [BN, TP], ``live`` ones, from column ``first``; four to a word of
+    stored elements."""
     each: tl.constexpr = 1 if KIND == "" else 4
     c = first // each + tl.arange(0, BK // each)
-    own = slot.to(tl.int64) * hidden * (inner // each)
-    at = own[None, :, None] + (n * (inner // each))[:, None, None] + c[None, None, :]
-    mask = (n < hidden)[:, None, None] & (slot >= 0)[None, :, None] & (c < inner // each)[None, None, :]
-    return tl.load(w + at, mask=mask, other=0, eviction_policy="evict_first")
+    mask = live[:, :, None] & (c < inner // each)[None, None, :]
+    return tl.load(lines[:, :, None] + c[None, None, :], mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -322,13 +362,13 @@ def _down_scales(
 @triton.jit
 def _accumulate(
     acc, a, x, k, first, inner, scales, n, slot, hidden, blocks, scale_each,
-    TOP: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr,
+    LINES: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Add BK columns from ``first``, whose weights are ``a``, to the sums: [BN, TP, BK], or [BN, TP, BK / STEP] of
     stored elements."""
     c = first + tl.arange(0, BK)
-    b = tl.load(x + k[:, None] * inner + c[None, :], mask=(k < TOP)[:, None] & (c < inner)[None, :], other=0.0)
+    b = tl.load(x + k[:, None] * inner + c[None, :], mask=(k < LINES)[:, None] & (c < inner)[None, :], other=0.0)
     if KIND == "":
         y = acc + a.to(tl.float32) * b.to(tl.float32)[None, :, :]
     else:
@@ -341,60 +381,91 @@ def _accumulate(
 @fast_launch
 @triton.jit
 def single_token_down_kernel(
-    logits, correction, slots, x, w, scales, bias, extra, gate, y, most, hidden, inner, blocks, scale_each, scale,
-    BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, TP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
-    KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    logits, correction, slots, x, w, scales, bias, shared, extra, gate, y, most, hidden, inner, blocks, scale_each,
+    scale,
+    BIAS: tl.constexpr, EXTRA: tl.constexpr, ALIGNED: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr,
+    TP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, ROLL: tl.constexpr,
+    OVERLAP: tl.constexpr, KIND: tl.constexpr, CAST: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     CORRECT: tl.constexpr, SCORING: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, RENORMALIZE: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """One token: y = Σ_k weight of choice k * (w[its slot] @ x[k]), BN rows of all matrices for each program; extra and
     gate as in ``mix_kernel``. The first AHEAD (1 to 3) tiles of columns are loaded before the kernel waits: the
-    previous kernel has already waited for ``logits``."""
+    previous kernel has already waited for ``logits``. ROLL: from then on three tiles stay under way.
+
+    EXTRA: choice TOP + i has x[TOP + i], the i-th piece of ``inner`` columns of ``shared`` [hidden, EXTRA * inner], and
+    a weight of 1, or the gate's. ALIGNED: every line of ``w`` and ``shared`` begins at a multiple of 16 bytes."""
     expert, rank, taken, weight = chosen(
         logits, 0, logits, correction, scale, 1, False, CORRECT, SCORING, TOP, GROUPS, EACH, TOP_GROUPS, GROUP_BEST,
         RENORMALIZE, GP, EP, False,
     )  # fmt: skip
+    LINES: tl.constexpr = TOP + EXTRA
     k = tl.arange(0, TP)
     match = taken[None, :] & (rank[None, :] == k[:, None])
     mine = tl.sum(tl.where(match, expert[None, :], 0), 1)
     share = tl.sum(tl.where(match, weight[None, :], 0.0), 1)
     slot = tl.load(slots + mine * most, mask=k < TOP, other=-1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    a0 = _load_down_weights(w, n, slot, hidden, inner, 0, KIND, BK)
+    inside = n < hidden
+    wide = inner if KIND == "" else inner // 4
+    if EXTRA > 0:
+        always = (k >= TOP) & (k < LINES)
+        own = tl.where(always, shared + (k - TOP) * inner, w + slot.to(tl.int64) * hidden * inner)
+        if ALIGNED:  # the compiler does not see it through the choice, and would load one number at a time
+            own = tl.multiple_of(own, 16)
+        slot = tl.where(always, 0, slot)
+        lines = own[None, :] + inner * (n[:, None] * tl.where(always, EXTRA, 1)[None, :])
+    else:
+        lines = w + (slot.to(tl.int64) * hidden * wide)[None, :] + (n * wide)[:, None]
+    live = inside[:, None] & (slot >= 0)[None, :]
+    a0 = _load_down_weights(lines, live, inner, 0, KIND, BK)
     if AHEAD > 1:
-        a1 = _load_down_weights(w, n, slot, hidden, inner, BK, KIND, BK)
+        a1 = _load_down_weights(lines, live, inner, BK, KIND, BK)
     if AHEAD > 2:
-        a2 = _load_down_weights(w, n, slot, hidden, inner, 2 * BK, KIND, BK)
+        a2 = _load_down_weights(lines, live, inner, 2 * BK, KIND, BK)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BN, TP, BK if KIND == "" else BK // STEP], tl.float32)
-    acc = _accumulate(
-        acc, a0, x, k, 0, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
-    )
-    if AHEAD > 1:
+    if ROLL and AHEAD > 2:
+        for first in range(0, inner, BK):
+            a3 = _load_down_weights(lines, live, inner, first + 3 * BK, KIND, BK)
+            acc = _accumulate(
+                acc, a0, x, k, first, inner, scales, n, slot, hidden, blocks, scale_each, LINES, BK, KIND, CAST, HIGH,
+                WIDE,
+            )  # fmt: skip
+            a0 = a1
+            a1 = a2
+            a2 = a3
+    else:
         acc = _accumulate(
-            acc, a1, x, k, BK, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
+            acc, a0, x, k, 0, inner, scales, n, slot, hidden, blocks, scale_each, LINES, BK, KIND, CAST, HIGH, WIDE
         )
-    if AHEAD > 2:
-        acc = _accumulate(
-            acc, a2, x, k, 2 * BK, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
-        )
-    for first in range(AHEAD * BK, inner, BK):
-        a = _load_down_weights(w, n, slot, hidden, inner, first, KIND, BK)
-        acc = _accumulate(
-            acc, a, x, k, first, inner, scales, n, slot, hidden, blocks, scale_each, TOP, BK, KIND, CAST, HIGH, WIDE
-        )
+        if AHEAD > 1:
+            acc = _accumulate(
+                acc, a1, x, k, BK, inner, scales, n, slot, hidden, blocks, scale_each, LINES, BK, KIND, CAST, HIGH, WIDE
+            )
+        if AHEAD > 2:
+            acc = _accumulate(
+                acc, a2, x, k, 2 * BK, inner, scales, n, slot, hidden, blocks, scale_each, LINES, BK, KIND, CAST, HIGH,
+                WIDE,
+            )  # fmt: skip
+        for first in range(AHEAD * BK, inner, BK):
+            a = _load_down_weights(lines, live, inner, first, KIND, BK)
+            acc = _accumulate(
+                acc, a, x, k, first, inner, scales, n, slot, hidden, blocks, scale_each, LINES, BK, KIND, CAST, HIGH,
+                WIDE,
+            )  # fmt: skip
     each = dropped(tl.sum(acc, 2), KIND, CAST)
-    inside = n < hidden
     if BIAS:
         at = slot.to(tl.int64)[None, :] * hidden + n[:, None]
         each += tl.load(bias + at, mask=(slot >= 0)[None, :] & inside[:, None], other=0.0).to(tl.float32)
+    part = 1.0
+    if GATE:
+        part = tl.sigmoid(tl.load(gate).to(tl.float32))
+    if EXTRA > 0:
+        share = tl.where(always, part, share)
     r = tl.sum(each * share[None, :], 1)
     if ADD:
-        more = tl.load(extra + n, mask=inside, other=0.0).to(tl.float32)
-        if GATE:
-            more = more * tl.sigmoid(tl.load(gate).to(tl.float32))
-        r += more
+        r += tl.load(extra + n, mask=inside, other=0.0).to(tl.float32) * part
     tl.store(y + n, r.to(y.dtype.element_ty), mask=inside)
