@@ -27,9 +27,6 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.flat, self.at + offset)
 
-    def to(self, dtype: object) -> Pointer:
-        return self
-
     @property
     def dtype(self) -> Any:
         return SimpleNamespace(element_ty=self.flat.dtype)
@@ -176,8 +173,6 @@ class Language:
     def __init__(self, line: int) -> None:
         self.line, self.host = line, Host()
         self.failures: list[BaseException] = []
-        #: Where the bytes start that the L2 cache was asked for, and how many.
-        self.fetched: list[tuple[int, int]] = []
 
     def namespace(self) -> dict[str, Any]:
         """The names that a kernel's module imports."""
@@ -206,7 +201,7 @@ class Language:
             exp=torch.exp, erf=torch.erf, rsqrt=lambda x: torch.rsqrt(tensor(x)),
             cast=lambda x, dtype, bitcast=False: tensor(x).to(dtype) if not bitcast else bits(x, dtype),
             convert_layout=lambda x, layout: x, load=load, store=store, allocate_shared_memory=self.allocate,
-            warp_specialize=self.warp_specialize, inline_asm_elementwise=self.assembled,
+            warp_specialize=self.warp_specialize,
         )  # fmt: skip
         barrier = SimpleNamespace(
             MBarrierLayout=layout, init=init, expect=lambda b, size: bare(b).change(1, size),
@@ -237,18 +232,6 @@ class Language:
                     target.store(load(source, mask))
 
         return copy, SimpleNamespace(commit_group=commit, wait_group=wait)
-
-    def assembled(
-        self, code: str, constraints: str, args: Sequence[Any], dtype: object, is_pure: bool, pack: int
-    ) -> None:
-        """The one instruction that kernels spell out: bytes that the L2 cache is asked for, of elements of one byte."""
-        assert "prefetch.L2" in code and not is_pure and pack == 1
-        pointer, size = args
-        starts, sizes = torch.broadcast_tensors(tensor(pointer.at), tensor(size))
-        starts, sizes = starts[sizes > 0], sizes[sizes > 0]
-        assert pointer.flat.itemsize == 1 and not ((starts | sizes) % 16).any()
-        assert ((starts >= 0) & (starts + sizes <= pointer.flat.numel())).all(), "asks for what lies elsewhere"
-        self.fetched += [*zip(starts.tolist(), sizes.tolist(), strict=True)]
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Memory:
         if dtype is torch.int64:
@@ -341,9 +324,8 @@ def copy_out(box: Box, corner: Sequence[Any], source: Memory) -> None:
     box.rows[top : top + rows, left : left + columns] = source.get()
 
 
-def on_host(module: ModuleType, name: str, line: int) -> Callable[..., list[tuple[int, int]]]:
-    """A kernel of a module as a function of a number of programs and its values. It returns what was fetched to the L2
-    cache: first bytes, and how many."""
+def on_host(module: ModuleType, name: str, line: int) -> Callable[..., None]:
+    """A kernel of a module as a function of a number of programs and its values."""
     language = Language(line)
     names_given = language.namespace()
     names: dict[str, Any] = dict(vars(module)) | names_given
@@ -353,12 +335,10 @@ def on_host(module: ModuleType, name: str, line: int) -> Callable[..., list[tupl
         elif isinstance(value, tl.constexpr) and key not in names_given:
             names[key] = value.value
 
-    def run(programs: int | tuple[int, ...], *args: Any, **kwargs: Any) -> list[tuple[int, int]]:
-        language.fetched.clear()
+    def run(programs: int | tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         grid = (programs,) if isinstance(programs, int) else programs
         for program in itertools.product(*map(range, grid)):
             language.host.program, language.host.programs = program, grid
             names[name](*args, **kwargs)
-        return language.fetched
 
     return run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -34,7 +33,7 @@ def tiny_tensors(one_thread: None) -> None:
 
 def product(
     tokens: int, rows: int, columns: int, form: Form, group: int, n: int = 64, unit: int = 1, places: int = 3,
-    splits: int = 1, bias: bool = True, ahead: int = 0,
+    splits: int = 1, bias: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """What the kernel computes, and what is right. Where nothing was written there is no number."""
     draw = torch.Generator().manual_seed(rows + columns)
@@ -54,7 +53,7 @@ def product(
         (tiles, spans), *map(Pointer, (x.view(-1), of_x, w.view(-1), of_w.view(-1), added, y, parts, arrived)), tokens,
         rows, columns, blocks, Pointer(y), each, BIAS=bias, ACT="", SPLITS=spans, BM=m, BN=n, U=unit, PLACES=places,
         STEPS=1 << (each - 1).bit_length(), EVEN=columns % (each * 128) == 0, HIGH=form.high, BLOCKS=form.wide > 0,
-        FIXED=group < 0, EARLY=False, AHEAD=ahead, OVERLAP=True,
+        FIXED=group < 0, EARLY=False, OVERLAP=True,
     )  # fmt: skip
     assert not arrived.any(), "counters are for the next launch too"
     a = x.double() * (
@@ -71,8 +70,7 @@ BLOCKS, ROWS = Form("e4m3", 128, 128), Form("e4m3", 1, 0)
     ("tokens", "rows", "columns", "form", "group", "sizes"),
     [
         (16, 128, 1024, BLOCKS, 128, {}),
-        (5, 192, 2048, BLOCKS, 128, {"unit": 2, "splits": 2, "ahead": 3}),
-        (33, 136, 1040, BLOCKS, 128, {"n": 128, "places": 2, "splits": 2, "ahead": 4}),
+        (5, 192, 2048, BLOCKS, 128, {"unit": 2, "splits": 2}),
         (33, 136, 1040, BLOCKS, 128, {"n": 128, "places": 4, "splits": 4}),
         (24, 100, 1024, ROWS, 0, {"unit": 2, "splits": 4, "places": 2}),
         (2, 64, 400, ROWS, -1, {"bias": False}),
@@ -89,24 +87,6 @@ def test_few_tokens_agree_with_the_values_of_the_weight(
     assert float((got - want).norm() / want.norm()) < 1e-5
 
 
-@pytest.mark.parametrize(("ahead", "splits", "wanted"), [(2, 1, [(2, 4)]), (9, 1, [(2, 9)]), (3, 2, [(2, 5), (7, 9)])])
-def test_steps_behind_the_ring_are_fetched_once(ahead: int, splits: int, wanted: list[tuple[int, int]]) -> None:
-    """Steps from, and to, of each row; the last step is torn. A row past the end is the first one."""
-    rows, columns, steps = 72, 1040, -(-9 // splits)
-    x, w = (torch.zeros(n * columns).to(torch.float8_e4m3fn) for n in (16, rows))
-    y, sums = torch.zeros(16 * rows), torch.zeros(2 * splits * 64 * 16)
-    ones, arrived = torch.ones(9 * 16), torch.zeros(2, dtype=torch.int32)
-    fetched = on_host(kernel, "rounded_few_kernel", 8)(
-        (2, splits), *map(Pointer, (x, ones, w, ones, ones, y, sums, arrived)), 16, rows, columns, 9, Pointer(y), steps,
-        BIAS=False, ACT="", SPLITS=splits, BM=16, BN=64, U=1, PLACES=3, STEPS=16, EVEN=False, HIGH=128, BLOCKS=True,
-        FIXED=False, EARLY=False, AHEAD=ahead, OVERLAP=True,
-    )  # fmt: skip
-    asked = Counter(byte for start, size in fetched for byte in range(start, start + size, 16))
-    each = {b for first, last in wanted for b in range(first * 128, min(last * 128, columns), 16)}
-    assert set(asked) == {row * columns + byte for row in range(rows) for byte in each}
-    assert {asked[columns + byte] for byte in each} == {1}
-
-
 @pytest.mark.parametrize(("tokens", "inner", "activation"), [(16, 256, "silu"), (21, 128, "gelu")])
 def test_gate_and_up_are_activated_and_rounded_in_the_launch(tokens: int, inner: int, activation: str) -> None:
     draw = torch.Generator().manual_seed(tokens)
@@ -120,8 +100,7 @@ def test_gate_and_up_are_activated_and_rounded_in_the_launch(tokens: int, inner:
     on_host(kernel, "rounded_few_kernel", 8)(
         (inner // 128, 1), *map(Pointer, (x.view(-1), of_x.view(-1), w.view(-1), of_w.view(-1))), nothing, Pointer(y),
         nothing, nothing, tokens, inner, columns, 4, Pointer(made), 4, BIAS=False, ACT=activation, SPLITS=1, BM=m,
-        BN=256, U=1, PLACES=3, STEPS=4, EVEN=True, HIGH=128, BLOCKS=True, FIXED=False, EARLY=False, AHEAD=0,
-        OVERLAP=True,
+        BN=256, U=1, PLACES=3, STEPS=4, EVEN=True, HIGH=128, BLOCKS=True, FIXED=False, EARLY=False, OVERLAP=True,
     )  # fmt: skip
     a = x.double() * of_x.t().repeat_interleave(128, 1)
     gate, up = (a @ (w.double() * of_w.repeat_interleave(128, 0).repeat_interleave(128, 1)).t()).chunk(2, 1)

@@ -26,15 +26,13 @@ _LEAST_ROWS, _LEAST_COLUMNS = 4096, 4096
 
 class FewSizes(NamedTuple):
     """``n`` rows a program, all columns split into ``splits`` spans; ``unit`` steps of 128 columns in each of
-    ``places`` of the ring. ``early``: the next launch is let in at the start. ``ahead``: so many steps after those of
-    the ring are fetched to the L2 cache, while the launch waits."""
+    ``places`` of the ring. ``early``: the next launch is let in at the start."""
 
     n: int
     unit: int
     places: int
     splits: int
     early: bool = False
-    ahead: int = 0
 
 
 class _Shapes(NamedTuple):
@@ -173,12 +171,11 @@ def _prepared(
     activation: str,
 ) -> PreparedLaunch:  # fmt: skip
     """The same for all numbers of tokens that a tile has room for. The ring is filled with steps of the span alone."""
-    places = min(p.places, each // p.unit + 1)
     return PreparedLaunch(
-        _kernel(), each=each, BIAS=bias, ACT=activation, SPLITS=splits, BM=tokens, BN=p.n, U=p.unit, PLACES=places,
-        STEPS=power_of_two(each), EVEN=columns % (each * _SPAN) == 0, HIGH=form.high, BLOCKS=form.wide > 0,
-        FIXED=group < 0, EARLY=p.early, AHEAD=max(0, min(p.ahead, each - (places - 1) * p.unit)),
-        OVERLAP=tuning.overlap, num_warps=p.n // 16, **tuning.launch,
+        _kernel(), each=each, BIAS=bias, ACT=activation, SPLITS=splits, BM=tokens, BN=p.n, U=p.unit,
+        PLACES=min(p.places, each // p.unit + 1), STEPS=power_of_two(each), EVEN=columns % (each * _SPAN) == 0,
+        HIGH=form.high, BLOCKS=form.wide > 0, FIXED=group < 0, EARLY=p.early, OVERLAP=tuning.overlap,
+        num_warps=p.n // 16, **tuning.launch,
     )  # fmt: skip
 
 

@@ -37,26 +37,6 @@ def _copy(ring, lines, step, stop, place, U: gl.constexpr, EVEN: gl.constexpr, L
 
 
 @gluon.jit
-def _rows(line, first, apart, all, TALL: gl.constexpr):
-    """Rows of the weight of lines of a tile. Those past the end are the first one, and not stored."""
-    row = first + line % TALL + line // TALL * apart
-    return gl.where(row < all, row, 0).to(gl.int64)[:, None]
-
-
-@gluon.jit
-def _fetch(lines, step, stop, columns, AHEAD: gl.constexpr, BN: gl.constexpr, PAIRS: gl.constexpr):
-    """Have the L2 cache read AHEAD steps of the lines [BN, 1], up to column ``stop`` of the span."""
-    HALF: gl.constexpr = (AHEAD + 1) // 2 * SPAN
-    at = step * SPAN + gl.arange(0, 2, gl.SliceLayout(0, PAIRS))[None, :] * HALF
-    end = gl.minimum(gl.minimum(at + HALF, (step + AHEAD) * SPAN), gl.minimum(stop * SPAN, columns))
-    size = gl.zeros([BN, 2], gl.int32, PAIRS) + (end - at)
-    code: gl.constexpr = (
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
-    )
-    gl.inline_asm_elementwise(code, "=r,l,r", [(lines + at).to(gl.int64), size], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _of_weight(
     w_scales, row, rows, start, stop, blocks, HIGH: gl.constexpr, STEPS: gl.constexpr, FACTORS: gl.constexpr
 ):  # fmt: skip
@@ -164,7 +144,7 @@ def rounded_few_kernel(
     x, x_scales, w, w_scales, bias, y, parts, arrived, held, rows, columns, blocks,
     made_scales, each, BIAS: gl.constexpr, ACT: gl.constexpr, SPLITS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     U: gl.constexpr, PLACES: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr, HIGH: gl.constexpr,
-    BLOCKS: gl.constexpr, FIXED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr,
+    BLOCKS: gl.constexpr, FIXED: gl.constexpr, EARLY: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """y [held, rows] = x @ wᵀ for all tokens, up to BM, and BN rows a program; columns are cut into SPLITS spans of
     ``each`` steps of 128, a multiple of U, which a place of the ring has.
@@ -178,7 +158,6 @@ def rounded_few_kernel(
         w_scales: float32 [rows / HIGH, blocks] with BLOCKS, where HIGH is a multiple of BN or 128, else [rows].
         STEPS: a power of two, at least ``each``.
         EARLY: the next launch is let in at the start, not when the weights are read.
-        AHEAD: so many steps after those in the ring are fetched to the L2 cache before the launch waits.
     """
     WARPS: gl.constexpr = BN // 16
     C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 32])
@@ -197,15 +176,15 @@ def rounded_few_kernel(
     apart = rows if ACT != "" else TALL
     start = gl.program_id(1) * each
     stop = gl.minimum(start + each, (columns + SPAN - 1) // SPAN)
+    line = gl.arange(0, BN, gl.SliceLayout(1, LANES))
+    # Rows and tokens past the end are those of the beginning, and not stored.
     all = rows * 2 if ACT != "" else rows
-    w_lines = w + _rows(gl.arange(0, BN, gl.SliceLayout(1, LANES)), first, apart, all, TALL) * columns
+    row = first + line % TALL + line // TALL * apart
+    line = gl.where(row < all, row, 0)
+    w_lines = w + line.to(gl.int64)[:, None] * columns
     for place in gl.static_range(PLACES - 1):
         _copy(w_ring, w_lines, start + place * U, columns, place, U, EVEN, LANES)
         async_copy.commit_group()
-    if AHEAD > 0:
-        PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [WARPS, 1], [1, 0])
-        fetched = w + _rows(gl.arange(0, BN, gl.SliceLayout(1, PAIRS)), first, apart, all, TALL) * columns
-        _fetch(fetched, start + (PLACES - 1) * U, stop, columns, AHEAD, BN, PAIRS)
     if BLOCKS:
         scaled = gl.allocate_shared_memory(gl.float32, [HALVES, STEPS, BM], ROWS)
         left = _of_weight(w_scales, first, all, start, stop, blocks, HIGH, STEPS, FACTORS)
