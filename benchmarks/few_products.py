@@ -45,14 +45,11 @@ WORKERS = 14
 RULE, NONE = few_sizes, lambda *asked: None
 Sizes = dict[str, FewSizes]
 #: More sizes with blocks above 32 tokens: one program a unit with a deep ring, in half as many spans or in one, which
-#: has no partial sums; and steps that are fetched ahead of the ring.
+#: has no partial sums.
 DEEP: Sequence[tuple[str, FewSizes]] = (
-    *(("qkv", FewSizes(64, u, p, s, early, ahead)) for u, p, s, early, ahead in (
-        (2, 6, 1, False, 0), (2, 6, 1, True, 0), (1, 12, 1, False, 0), (2, 3, 2, False, 4), (2, 3, 2, False, 12))),
-    *(("o", FewSizes(64, u, p, s, True, ahead)) for u, p, s, ahead in (
-        (2, 6, 1, 0), (1, 12, 1, 0), (2, 6, 2, 0), (1, 12, 2, 0), (2, 3, 2, 4), (2, 3, 2, 12))),
-    *(("down", FewSizes(64, u, p, s, True, ahead)) for u, p, s, ahead in (
-        (1, 12, 2, 0), (2, 6, 2, 0), (1, 12, 2, 8), (1, 6, 4, 4), (1, 6, 4, 10), (2, 6, 1, 0))),
+    *(("qkv", FewSizes(64, u, p, 1, early)) for u, p, early in ((2, 6, False), (2, 6, True), (1, 12, False))),
+    *(("o", FewSizes(64, u, p, s, True)) for u, p, s in ((2, 6, 1), (1, 12, 1), (2, 6, 2), (1, 12, 2))),
+    *(("down", FewSizes(64, u, p, s, True)) for u, p, s in ((1, 12, 2), (2, 6, 2), (2, 6, 1))),
     ("down", FewSizes(128, 1, 9, 4, True)),
 )  # fmt: skip
 
@@ -94,7 +91,6 @@ def fused(form: str, tokens: int) -> list[FewSizes]:
     """Sizes of gate and up with the activation inside, which only blocks have."""
     rings = [(6, False), (6, True), (4, False)] if tokens <= 32 else [(5, False), (5, True), (4, False)]
     found = [FewSizes(256, 1, places, 1, early) for places, early in rings]
-    found += [found[0]._replace(ahead=ahead) for ahead in (4, 8)]
     return found if form == "fp8-block" else []
 
 

@@ -115,8 +115,7 @@ def step(path: Path, name: str, settings: Sequence[str], cases: Sequence[tuple[i
     llm = start(path, True, ["infer.max_seq_len=2048", f"infer.max_reqs={most}", *settings])
     manifest = llm.info.manifest
     layouts = sorted({str(layout) for layout in manifest.packings.values()})
-    one = [each for each in manifest.choices if each.bucket is not None and each.bucket.high == 1]
-    layers = sorted({each.provider for each in one if each.op == "decoder_layer"})
+    layers = sorted({row.provider for row in manifest.ops if row.op == "decoder_layer" and "1" in row.tokens})
     say(f"{name}: memory {llm.info.memory}, layouts {layouts}, one token's layers {layers}")
     for batch, prompt in cases:
         try:

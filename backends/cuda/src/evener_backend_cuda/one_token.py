@@ -322,7 +322,7 @@ class OneTokenLayers(OneTokenLayer):
         return None
 
     def _way(self, sizes: Sizes) -> Way:
-        if sizes.weight_bits < 16:
+        if sizes.weight_bits == 8:
             return Way(0, 1)  # with several layers, registers do not suffice for the conversion
         return Way(2 if sizes.nbytes <= _MOST_BYTES else 4, MOST_LAYERS)
 

@@ -337,7 +337,7 @@ class TritonMoeBlock(ProductKernel):
         s, tuning = cast(MoEStatic, call.static), self.tuning
         up, down = s["gate_up"], s["down"]
         choices = s["top"] + shared_choices(tuning, s)
-        single_token = tuning.single_token(s["hidden"], s["inner"], choices, is_stored(down))
+        single_token = tuning.single_token(s["hidden"], s["inner"], choices, is_stored(down) or choices > s["top"])
         if is_packed(up) or is_packed(down):
             return []
         if call.bucket.high == 1 and single_token is not None:
@@ -354,7 +354,7 @@ class TritonMoeBlock(ProductKernel):
         tuning, s = self.tuning.with_changes(call.variant), cast(MoEStatic, call.static)
         dtype = getattr(torch, s["dtype"])
         choices = s["top"] + shared_choices(tuning, s)
-        single_token = tuning.single_token(s["hidden"], s["inner"], choices, is_stored(s["down"]))
+        single_token = tuning.single_token(s["hidden"], s["inner"], choices, is_stored(s["down"]) or choices > s["top"])
         first = tuning.persistent_gemv(s["experts"], s["hidden"], 1)
         whole = not any(needs_own_launch(s[name]) for name in ("gate_up", "down"))
         if call.bucket.high == 1 and single_token is not None and first is not None and whole:

@@ -56,8 +56,8 @@ _TABLE = {
         FewSizes(64, 2, 4, 4, early=True),
     ),
     (True, False): _Shapes(
-        FewSizes(64, 1, 4, 1, early=True), FewSizes(64, 2, 3, 2), FewSizes(64, 2, 3, 2, early=True),
-        FewSizes(64, 1, 6, 4, early=True),
+        FewSizes(64, 1, 4, 1, early=True), FewSizes(64, 2, 6, 1), FewSizes(64, 2, 6, 1, early=True),
+        FewSizes(64, 1, 12, 2, early=True),
     ),
     (False, False): _Shapes(
         FewSizes(64, 1, 4, 1), FewSizes(64, 2, 3, 2), FewSizes(64, 2, 3, 2), FewSizes(64, 2, 3, 2)

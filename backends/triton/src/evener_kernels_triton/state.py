@@ -70,6 +70,11 @@ class PagedViews:
         return self._lines[most]
 
 
+#: Decode steps of at most so many requests round attention's result in its own launch. On an H200 (Qwen3-8B, blocks of
+#: 128) that gives 0.05 ms of a step of 16 and of 64 requests, and costs 0.15 ms of one of 256.
+MAX_ROUNDED = 64
+
+
 class DecodeLaunches:
     """Launches of ``decode_kernel`` that differ in sinks and in what becomes of the result, made when they are first
     asked for."""
@@ -261,7 +266,7 @@ class PagedState(AttentionProvider, QuantizedState):
         """What ``round_rows`` makes for a product with ``weight`` of what ``attend`` gives, in one launch; None where
         that is not for this step or for this rounding."""
         decode, how = meta.decode, weight.activation
-        if decode is None or meta.long is not None or how is None or not len(query):
+        if decode is None or meta.long is not None or how is None or not 0 < len(query) <= MAX_ROUNDED:
             return None
         launch = decode.launches.of(sinks is not None, how)
         if launch is None or _evenly(views, decode) is not None:

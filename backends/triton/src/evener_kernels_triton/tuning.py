@@ -454,15 +454,16 @@ class Tuning:
         return self._apply_changes(Grouped(m, n, k, 8 if m * n * halves > 8192 else 4, stages, flip))
 
     @memoized
-    def single_token(self, hidden: int, inner: int, top: int, stored: bool = False) -> SingleToken | None:
-        """One token and its ``top`` choices; None if its row does not fit into one tile. ``stored``: ``down`` has one
-        byte an element. 128 columns, stored: a layer of Qwen3-30B-A3B took 27.5 µs on an H200; 256: 31.1."""
+    def single_token(self, hidden: int, inner: int, top: int, narrow: bool = False) -> SingleToken | None:
+        """One token and its ``top`` choices; None if its row does not fit into one tile. ``narrow``: ``down`` has one
+        byte an element, or shared experts are choices. A layer of Qwen3-30B-A3B with bytes took 27.5 µs on an H200 with
+        128 columns, 31.1 with 256; one of DeepSeek-V2-Lite 40.7 and 44.5."""
         k = power_of_two(hidden)
         if not 16 <= k <= 4096:
             return None
         up = Product(max(1, -(-2 * self.units // top)), max(1, 8192 // k), k, 4, 1)
-        wide = max(16, min(128, power_of_two(inner)))
-        down = Product(1, max(1, 16384 // (power_of_two(top) * wide)), wide, 16, 1 if stored else 3)
+        wide = max(16, min(128 if narrow else 256, power_of_two(inner)))
+        down = Product(1, max(1, 16384 // (power_of_two(top) * wide)), wide, 16, 1)
         return SingleToken(self.part("up")._apply_changes(up), self.part("down")._apply_changes(down))
 
     @memoized
