@@ -346,9 +346,6 @@ def main(out: Path | None, tokens: Sequence[int], forms: Sequence[str], seconds:
             way = "few, the best, rounding lets the output in early or late instead"
             bench.layer(form, count, stacks, way, by_shape(found), 1)
             module.EARLY_TOKENS, bench.sizes = early, tuning()
-            columns, module.NORM_COLUMNS = module.NORM_COLUMNS, 256
-            bench.layer(form, count, stacks, "few, the best, norms with twice the warps", by_shape(found), 1)
-            module.NORM_COLUMNS, bench.sizes = columns, tuning()
             of_all = [(bench.layer(form, count, stacks, "few, the best, activation inside", by_shape(found), 1, p), p)
                       for p in fused(form, count)]  # fmt: skip
             inside = min(of_all)[1] if of_all and min(of_all)[0] < min(*ours, other) else None

@@ -149,7 +149,6 @@ def record(target: str) -> Recorder:
     sample_filtered(logits, floats, ints, floats, floats, ints, ints)
     act_rows(tuning, torch.empty(4, 96, dtype=getattr(torch, dtype), device=META), 48, "gelu")
     _long_step(states[0], device, getattr(torch, dtype), dtype)
-    _rounded_steps(states[0], device, getattr(torch, dtype), dtype)
     _long_prompts(states[0], device, getattr(torch, dtype), dtype)
     _captured_steps(states[0], device, getattr(torch, dtype), dtype)
     _latent_steps(states[1], device, getattr(torch, dtype), dtype)
@@ -373,25 +372,6 @@ def _long_step(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str)
     rows = torch.empty(2, *shape, dtype=kind, device=META)
     provider.write(views, meta, rows, rows)
     provider.attend(views, meta, torch.empty(2, 32, 128, dtype=kind, device=META))
-
-
-def _rounded_steps(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str) -> None:
-    """Decode steps whose result is rounded for a product that takes such, without splits and with them."""
-    elements = {"fp8": ("e4m3", "float8_e4m3fn"), "int8": ("int8", "int8")}
-    for name, storage in (elements[f] for f in sorted(elements.keys() & device.capabilities.features)):
-        held = torch.empty(16, 4096, dtype=torch.int8 if name == "int8" else torch.uint8, device=META)
-        weight = StoredMatrix(held, torch.empty(1, 32, device=META), Form(name, 128, 128), Rounding(storage, 128))
-        for requests, tokens in ((256, 100), (16, 1024)):
-            ints = torch.empty(requests + 1, dtype=torch.int32, device=META)
-            table = torch.empty(requests, 128, dtype=torch.int32, device=META)
-            counts, lengths = (1,) * requests, (tokens,) * requests
-            rows = ints[:-1]
-            step = StateStep(requests, requests, 1, tokens, ints, rows, rows, rows, table, counts, lengths)
-            spec = StateSpec("full", tuple(StateTensor(each, (8, 128), dtype) for each in ("key", "value")))
-            pool = torch.empty(9, provider.bytes_per_block(spec, 32), dtype=torch.uint8, device=META)
-            meta = provider.prepare(step, spec, AttentionSpec(32, 128, 128**-0.5, dtype=dtype), 32)
-            query = torch.empty(requests, 32, 128, dtype=kind, device=META)
-            assert provider.attend_rounded(provider.bind(pool, spec, 32), meta, query, None, weight) is not None
 
 
 def _long_prompts(provider: Any, device: HostDevice, kind: torch.dtype, dtype: str) -> None:

@@ -162,7 +162,7 @@ def test_pages_that_cannot_be_copied_stay_with_the_kernel_with_splits(monkeypatc
     meta = provider.prepare(captured(1, 65536), spec, attention, 32)
     seen: list[str] = []
     monkeypatch.setattr("evener_kernels_triton.state.attend_evenly", lambda *args: seen.append("evenly"))
-    monkeypatch.setattr(type(meta.decode.launches.of(False)), "__call__", lambda *args: seen.append("splits"))
+    monkeypatch.setattr(type(meta.decode.launches[0]), "__call__", lambda *args: seen.append("splits"))
     for storage in (torch.zeros(3, size, dtype=torch.uint8), torch.zeros(3, size + 16, dtype=torch.uint8)[:, :size]):
         views = provider.bind(storage, spec, 32)
         provider.attend(views, meta, torch.zeros(1, 4, 128, dtype=torch.bfloat16))

@@ -7,7 +7,6 @@ from itertools import count, repeat
 from typing import Any
 
 import pytest
-import torch
 
 from evener.backend_search import BackendSearch
 from evener.contracts.outputs import PromptOutputs

@@ -50,8 +50,6 @@ _AT_A_TIME = 2048
 #: Up to so many tokens, ``round_rows`` lets the next launch in before it waits: 1 µs less of a layer with 16 tokens and
 #: scales of rows, nothing with blocks, and 1 to 3 more with 64.
 EARLY_TOKENS = 32
-#: Columns of a row that each warp of ``norm_round`` has, at least.
-NORM_COLUMNS = 512
 #: Matrix units multiply so many columns of such elements at a time.
 _LEAST_COLUMNS = 32
 #: Tiles of tokens that programs take at the same time.
@@ -140,7 +138,7 @@ def round_rows(tuning: Tuning, x: torch.Tensor, weight: StoredMatrix) -> Rounded
     if apart != 1:
         x, x_row = x.contiguous(), x.shape[1]
     tokens, columns = x.shape
-    made = rounded_room(tuning, weight, tokens, columns, x.device)
+    made = _room(tuning, weight, tokens, columns, x.device)
     if tokens and made.group == 0 and columns > _CHUNK:
         _long_launch(tuning, weight.form.kind)((tokens, 1, 1), x, made.elements, made.scales, columns, x_row)
     elif tokens:
@@ -158,7 +156,7 @@ def _long_launch(tuning: Tuning, stored: str) -> PreparedLaunch:
         CHUNK=_CHUNK,
         OVERLAP=tuning.overlap,
         num_warps=8,
-        **element_constants(tuning, stored),
+        **_elements(tuning, stored),
         **tuning.launch,
     )
 
@@ -173,7 +171,7 @@ def norm_round(
     if apart != 1:
         x, x_row = x.contiguous(), x.shape[1]
     tokens, size = x.shape
-    made = rounded_room(tuning, weight, tokens, size, x.device)
+    made = _room(tuning, weight, tokens, size, x.device)
     y = torch.empty((tokens, size) if keep else (1,), dtype=dtype, device=x.device)
     total = None if residual is None else residual.contiguous()
     if tokens:
@@ -191,7 +189,7 @@ def act_round(tuning: Tuning, x: torch.Tensor, inner: int, activation: str, weig
     (tokens, wide), (x_row, apart) = x.shape, x.stride()
     if apart != 1:
         x, x_row = x.contiguous(), wide
-    made = rounded_room(tuning, weight, tokens, inner, x.device)
+    made = _room(tuning, weight, tokens, inner, x.device)
     if tokens:
         launch, programs = _launch_of(tuning, act_round_kernel, inner, made.group, weight.form.kind, activation)
         held = made.elements.shape[0]
@@ -216,7 +214,7 @@ def activated_product(
     return RoundedRows(*rounded_activated(tuning, p, x.elements, x.scales, weight, activation), x.group, x.tokens)
 
 
-def rounded_room(tuning: Tuning, weight: StoredMatrix, tokens: int, columns: int, where: torch.device) -> RoundedRows:
+def _room(tuning: Tuning, weight: StoredMatrix, tokens: int, columns: int, where: torch.device) -> RoundedRows:
     """Memory for rows, of as many as the library takes; a fixed scale is the weight's."""
     assert weight.activation is not None, "asked of weights whose products are rounded"
     group = 0 if weight.activation.group >= columns else weight.activation.group
@@ -229,7 +227,7 @@ def rounded_room(tuning: Tuning, weight: StoredMatrix, tokens: int, columns: int
     return RoundedRows(elements, scales, group, tokens)
 
 
-def element_constants(tuning: Tuning, stored: str) -> dict[str, str | bool]:
+def _elements(tuning: Tuning, stored: str) -> dict[str, str | bool]:
     """Constants of the kernels that round."""
     kind = "int8" if stored == "int8" else "e4m3"
     return {"KIND": kind, "CAST": kind == "e4m3" and tuning.ptx and tuning.float8}
@@ -248,7 +246,7 @@ def _launch_of(
     )
     launch = PreparedLaunch(
         kernel, FIXED=group < 0, EACH=each, WIDE=wide, OVERLAP=tuning.overlap,
-        num_warps=max(1, min(16, each * wide // 512)), **element_constants(tuning, stored), **more, **tuning.launch,
+        num_warps=max(1, min(16, each * wide // 512)), **_elements(tuning, stored), **more, **tuning.launch,
     )  # fmt: skip
     return launch, -(-columns // (wide * each))
 
@@ -261,7 +259,7 @@ def _norm_launch(
     return PreparedLaunch(
         norm_round_kernel, size=size, eps=eps, offset=offset, ADD=add, KEEP=keep, FIXED=group < 0,
         BLOCK=block, WIDE=group if group > 0 else block, OVERLAP=tuning.overlap,
-        num_warps=max(1, min(16, block // NORM_COLUMNS)), **element_constants(tuning, stored), **tuning.launch,
+        num_warps=max(1, min(16, block // 512)), **_elements(tuning, stored), **tuning.launch,
     )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from evener.contracts.device import DeviceCapabilities
-from evener.contracts.quant import Rounding
 from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener.state_pages.elements import dequantize, quantize
@@ -22,8 +21,7 @@ from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.kernel import DTYPES, PRECISION
 from evener_kernels_triton.prefill import LongQueries, PoolLines, attend_long, copies_can_read, long_queries, pool_lines
 from evener_kernels_triton.primitives import rows_of
-from evener_kernels_triton.rounded import RoundedRows, element_constants, rounded_room
-from evener_kernels_triton.stored import KINDS, StoredMatrix
+from evener_kernels_triton.stored import KINDS
 from evener_kernels_triton.tuning import MAX_SPLITS, MIN_TILES, Tuning, memoized, power_of_two
 
 LAYOUT = "triton.paged"
@@ -70,49 +68,18 @@ class PagedViews:
         return self._lines[most]
 
 
-#: Decode steps of at most so many requests round attention's result in its own launch. On an H200 (Qwen3-8B, blocks of
-#: 128) that gives 0.05 ms of a step of 16 and of 64 requests, and costs 0.15 ms of one of 256.
-MAX_ROUNDED = 64
-
-
-class DecodeLaunches:
-    """Launches of ``decode_kernel`` that differ in sinks and in what becomes of the result, made when they are first
-    asked for."""
-
-    def __init__(self, tuning: Tuning, **fixed: Any) -> None:
-        self._tuning, self._fixed = tuning, fixed
-        self._made: dict[tuple[bool, Rounding | None], PreparedLaunch | None] = {}
-
-    def of(self, sinks: bool, how: Rounding | None = None) -> PreparedLaunch | None:
-        """The result as it is, or rounded as ``how`` says; None if a program has no whole groups of columns."""
-        key = sinks, how
-        if key not in self._made:
-            rounding, made = self._rounding(how), None
-            if rounding is not None:
-                made = PreparedLaunch(decode_kernel, SINKS=sinks, **rounding, **self._fixed)
-            self._made[key] = made
-        return self._made[key]
-
-    def _rounding(self, how: Rounding | None) -> dict[str, Any] | None:
-        if how is None:
-            return {"SHARE": 0, "ELEMENT": "", "CAST": False}
-        d, lines, share = self._fixed["DV"], self._fixed["HEADS"] // self._fixed["KV_HEADS"], how.group
-        whole = share > 0 and d == self._fixed["DVP"] and (self._fixed["M"] * d) % share == (lines * d) % share == 0
-        constants = element_constants(self._tuning, how.storage)
-        return {"SHARE": share, "ELEMENT": constants["KIND"], "CAST": constants["CAST"]} if whole else None
-
-
 @dataclass(frozen=True)
 class Decode:
     """The launch of a step in which every request has one query token.
 
     Attributes:
+        launches: without sinks, and with sinks.
         grid: programs: requests, tiles of heads, splits of a request's keys.
         heads: query heads; value: length of a value.
         even: the launch of the kernel for long states, where it is for this step and pages can be copied.
     """
 
-    launches: DecodeLaunches
+    launches: tuple[PreparedLaunch, PreparedLaunch]
     grid: tuple[int, int, int]
     heads: int
     value: int
@@ -240,9 +207,13 @@ class PagedState(AttentionProvider, QuantizedState):
     def attend(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        query = _checked(views, meta, query)
-        out = torch.empty(*query.shape[:2], views.value_dim, dtype=query.dtype, device=query.device)
-        if not len(query):
+        if "attend" not in views.checked:
+            check_state(views.spec, meta.attention, query=query, tokens=meta.step.tokens)
+            views.checked.add("attend")
+        query = rows_of(query)
+        tokens, heads, _ = query.shape
+        out = torch.empty(tokens, heads, views.value_dim, dtype=query.dtype, device=query.device)
+        if not tokens:
             return out
         if meta.long is not None:
             keys, values = views.lines(meta.long.tile.n)
@@ -260,46 +231,19 @@ class PagedState(AttentionProvider, QuantizedState):
             self._mixed(views, meta, query, sinks, out)
         return out
 
-    def attend_rounded(
-        self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, weight: StoredMatrix
-    ) -> RoundedRows | None:
-        """What ``round_rows`` makes for a product with ``weight`` of what ``attend`` gives, in one launch; None where
-        that is not for this step or for this rounding."""
-        decode, how = meta.decode, weight.activation
-        if decode is None or meta.long is not None or how is None or not 0 < len(query) <= MAX_ROUNDED:
-            return None
-        launch = decode.launches.of(sinks is not None, how)
-        if launch is None or _evenly(views, decode) is not None:
-            return None
-        query = _checked(views, meta, query)
-        tokens, heads, _ = query.shape
-        made = rounded_room(self._tuning, weight, tokens, heads * views.value_dim, query.device)
-        self._in_splits(launch, views, meta, query, sinks, made.elements, made.scales)
-        return made
-
     def _decode(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        decode = meta.decode
-        assert decode is not None, "called for decode steps only"
-        lines = _evenly(views, decode)
-        if decode.even is not None and lines is not None:
-            kv_heads = views.keys.shape[1]
-            arrived = self._tuning.arrivals.of(out.device, decode.grid[0] * kv_heads)
-            attend_evenly(decode.even, *lines, views.block_size, kv_heads, query, out, arrived)
-            return
-        launch = decode.launches.of(sinks is not None)
-        assert launch is not None, "of results as they are"
-        self._in_splits(launch, views, meta, query, sinks, out)
-
-    def _in_splits(
-        self, launch: PreparedLaunch, views: PagedViews, meta: PagedMeta, query: torch.Tensor,
-        sinks: torch.Tensor | None, out: torch.Tensor, scales: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """``decode_kernel``; ``scales``: of a rounded result, [groups, tokens or more]."""
         step, decode = meta.step, meta.decode
         assert decode is not None, "called for decode steps only"
         requests, tiles, splits = decode.grid
+        if decode.even is not None:
+            keys, values = views.lines(decode.even.tile.n)
+            if keys is not None and values is not None:
+                kv_heads = views.keys.shape[1]
+                arrived = self._tuning.arrivals.of(out.device, requests * kv_heads)
+                attend_evenly(decode.even, keys, values, views.block_size, kv_heads, query, out, arrived)
+                return
         parts = stats = arrived = out
         if splits > 1:
             where = out.device
@@ -307,18 +251,17 @@ class PagedState(AttentionProvider, QuantizedState):
             stats = torch.empty(requests, decode.heads, splits, 2, dtype=torch.float32, device=where)
             arrived = self._tuning.arrivals.of(where, requests * tiles)
         row, head, _ = query.stride()
-        launch(
+        decode.launches[sinks is not None](
             decode.grid, query, views.keys, views.values, step.block_table, step.kv_lens,
             sinks if sinks is not None else out, meta.slopes if meta.slopes is not None else out, out, parts, stats,
-            arrived, views.key_scales, views.value_scales, scales if scales is not None else out,
-            scales.stride(0) if scales is not None else 0, row, head, meta.table_row, views.key_page, views.value_page,
+            arrived, views.key_scales, views.value_scales, row, head, meta.table_row, views.key_page, views.value_page,
         )  # fmt: skip
 
     def _mixed(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         step = meta.step
-        common = _common(self._tuning, views.spec, meta.attention, views.block_size)
+        common = _common(self._tuning, views.spec, meta.attention, views.block_size, sinks is not None)
         heads, kv_heads = common["HEADS"], common["KV_HEADS"]
         group = heads // kv_heads
         m, n, warps, stages = self._tuning.mixed_tile(max(common["DP"], common["DVP"]), group, query.element_size())
@@ -328,7 +271,7 @@ class PagedState(AttentionProvider, QuantizedState):
             sinks if sinks is not None else out, meta.slopes if meta.slopes is not None else out, out,
             views.key_scales, views.value_scales,
             query.stride(0), query.stride(1), meta.table_row, views.key_page, views.value_page, step.requests,
-            SINKS=sinks is not None, M=m, N=n, num_warps=warps, num_stages=stages, **common,
+            M=m, N=n, num_warps=warps, num_stages=stages, **common,
         )  # fmt: skip
 
     def copy_blocks(self, views: PagedViews, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -357,28 +300,14 @@ class PagedState(AttentionProvider, QuantizedState):
         return 8 * self._tuning.units * group * (value.shape[1] + 2) * 4
 
 
-def _checked(views: PagedViews, meta: PagedMeta, query: torch.Tensor) -> torch.Tensor:
-    """The queries as kernels read them; the first ones of a layer are checked."""
-    if "attend" not in views.checked:
-        check_state(views.spec, meta.attention, query=query, tokens=meta.step.tokens)
-        views.checked.add("attend")
-    return rows_of(query)
-
-
-def _evenly(views: PagedViews, decode: Decode) -> tuple[PoolLines, PoolLines] | None:
-    """Keys and values for ``attend_evenly``; None where it does not serve the step."""
-    keys, values = views.lines(decode.even.tile.n) if decode.even is not None else (None, None)
-    return (keys, values) if keys is not None and values is not None else None
-
-
-def _common(tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int) -> dict[str, Any]:
+def _common(tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, sinks: bool) -> dict[str, Any]:
     """Arguments of both kernels that are the same in every step."""
     key, value = spec.tensors
     (kv_heads, d), dv = key.shape, value.shape[1]
     return {
         "scale": attention.scale * _LOG2_E, "cap": (attention.softcap or 1.0) * _LOG2_E, "HEADS": attention.heads,
         "KV_HEADS": kv_heads, "PAGE": block_size, "WINDOW": spec.window or 0, "CHUNKED": spec.kind == "chunk",
-        "CAP": bool(attention.softcap), "SLOPES": attention.slopes is not None, "D": d, "DV": dv,
+        "CAP": bool(attention.softcap), "SINKS": sinks, "SLOPES": attention.slopes is not None, "D": d, "DV": dv,
         "DP": max(16, power_of_two(d)), "DVP": max(16, power_of_two(dv)), "PRECISION": PRECISION,
         "KIND": KINDS[key.dtype] if key.wide else "", "PTX": tuning.ptx,
     }  # fmt: skip
@@ -387,8 +316,8 @@ def _common(tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_siz
 @memoized
 def _decode_launches(
     tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, splits: int, early: bool
-) -> tuple[DecodeLaunches, int]:
-    """The launches, and the number of tiles of heads."""
+) -> tuple[tuple[PreparedLaunch, PreparedLaunch], int]:
+    """The launches without and with sinks, and the number of tiles of heads."""
     (kv_heads, d), dv = spec.tensors[0].shape, spec.tensors[1].shape[1]
     group = attention.heads // kv_heads
     n, warps, stages = tuning.decode_tile(max(16, power_of_two(d), power_of_two(dv)), _size(attention.dtype))
@@ -397,11 +326,15 @@ def _decode_launches(
         # tokens, 32 heads on 4: 29 µs instead of 34.
         stages = min(stages, 2)
     m = max(16, min(64, power_of_two(group)))
-    launches = DecodeLaunches(
-        tuning, SPLITS=splits, M=m, N=n, MIN_TILES=MIN_TILES, OVERLAP=tuning.overlap, EARLY=early, num_warps=warps,
-        num_stages=stages, **_common(tuning, spec, attention, block_size), **tuning.launch,
-    )  # fmt: skip
-    return launches, kv_heads * -(-group // m)
+    sizes = {
+        "SPLITS": splits, "M": m, "N": n, "MIN_TILES": MIN_TILES, "OVERLAP": tuning.overlap, "EARLY": early,
+        "num_warps": warps, "num_stages": stages, **tuning.launch,
+    }  # fmt: skip
+    without, given = (
+        PreparedLaunch(decode_kernel, **_common(tuning, spec, attention, block_size, sinks), **sizes)
+        for sinks in (False, True)
+    )
+    return (without, given), kv_heads * -(-group // m)
 
 
 def _size(dtype: str) -> int:

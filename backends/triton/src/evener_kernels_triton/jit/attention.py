@@ -5,7 +5,7 @@ key head are rows of one matrix product. The softmax runs online in base 2 (Mila
 2022); splits are merged by the last program to finish (Dao et al. 2023).
 
 Quantized state (KIND not "") has elements of one byte. The scale of a head's keys is a factor on its scores, that of
-its values one on its output. The result of a decode step may be rounded for the product that follows (SHARE).
+its values one on its output.
 """
 
 import triton
@@ -13,7 +13,6 @@ import triton.language as tl
 
 from evener_kernels_triton.jit.arrival import is_last_program
 from evener_kernels_triton.jit.launch import fast_launch
-from evener_kernels_triton.jit.rounded import round_groups
 from evener_kernels_triton.jit.stored import widened
 
 
@@ -89,18 +88,16 @@ def _span(keys, splits, N: tl.constexpr, MIN_TILES: tl.constexpr):
 @triton.jit
 def decode_kernel(
     query, keys, values, table, kv_lens, sinks, slopes, out, parts, stats, arrived, key_scales, value_scales,
-    out_scales, held, q_row, q_head, table_row, key_page, value_page, scale, cap,
+    q_row, q_head, table_row, key_page, value_page, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
-    SHARE: tl.constexpr, ELEMENT: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Program (request, tile of the heads of one key head, split). A split has at least MIN_TILES tiles, so short
     requests are not split: the first program then has the result. Otherwise each program stores its sums in ``parts``
     and ``stats``, and the last one merges them. EARLY: all programs run at the same time, and the next launch asks for
-    its weights meanwhile. SHARE: the result is rounded to elements of kind ELEMENT in groups of so many columns of a
-    token, whose scales are ``out_scales`` [groups, held]; 0: it is stored as it is."""
+    its weights meanwhile."""
     if OVERLAP and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if OVERLAP:
@@ -163,33 +160,8 @@ def decode_kernel(
             mass = mass * tl.exp2(m - new) + tl.exp2(sink - new)
             acc = acc * tl.exp2(m - new)[:, None]
         acc = acc * _head_scale(value_scales, head, KIND)
-        result = (acc / mass[:, None]).to(query.dtype.element_ty)
-        if SHARE > 0:
-            tile = (tl.program_id(1) % TILES) * M * DV
-            _store_rounded(
-                result, out + row * (HEADS * DV), out_scales + row, held, head * (GROUP * DV) + tile, GROUP * DV - tile,
-                M * DV // SHARE, SHARE, ELEMENT, CAST,
-            )  # fmt: skip
-        else:
-            at = (row * HEADS + heads)[:, None] * DV + dv[None, :]
-            tl.store(out + at, result, mask=real[:, None] & (dv < DV)[None, :])
-
-
-@triton.jit
-def _store_rounded(
-    result, out, scales, held, first, count,
-    EACH: tl.constexpr, SHARE: tl.constexpr, ELEMENT: tl.constexpr, CAST: tl.constexpr,
-):  # fmt: skip
-    """Store ``count`` columns of a token from column ``first`` on as ``round_rows_kernel`` does, of a result that holds
-    EACH groups of SHARE columns; where there is a group, all of it is."""
-    g = tl.arange(0, EACH)
-    inside = g * SHARE < count
-    # Lines of a tile that are no heads have no weight to divide by.
-    values = tl.where(inside[:, None], tl.reshape(result, [EACH, SHARE]).to(tl.float32), 0.0)
-    made, scale = round_groups(values, scales, ELEMENT, CAST, False, EACH)
-    tl.store(scales + (first // SHARE + g) * held, scale, mask=inside)
-    at = first + g[:, None] * SHARE + tl.arange(0, SHARE)[None, :]
-    tl.store(out + at, made.to(out.dtype.element_ty, bitcast=True), mask=inside[:, None])
+        at = (row * HEADS + heads)[:, None] * DV + dv[None, :]
+        tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
 
 
 @triton.jit

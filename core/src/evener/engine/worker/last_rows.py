@@ -84,4 +84,3 @@ def _halves(site: CallSite, resolver: Resolver) -> tuple[Sequence[OpFunction], S
         return first, second
     del manifest.choices[noted:]
     return None
-
