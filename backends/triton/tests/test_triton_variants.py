@@ -108,9 +108,8 @@ def test_every_variant_agrees_with_the_reference(
         assert len(measured) > 4, "the rule's own sizes, and others"
 
 
-def test_experts_of_one_token_have_one_program_a_unit_for_down() -> None:
+def test_stored_experts_of_one_token_have_one_program_a_unit_for_down() -> None:
     plain, stored = (LARGE.single_token(2048, 768, 8, each) for each in (False, True))
     assert plain is not None and stored is not None and plain.up == stored.up
-    assert (plain.down.n, plain.down.k) == (stored.down.n, stored.down.k) == (16, 128)
-    assert 2048 // plain.down.n <= LARGE.units < 2 * 2048 // plain.down.n
-    assert (plain.down.stages, stored.down.stages) == (3, 1)
+    assert (plain.down.n, plain.down.k, stored.down.n, stored.down.k) == (8, 256, 16, 128)
+    assert 2048 // stored.down.n <= LARGE.units < 2048 // plain.down.n
