@@ -12,7 +12,7 @@ from evener.backend_search import BackendSearch
 from evener.contracts.outputs import PromptOutputs
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
-from evener.engine.worker.last_rows import LastRows
+from evener.engine.worker.last_rows import LastRows, last_call
 from evener.engine.worker.worker import Worker
 from evener.resolution.manifest import Manifest
 from evener_conformance.oracle import teacher_forced
@@ -92,7 +92,7 @@ def test_a_layer_is_not_divided_where_the_reference_would_compute_a_part_of_it(
     for numbers in (repeat(1), count()):
         monkeypatch.setattr(Manifest, "fallback_lines", lambda self, numbers=numbers: [f"linear (at {next(numbers)})"])
         a = Worker(config, BackendSearch("reference")).assembly
-        assert a.model.last_call is not None
+        assert last_call(a.model) is not None
         noted = [choice for choice in a.resolver.manifest.choices if choice.path.endswith("layers.1.mlp")]
         divided.append(bool(noted))
     assert divided == [True, False]

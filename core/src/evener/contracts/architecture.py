@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from evener.contracts.builder import ModelBuilder
     from evener.contracts.checkpoint import ModelFiles
-    from evener.contracts.declared import CallSite
     from evener.contracts.encoder import Encoder, ImageInput
 
 
@@ -59,9 +58,6 @@ class Architecture(ABC):
             can embed texts.
         encoders: (optional) its encoders of other inputs than text, by name; only in the first pipeline stage.
         predicts: (optional) whether it declared a layer that predicts the token after the next one; see ``predict``.
-        last_call: (optional) the call site whose result is the last stream of all tokens, each from its own row of what
-            it is given: of ``decoder_layer``, ``mlp_block`` or ``moe_block``. A step that samples from few rows may
-            have it return these alone; then ``forward`` returns them. None: all rows are always computed.
         oracle: (optional) the implementation that its tests compare it with, shown by ``evener models``:
             "transformers", or "own" for one that was written from the published description.
     """
@@ -72,7 +68,6 @@ class Architecture(ABC):
     takes_head: bool = False
     encoders: Mapping[str, Encoder] = {}
     predicts: bool = False
-    last_call: CallSite | None = None
     oracle: str = ""
 
     @abstractmethod

@@ -66,8 +66,6 @@ class CausalLM(Architecture):
         self.stack = DecoderStack(list(layers))
         if build.last_stage:
             self.head = self._declare_head(config, build, hidden, eps)
-            plain = self.stack.layers and type(self.stack.layers[-1]) in (DecoderLayer, MixerLayer)
-            self.last_call = self.stack.layers[-1].sites[-1] if plain else None
 
     def declare_layer(
         self, build: Builder, prefix: str, hidden: int, mixer: AttentionConfig | MixerConfig,

@@ -9,6 +9,7 @@ module               holds, in reading order
 ``weights``          filling the weights and tables of a rank's part of the model
 ``memory``           the memory plan: estimated, then corrected by a warm-up
 ``runner``           one plan in, one step on the device
+``last_rows``        the last layer for the rows that a step samples from
 ``graphs``           decode steps that are captured once and replayed
 ``stages``           what ranks of different pipeline stages send each other
 ``inline_executor``  the executor of a worker in the controller's own thread

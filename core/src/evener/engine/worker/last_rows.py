@@ -14,6 +14,8 @@ import torch
 from evener.contracts.architecture import Architecture
 from evener.contracts.declared import CallSite
 from evener.contracts.ops import OpFunction
+from evener.layers.causal_lm import CausalLM
+from evener.layers.decoder import DecoderLayer, MixerLayer
 from evener.resolution.buckets import bucket_index
 from evener.resolution.resolver import Resolver
 
@@ -33,7 +35,7 @@ class LastRows:
     rows: torch.Tensor | None = None
 
     def __init__(self, model: Architecture, resolver: Resolver) -> None:
-        site = model.last_call
+        site = last_call(model)
         if site is None:
             return
         if site.op != "decoder_layer":
@@ -67,7 +69,15 @@ class LastRows:
         """A whole layer, or its halves if fewer rows are wanted."""
         if self.rows is None:
             return whole(x, residual, positions, attention, mlp, views, meta)  # type: ignore[no-any-return]
-        return self._second(whole, few, *first(x, residual, positions, attention, views, meta), mlp)
+        x, stream = first(x, residual, positions, attention, views, meta)
+        return self._second(whole, few, x, stream, mlp)
+
+
+def last_call(model: Architecture) -> CallSite | None:
+    """The call whose result is the stream that a model's head reads, each row from its own row of what the call is
+    given; None of a model that is no plain stack of layers, and on pipeline stages before the last."""
+    layers = model.stack.layers if isinstance(model, CausalLM) and model.head is not None else ()
+    return layers[-1].sites[-1] if layers and type(layers[-1]) in (DecoderLayer, MixerLayer) else None
 
 
 def _halves(site: CallSite, resolver: Resolver) -> tuple[Sequence[OpFunction], Sequence[OpFunction]] | None:
