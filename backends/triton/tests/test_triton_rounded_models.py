@@ -194,8 +194,10 @@ def rounding_backend(interpreted_backend: None, monkeypatch: pytest.MonkeyPatch)
      *(pytest.param("Qwen3Moe", kind, 2, marks=pytest.mark.slow) for kind in ("fp8 blocks", "w4a8"))],
 )  # fmt: skip
 def test_a_prompt_has_the_log_probabilities_of_rounded_activations(
-    family: str, kind: str, layers: int, tmp_path: Path, rounding_backend: None
+    family: str, kind: str, layers: int, tmp_path: Path, rounding_backend: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Products of few rows, to which those of the last layer would belong, are not rounded.
+    monkeypatch.setattr("evener.engine.worker.last_rows.last_call", lambda model: None)
     model, _ = checkpoint(tmp_path, family, kind, layers)
     vocab = model.config.vocab_size
     ids = [(7 * i * i + 3 * i + 1) % vocab for i in range(20)]

@@ -100,4 +100,4 @@ def test_a_model_with_shared_experts_has_their_own_launches_among_its_variants()
     found = TritonMoeBlock(HostDevice(0), LARGE).variants(
         OpCall("moe_block", site.static, Bucket(1, 1), HostDevice(0).capabilities)
     )
-    assert {"shared.apart": 1} in found and {"down.stages": 1} in found
+    assert {"shared.apart": 1} in found and {"down.stages": 3} in found

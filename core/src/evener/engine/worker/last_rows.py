@@ -84,13 +84,14 @@ def _halves(site: CallSite, resolver: Resolver) -> tuple[Sequence[OpFunction], S
     """The kernels of both halves for each bucket: the second for as many rows as a step samples. None, with nothing
     noted, if the reference would compute a part that it does not compute in the whole layer."""
     manifest, static = resolver.manifest, site.static
-    noted, lacking = len(manifest.choices), set(manifest.fallback_lines())
+    known, lacking = list(manifest.choices), set(manifest.fallback_lines())
 
     buckets, path = resolver.available.buckets, site.path
-    first = [resolver.resolve("attention_block", f"{path}.self_attn", static["attention"], b) for b in buckets]
+    first = [resolver.resolve("attention_block", path, static["attention"], b) for b in buckets]
     sampled = [b for b in buckets if b.low <= resolver.available.sizes.outputs]
-    second = [resolver.resolve("mlp_block", f"{path}.mlp", static["mlp"], b) for b in sampled]
-    if set(manifest.fallback_lines()) == lacking:
-        return first, second
-    del manifest.choices[noted:]
-    return None
+    second = [resolver.resolve("mlp_block", path, static["mlp"], b) for b in sampled]
+    served = set(manifest.fallback_lines()) == lacking
+    # Where the layer itself is made of its halves, they are noted already.
+    new = set(manifest.choices[len(known) :]) - set(known)
+    manifest.choices = [*known, *(choice for choice in manifest.choices[len(known) :] if choice in new and served)]
+    return (first, second) if served else None
