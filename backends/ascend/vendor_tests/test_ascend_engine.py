@@ -155,8 +155,8 @@ def test_captured_steps_give_the_tokens_of_the_reference_L3(npu: SimulatedNpu, s
     assert not got.dead, got.dead
     assert got.tokens == want.tokens
     assert got.reasons() == want.reasons()
-    # Two segments a step; the first steps of a number of requests compute prompts.
-    assert npu.graphs.replays > 20 if _chip().graphs else not npu.graphs.replays
+    # The first steps of a number of requests compute prompts.
+    assert npu.graphs.replays > 10 if _chip().graphs else not npu.graphs.replays
 
 
 def test_without_the_update_of_lengths_captured_steps_give_other_tokens_L3(
