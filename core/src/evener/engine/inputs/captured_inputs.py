@@ -87,16 +87,20 @@ class DecodeInputs:
         ones = [1] * rows
         self.shape = StepShape(rows, rows, 1, length, ones, ones, captured=True)
         self._expected: tuple[list[int], list[int]] | None = None
+        #: By number of requests, what ``advance`` adds.
+        self._steps: dict[int, np.ndarray[Any, Any]] = {}
 
     def fill(self, plan: Plan) -> Lengths:
         """Write a plan's inputs, unless the device has them."""
         slots, starts = list(plan.slots), list(plan.starts)
         if (slots, starts) != self._expected or not all(start % self._tables.block_size for start in starts):
             host, values = self._staging.next(), self._values(slots, starts)
-            moves = dict.fromkeys(values, 1) | {"block_at": 0, "slots": 0}
-            live = np.arange(self._rows) < len(slots)
-            steps = {name: (live * by).astype(values[name].dtype) for name, by in moves.items()}
-            host[0], host[1] = join(values, self._alignment), join(steps, self._alignment)
+            if len(slots) not in self._steps:
+                moves = dict.fromkeys(values, 1) | {"block_at": 0, "slots": 0}
+                live = np.arange(self._rows) < len(slots)
+                steps = {name: (live * by).astype(values[name].dtype) for name, by in moves.items()}
+                self._steps[len(slots)] = join(steps, self._alignment)
+            host[0], host[1] = join(values, self._alignment), self._steps[len(slots)]
             self._staging.send()
         self._expected = slots, [start + 1 for start in starts]
         return Lengths(self.shape.query_lens, [start + 1 for start in starts] + [1] * (self._rows - len(starts)))

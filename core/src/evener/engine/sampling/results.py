@@ -21,12 +21,13 @@ class SideReadback(Readback):
 
 
 class Results:
-    """Copies results to the host on a stream of its own, if the device has streams: the next step does not wait for
-    the copy, which takes longer to begin than the small kernels of a step."""
+    """Copies results to the host on a stream of its own, if the device has streams and events: the next step does not
+    wait for the copy, which takes longer to begin than the small kernels of a step."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         try:
+            device.new_event()  # a device may have streams only
             self._stream = device.new_stream()
         except NotImplementedError:
             self._stream = None
