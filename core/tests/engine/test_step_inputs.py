@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from evener.contracts.generation.drafter import BY_WORKER
-from evener.contracts.state import StateStep
+from evener.contracts.state import AttentionSpec, StateStep
 from evener.engine.inputs.captured_inputs import DecodeInputs
 from evener.engine.inputs.device_tables import DeviceTables
 from evener.engine.inputs.step_layout import StepLayout
 from evener.engine.wire.messages import Sampling
 from evener.engine.wire.plan import Admission, DraftedTokens, Plan, TableUpdate
 from evener.engine.worker.runner import Runner
+from evener.ops.reference.state import ReferenceState
 from evener_conformance.reference.device import HostDevice
 
 BLOCK = 4
@@ -98,6 +99,32 @@ def test_each_group_gets_its_own_aligned_slots_and_block_table(device: CountingD
                 tensor.data_ptr() - getattr(steps[0], "slot_mapping" if tensor.dim() == 1 else "block_table").data_ptr()
             )
             assert apart % device.capabilities.alignment == 0
+
+
+class Splitter(ReferenceState):
+    """A state provider whose metadata are the steps that it is asked about."""
+
+    def prepare(self, step: StateStep, spec: Any, attention: Any, block_size: int) -> StateStep:
+        return step
+
+
+def test_the_requests_of_a_captured_step_whose_layer_splits_it_may_be_as_long_as_the_capture_allows(
+    device: CountingDevice,
+) -> None:
+    tables, longest = DeviceTables(device, 3, 40, (1,), BLOCK), 37
+    attention = AttentionSpec(4, 24, 1.0, split_decode=True)
+    group = SimpleNamespace(slots=[object()], provider=Splitter(), spec=None, attention=attention)
+    geometry: Any = SimpleNamespace(block_size=BLOCK, groups=[group], spans=(1,))
+    nothing: Any = None
+    runner = Runner(device, nothing, nothing, tables, geometry, nothing)
+    inputs = DecodeInputs(device, tables, 2, 3, longest)
+    inputs.fill(Plan(id=1, slots=[2, 0], starts=[6, 9], counts=[1, 1], samples=[0, 1]))
+    [captured] = runner._metas(inputs.shape, inputs.arrays)
+    assert captured.decode.max_kv == longest and captured.prefill is None
+    assert captured.decode.rows(1, 2).max_kv == longest, "its replays have other lengths"
+    layout = StepLayout(Plan(id=2, slots=[2, 0], starts=[6, 9], counts=[1, 4], samples=[0, 1]), tables)
+    [eager] = runner._metas(layout, layout.upload(device))
+    assert (eager.decode.max_kv, eager.prefill.max_kv) == (7, 13)
 
 
 #: Slots and starts of decode steps, with a capture for three rows: requests go on, one leaves, another one comes.

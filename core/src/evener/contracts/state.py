@@ -220,15 +220,16 @@ class StateStep:
 
     def rows(self, first: int, stop: int) -> StateStep:
         """The part of the step with requests ``first`` to ``stop`` only."""
-        queries, lengths = self.host_query_lens[first:stop], self.host_kv_lens[first:stop]
-        start, end = (sum(self.host_query_lens[:row]) for row in (first, stop))
+        own, (start, end) = slice(first, stop), (sum(self.host_query_lens[:row]) for row in (first, stop))
+        queries, lengths = self.host_query_lens[own], self.host_kv_lens[own]
+        # Replays of a capture have other lengths than these.
+        longest = self.max_kv if self.captured else min(self.max_kv, max(lengths))
         return replace(
-            self, tokens=end - start, requests=stop - first, max_query=max(queries), host_kv_lens=lengths,
-            max_kv=min(self.max_kv, max(lengths)), query_start=self.query_start[first : stop + 1] - start,
-            kv_lens=self.kv_lens[first:stop], slot_mapping=self.slot_mapping[start:end], host_query_lens=queries,
-            block_table=self.block_table[first:stop], positions=self.positions[start:end],
-            kept_lens=None if self.kept_lens is None else self.kept_lens[first:stop],
-            host_kept_lens=None if self.host_kept_lens is None else self.host_kept_lens[first:stop],
+            self, tokens=end - start, requests=stop - first, max_query=max(queries), max_kv=longest,
+            query_start=self.query_start[first : stop + 1] - start, kv_lens=self.kv_lens[own], host_kv_lens=lengths,
+            slot_mapping=self.slot_mapping[start:end], positions=self.positions[start:end], host_query_lens=queries,
+            block_table=self.block_table[own], kept_lens=None if self.kept_lens is None else self.kept_lens[own],
+            host_kept_lens=None if self.host_kept_lens is None else self.host_kept_lens[own],
         )  # fmt: skip
 
 
