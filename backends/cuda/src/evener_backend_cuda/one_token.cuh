@@ -5,10 +5,7 @@
 // 128 programs; a team of 16 has an eighth of the query heads, and their key head. Warps 0-7 compute, warp 8 streams
 // weights, warp 9 waits for the launch before and streams keys and values. Without MLP it ends after attention.
 
-#define PROGRAMS 128
 #define SHARE 16
-#define WARPS 8
-#define THREADS 256
 #define TEAMS (PROGRAMS / SHARE)
 // Query heads of a team, and teams that have one key head: each projects it, and the first writes it to memory.
 #define GROUP (HEADS / TEAMS)
@@ -19,7 +16,6 @@
 #define QKV_ROWS (Q_ROWS + 2 * K_ROWS)
 #define OUT_ROWS (HIDDEN / PROGRAMS)
 #define INNER_ROWS (INNER / PROGRAMS)
-#define UP(a, b) (((a) + (b) - 1) / (b))
 // Tiles of eight rows, of four bits of up to 32; gate and up take turns.
 #define HIGH(rows) (!PACKED || (rows) <= 8 ? 8 : (rows) <= 16 ? 16 : 32)
 #define QKV_HIGH (PACKED ? 16 : 8)
@@ -28,8 +24,6 @@
 #define QKV_TILES UP(QKV_ROWS, QKV_HIGH)
 #define OUT_TILES UP(OUT_ROWS, OUT_HIGH)
 #define INNER_TILES (2 * UP(INNER_ROWS, INNER_HIGH))
-// Tiles that are summed at a time, so that sums fit into registers.
-#define AT_ONCE(tiles) UP(tiles, UP(tiles, 6))
 #define ATTENDED (HEADS * D)
 // Of one program: elements of its cluster's attention that it merges.
 #define MERGED (GROUP * D / SHARE)
@@ -44,37 +38,6 @@
 #define STAGE_KEYS (WARPS * WARP_KEYS)
 #define KV_STAGES 2
 #define KV_STAGE_BYTES (STAGE_KEYS * D * 4)
-// Weights have two bytes, bfloat16, or one, e4m3 with a scale for a row (BLOCK 0) or for BLOCK x BLOCK of them. PACKED ones
-// are integers of four bits; a group of a row's columns has a scale, bfloat16 (SCALE_BF16) or float16, and a zero point
-// (ZEROS), or else 8 stands for zero.
-#define PACKED (WEIGHT_BITS == 4)
-#define STORED (WEIGHT_BITS == 8)
-#define WEIGHT_BYTES (WEIGHT_BITS / 8)
-#if PACKED || STORED
-typedef unsigned char Weight;
-#else
-typedef u16 Weight;
-#endif
-#if PACKED
-typedef u32 Scale;  // words of two scales of a row, or of one with its zero point
-#else
-typedef float Scale;
-#endif
-// Columns of a tile. Those of a warp, an eighth, are whole blocks or within one.
-#define FITS(k, c) ((k) % (c) == 0 && MOST >= (c))
-#define WIDE_PLAIN(k) (FITS(k, 1024) ? 1024 : FITS(k, 768) ? 768 : FITS(k, 512) ? 512 : 256)
-#define WIDE_STORED(k) (FITS(k, 2048) ? 2048 : FITS(k, 1024) ? 1024 : 512)
-#define WIDE(k) (STORED ? WIDE_STORED(k) : WIDE_PLAIN(k))
-// The rows of a tile are 64 bytes further apart than they are long, so that eight lanes read from all banks.
-#define PITCH(c) ((c) * WEIGHT_BYTES + 64)
-#define STAGE_BYTES (PACKED ? CELLS * (CELL_BYTES + CELL_SCALES) : 8 * PITCH(MOST))
-// Of four bits, a tile has 16 cells: eight rows of a span of 256 columns, then their scales.
-#define SPAN 256
-#define GROUP_COLUMNS 128
-#define CELLS 16
-#define CELL_BYTES (8 * SPAN / 2)
-#define SCALE_WORDS (1 + ZEROS)
-#define CELL_SCALES (8 * 4 * SCALE_WORDS)
 #define MOST_ROWS MAX(MAX(QKV_TILES * QKV_HIGH, OUT_TILES * OUT_HIGH), INNER_TILES * INNER_HIGH)
 // Words that a program sends to all: attention, rows of the stream, of the MLP, of the next layer's stream (float32);
 // and their messages of 16 bytes, three words each.
@@ -82,10 +45,7 @@ typedef float Scale;
 #define OUT_WORDS (OUT_ROWS / 2)
 #define INNER_WORDS (INNER_ROWS / 2)
 #define NEXT_WORDS OUT_ROWS
-#define MESSAGES(words) UP(words, 3)
 #define MOST_WORDS MAX(MAX(ATTENDED_WORDS, INNER_WORDS), NEXT_WORDS)
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
 
 // Shared memory, in bytes.
 #define AT_RING 0
@@ -117,7 +77,6 @@ typedef float Scale;
 
 // Scales, in rows of a product's columns / BLOCK: of queries, keys and values one row each; a program's rows of the other
 // matrices are in at most two rows of blocks. Where those of each product begin.
-#define SCALE_ROWS(k, rows) (BLOCK ? (k) / (BLOCK ? BLOCK : 1) * (rows) : 0)
 #define QKV_SCALES 0
 #define OUT_SCALES SCALE_ROWS(HIDDEN, 3)
 #define INNER_SCALES (OUT_SCALES + SCALE_ROWS(ATTENDED, 2))
@@ -167,113 +126,8 @@ struct Layers {
     Layer layer[MOST_LAYERS];
 };
 
-// Copies of what all programs read.
-#define COPIES 4
-// FLIGHT tiles are under way at once, of one program. Who asks memory for more makes messages wait behind the rest.
-
 // Nanoseconds between looks at the layer before.
 #define NAP 40
-// -DSTAMPS writes the clock at the borders of phases to `stamps`, 16 for each program.
-#ifdef STAMPS
-#define STAMP(i) if (tid == 0 && launch.stamps) { launch.stamps[blockIdx.x * 16 + (i)] = clock64(); if ((i) == 1) launch.stamps[blockIdx.x * 16 + 15] = now(); }
-#else
-#define STAMP(i)
-#endif
-
-__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-// Its bits without the sign, which compare as sizes do.
-__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7fffffffu; }
-__device__ __forceinline__ float rounded(float a) { return low(pack(a, 0.f)); }
-__device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
-template <typename T>
-__device__ __forceinline__ T fresh(const T* at) { return *(const volatile T*)at; }
-
-__device__ __noinline__ void give_up(u32* report, u32 code) {
-    if (report) { atomicExch_system(report, code | blockIdx.x << 16); __threadfence_system(); }
-    __trap();
-}
-
-// Every wait ends: after PATIENCE looks the launch fails.
-__device__ __forceinline__ void too_long(u32& looks, u32* report, u32 code) {
-    if (++looks == PATIENCE) give_up(report, code);
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity, u32* report, u32 code) {
-    u32 looks = 0;
-    while (!try_wait(barrier, parity)) too_long(looks, report, code);
-}
-
-// Send WORDS words of this program, in shared memory, to all programs, in COPIES copies: programs that all read one wait
-// for each other, and so do many stores. The first WRITERS threads wrote the words; all threads call it.
-template <int WORDS, int WRITERS>
-__device__ __forceinline__ void tell(u64* region, u32 program, u32 flag) {
-    constexpr int COUNT = MESSAGES(WORDS);
-    if (WRITERS > 32) together();
-    else __syncwarp();
-    const float* words = (const float*)(shared + AT_WORDS);
-#pragma unroll
-    for (int n = 0; n < UP(COPIES * COUNT, WRITERS > 32 ? THREADS : 32); n++) {
-        const int e = threadIdx.x + n * (WRITERS > 32 ? THREADS : 32), copy = e / COUNT, m = e % COUNT;
-        if ((WRITERS > 32 || threadIdx.x < 32) && e < COPIES * COUNT)
-            post_wide(region + ((copy * PROGRAMS + program) * COUNT + m) * 2, words[3 * m], words[3 * m + 1], words[3 * m + 2], flag);
-    }
-}
-
-// Wait for the words of all programs; `take` gets their numbers and values.
-template <int WORDS, typename Take>
-__device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u32* report, u32 code, Take take) {
-    constexpr int COUNT = MESSAGES(WORDS), ALL = PROGRAMS * COUNT, MANY = UP(ALL, THREADS), CHUNK = MANY < 4 ? MANY : 4;
-    const u64* from = region + program % COPIES * ALL * 2;
-#pragma unroll 1
-    for (int first = 0; first < MANY; first += CHUNK) {
-        uint4 v[CHUNK];
-        u32 looks = 0;
-        // One lane of a warp looks until its message is there: looks of all lanes would make messages slower.
-        if (threadIdx.x % 32 == 0 && threadIdx.x + first * THREADS < ALL)
-            while (look_wide(from + (threadIdx.x + first * THREADS) * 2).w != flag) too_long(looks, report, code);
-        __syncwarp();
-        while (true) {
-            bool all = true;
-#pragma unroll
-            for (int n = 0; n < CHUNK; n++) {
-                const int e = threadIdx.x + (first + n) * THREADS;
-                if (e < ALL) v[n] = look_wide(from + e * 2);
-            }
-#pragma unroll
-            for (int n = 0; n < CHUNK; n++) all = all && (threadIdx.x + (first + n) * THREADS >= ALL || v[n].w == flag);
-            if (all) break;
-            too_long(looks, report, code);
-        }
-#pragma unroll
-        for (int n = 0; n < CHUNK; n++) {
-            const int e = threadIdx.x + (first + n) * THREADS, source = e / COUNT, word = e % COUNT * 3;
-            if (e >= ALL) continue;
-            take(source * WORDS + word, v[n].x);
-            if (word + 1 < WORDS) take(source * WORDS + word + 1, v[n].y);
-            if (word + 2 < WORDS) take(source * WORDS + word + 2, v[n].z);
-        }
-    }
-}
-
-struct Ring {
-    u32 stage, parity;
-    __device__ __forceinline__ void next() { if (++stage == STAGES) { stage = 0; parity ^= 1; } }
-};
-
-// Wait until the ring has room for one more tile, and fewer than FLIGHT are under way.
-__device__ __forceinline__ void make_room(const Ring& ring, Ring& landed, u32& issued, u32 full, u32 empty, u32* report) {
-    issued++;
-    if (FLIGHT < STAGES && issued > FLIGHT) {
-        wait(full + landed.stage * 8, landed.parity, report, 13);
-        landed.next();
-    }
-    wait(empty + ring.stage * 8, ring.parity ^ 1, report, 1);
-}
-// Wait until the next tile is there.
-__device__ __forceinline__ void await_tile(const Ring& ring, u32 full, u32* report) {
-    wait(full + ring.stage * 8, ring.parity, report, 2);
-}
 
 // The row of queries, keys and values that is row `i` of program `rank` of a team.
 __device__ __forceinline__ int qkv_row(int team, int rank, int i) {

@@ -350,7 +350,11 @@ class OneTokenAttention(_OneLaunch):
 
 def source() -> str:
     """The kernel, behind the functions that it is written in."""
-    names = ("hopper.cuh", "one_token.cuh", "four_bits.cuh", "one_token.cu")
+    return read_sources("hopper.cuh", "forms.cuh", "one_token.cuh", "streamed.cuh", "four_bits.cuh", "one_token.cu")
+
+
+def read_sources(*names: str) -> str:
+    """Files of this package, one behind the other."""
     return "".join((files("evener_backend_cuda") / name).read_text() for name in names)
 
 

@@ -1,0 +1,183 @@
+// Where the choices' matrices are, and how many rows and columns they have: those of shared experts are pieces of one.
+__device__ __forceinline__ const Choice& choice(int k) { return ((const Choice*)(shared + AT_CHOICES))[k]; }
+__device__ __forceinline__ long long wide(int k) { return k < TOP ? INNER : EXTRA * INNER; }
+
+// The rows of the chosen experts, as there is room for them in the ring.
+__device__ __forceinline__ void read_experts(const Experts& launch, u32 base, u32 full, u32 empty, u32 chosen) {
+    const u64 policy = evict_first();
+    const u32 program = blockIdx.x, own = program / SHARE, rank = program % SHARE;
+    Ring ring{0, 0}, landed{0, 0};
+    u32 issued = 0;
+    wait(chosen, 0, launch.report, 3);
+    stream<HIDDEN, INNER_TILES, 8>(ring, landed, issued, base + AT_RING, full, empty, policy, launch.report, [&](int t, int i) {
+        i += t / 2 * 8;
+        return i < INNER_ROWS ? choice(own).gate_up + (t % 2 * wide(own) + rank * INNER_ROWS + i) * HIDDEN : nullptr;
+    });
+    constexpr int PIECES = INNER / DOWN_COLUMNS;
+    stream_pieces<ACTIVATED, OUT_TILES, DOWN_COLUMNS>(ring, landed, issued, base + AT_RING, full, empty, policy, launch.report, [&](int t, int i, int piece) {
+        const int k = piece / PIECES;
+        i += t * 8;
+        return i < OUT_ROWS ? choice(k).down + (program * OUT_ROWS + i) * wide(k) + piece % PIECES * DOWN_COLUMNS : nullptr;
+    });
+}
+
+// The experts with the largest logits, the lower number first of two that are equal. A rank is the number of experts that
+// go before. `slots`: of the experts that this thread ranks.
+__device__ __forceinline__ void choose(const Experts& launch, const int (&slots)[RANKED]) {
+    const u32 tid = threadIdx.x, part = tid % RANKERS;
+    const float* logits = (const float*)(shared + AT_LOGITS);
+    constexpr int SPAN_OF_ONE = EXPERTS / RANKERS;
+#pragma unroll
+    for (int n = 0; n < RANKED; n++) {
+        const int expert = n * (THREADS / RANKERS) + tid / RANKERS;
+        const float own = expert < EXPERTS ? logits[expert] : 0.f;
+        int rank = 0;
+        float sum = 0.f;
+#pragma unroll 4
+        for (int i = 0; i < SPAN_OF_ONE; i += 4) {
+            const int first = part * SPAN_OF_ONE + i;
+            const float4 v = *(const float4*)(logits + first);
+            const float four[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                rank += four[m] > own || (four[m] == own && first + m < expert);
+                if (!RENORMALIZE) sum += power(1.44269504f * (four[m] - own));
+            }
+        }
+#pragma unroll
+        for (int bit = RANKERS / 2; bit; bit >>= 1) rank += __shfl_xor_sync(~0u, rank, bit), sum += __shfl_xor_sync(~0u, sum, bit);
+        if (part == 0 && expert < EXPERTS && rank < TOP) {
+            const long long slot = MAX(slots[n], 0);
+            float* top = (float*)(shared + AT_TOP) + 3 * rank;
+            top[0] = own, top[1] = sum, top[2] = slots[n] < 0 ? 0.f : 1.f;
+            ((Choice*)(shared + AT_CHOICES))[rank] = {launch.gate_up + slot * (2 * INNER * HIDDEN), launch.down + slot * (INNER * HIDDEN)};
+        }
+    }
+    if (tid < EXTRA)
+        ((Choice*)(shared + AT_CHOICES))[TOP + tid] = {launch.shared_gate_up + (long long)tid * INNER * HIDDEN, launch.shared_down + (long long)tid * INNER};
+    together();
+}
+
+// The weight of a choice; 0: its expert is not here.
+__device__ __forceinline__ float share_of(int k) {
+    if (k >= TOP) return 1.f;
+    const float* top = (const float*)(shared + AT_TOP);
+    float sum = top[3 * k + 1];
+    if (RENORMALIZE) {
+        sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < TOP; n++) sum += power(1.44269504f * (top[3 * n] - top[3 * k]));
+    }
+    return top[3 * k + 2] * SCALE / sum;
+}
+
+__device__ __forceinline__ void compute_experts(const Experts& launch, u32 full, u32 empty, u32 chosen) {
+    const u32 tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, program = blockIdx.x;
+    STAMP(0);
+    u32 weights[EACH / 2], router[ROUTED][EACH / 2];
+#pragma unroll
+    for (int n = 0; n < EACH / 2; n++) weights[n] = ((const u32*)launch.norm)[tid * (EACH / 2) + n];
+#pragma unroll
+    for (int r = 0; r < ROUTED; r++) {
+        const int row = program * ROUTED + r;
+#pragma unroll
+        for (int n = 0; n < EACH / 2; n++)
+            router[r][n] = row < EXPERTS ? ((const u32*)launch.router)[row * (HIDDEN / 2) + tid * (EACH / 2) + n] : 0;
+    }
+    grid_wait();
+    const u32 flag = (((volatile u32*)launch.messages)[launch.site] << 8) + launch.site + 1;
+    float total[EACH];
+    int slots[RANKED];
+#pragma unroll
+    for (int n = 0; n < EACH / 2; n++) {
+        const u32 v = ((volatile const u32*)launch.x)[tid * (EACH / 2) + n];
+        total[2 * n] = low(v), total[2 * n + 1] = high(v);
+    }
+#pragma unroll
+    for (int n = 0; n < EACH; n++) total[n] += ((volatile const float*)launch.stream)[tid * EACH + n];
+#pragma unroll
+    for (int n = 0; n < RANKED; n++) {
+        const int expert = n * (THREADS / RANKERS) + tid / RANKERS;
+        slots[n] = expert < EXPERTS ? ((volatile const int*)launch.slots)[expert * launch.copies] : 0;
+    }
+    STAMP(1);
+#pragma unroll
+    for (int r = 0; r < ROUTED; r++) {
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < EACH / 2; n++) {
+            sum = fmaf(total[2 * n] * (low(weights[n]) + OFFSET), low(router[r][n]), sum);
+            sum = fmaf(total[2 * n + 1] * (high(weights[n]) + OFFSET), high(router[r][n]), sum);
+        }
+#pragma unroll
+        for (int bit = 16; bit; bit >>= 1) sum += __shfl_xor_sync(~0u, sum, bit);
+        if (lane == 0) ((float*)(shared + AT_PARTIAL))[r * WARPS + warp] = sum;
+    }
+    enter(total, weights, tid, 0);
+    const float scale = scale_of(0, EPS);
+    if (tid < ROUTED) {
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += ((const float*)(shared + AT_PARTIAL))[tid * WARPS + w];
+        ((float*)(shared + AT_WORDS))[tid] = sum * scale;
+    }
+    tell<ROUTED, ROUTED>(launch.messages + AT_ROUTER, program, flag);
+    STAMP(2);
+    hear<ROUTED>(launch.messages + AT_ROUTER, program, flag, launch.report, 4, [](int expert, u32 value) {
+        const float v = __uint_as_float(value);
+        // NaN goes before nothing.
+        ((float*)(shared + AT_LOGITS))[expert] = v == v ? v : __uint_as_float(0xff800000u);
+    });
+    together();
+    STAMP(3);
+    choose(launch, slots);
+    if (tid == 0) arrive(chosen);
+    STAMP(4);
+    // Everybody has read x and the stream: logits came from all programs.
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+        const int i = (int)(tid * EACH + n) - (int)(program * OUT_ROWS);
+        if (i >= 0 && i < OUT_ROWS) launch.stream[tid * EACH + n] = total[n];
+    }
+    const float share = share_of(program / SHARE);
+    Ring ring{0, 0};
+    Product<HIDDEN, INNER_TILES, 8> gate_up;
+    gate_up.take(ring, full, empty, launch.report);
+    STAMP(5);
+    gate_up.multiply(ring, full, empty, AT_VECTOR, 0, launch.report, [](int, int) { return 0; });
+    if (tid < INNER_ROWS) {
+        const u32 at = tid / 8 * 16 + tid % 8;
+        const float gate = row_sum<WARPS>(at) * scale, up = row_sum<WARPS>(at + 8) * scale;
+        const float v = __fdividef(gate, 1.f + power(-1.44269504f * gate)) * up * share;
+        ((u16*)(shared + AT_WORDS))[tid] = (u16)pack(share != 0.f ? v : 0.f, 0.f);
+    }
+    tell<INNER_WORDS, INNER_ROWS>(launch.messages + AT_INNER, program, flag);
+    Product<ACTIVATED, OUT_TILES, 8, DOWN_COLUMNS> down;
+    down.take(ring, full, empty, launch.report);
+    STAMP(6);
+    hear<INNER_WORDS>(launch.messages + AT_INNER, program, flag, launch.report, 5, [](int word, u32 value) {
+        ((u32*)(shared + AT_WIDE))[word] = value;
+    });
+    together();
+    STAMP(7);
+    launch_next();
+    down.multiply(ring, full, empty, AT_WIDE, 0, launch.report, [](int, int) { return 0; });
+    if (tid < OUT_ROWS) launch.x[program * OUT_ROWS + tid] = (u16)pack(row_sum<WARPS>(tid), 0.f);
+    if (program == 0 && tid == 0) ((volatile u32*)launch.messages)[launch.site] = (flag - 1 >> 8) + 1;
+    STAMP(8);
+}
+
+static_assert(SHARED == SHARED_BYTES, "one_token_experts.py has another size of shared memory");
+
+extern "C" __global__ void __launch_bounds__(288, 1) one_token_experts(const __grid_constant__ Experts launch) {
+    const u32 base = (u32)__cvta_generic_to_shared(shared), full = base + AT_BARRIERS, empty = full + STAGES * 8;
+    const u32 chosen = empty + STAGES * 8;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) init(full + i * 8, 1), init(empty + i * 8, WARPS);
+        init(chosen, 1);
+        barriers_made();
+    }
+    __syncthreads();
+    if (threadIdx.x >> 5 == WARPS) read_experts(launch, base, full, empty, chosen);
+    else compute_experts(launch, full, empty, chosen);
+}

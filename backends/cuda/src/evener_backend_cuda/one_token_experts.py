@@ -1,0 +1,249 @@
+"""One token's experts in one launch: the kernel of ``one_token_experts.cu``.
+
+Norm, router, choice and both products of the chosen experts in several launches wait for each other, and a launch has
+no weights under way when it begins. Here 128 programs stay for the whole block, as in ``one_token.py``: they send each
+other the router's logits, choose the experts, each for itself, and from then on a warp of each program streams the
+rows of gate and up and of down through a ring, so memory is not idle while activations are sent.
+docs/lab/one-token-kernel.md has measurements.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from evener.contracts.declared import LinearWeight, StackedWeight
+from evener.contracts.device import Device
+from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener.contracts.quant import PackedWeight
+from evener.contracts.statics import MoEStatic
+from evener.contracts.weights import MoEWeights
+from evener.ops.reference.linear import PLAIN
+from evener_backend_cuda.compiled import CompiledKernel, Driver
+from evener_backend_cuda.one_token import PROGRAMS, WARPS, read_sources
+from evener_backend_cuda.one_token_launch import Messages
+from evener_kernels_triton.arguments import checked
+from evener_kernels_triton.experts import TritonMoeBlock
+from evener_kernels_triton.tuning import Tuning, number_of
+
+#: As in one_token_experts.cu: threads of a program, copies of what all programs read, and counters.
+THREADS, _COPIES, _CONTROL = 288, 4, 256
+#: Columns of a tile at most; its bytes, with the gaps between its rows.
+_MOST_COLUMNS = 1024
+_TILE = 8 * (2 * _MOST_COLUMNS + 64)
+_LEAST_STAGES = 4
+#: Looks of a wait, some 20 seconds of them.
+_PATIENCE = 1 << 26
+#: Of the vectors that a program holds.
+_MOST_ACTIVATED = 16_384
+MAX_EXPERTS = 512
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes that the kernel is compiled for.
+
+    Attributes:
+        experts, top: how many there are, and how many are chosen.
+        extra: choices that shared experts are.
+        inner: width of one choice.
+    """
+
+    hidden: int
+    experts: int
+    top: int
+    extra: int
+    inner: int
+
+    @property
+    def choices(self) -> int:
+        return self.top + self.extra
+
+    @property
+    def down_columns(self) -> int:
+        """Columns of a tile of down: a whole part of one choice's; 0: there is no such part."""
+        parts = (self.inner // n for n in range(1, self.inner + 1) if self.inner % n == 0)
+        return next((n for n in parts if n <= _MOST_COLUMNS and n % 32 == 0), 0)
+
+    def refusal(self) -> str | None:
+        """Why rows cannot be shared out; None if they can."""
+        if PROGRAMS % self.choices:
+            return f"shares {PROGRAMS} programs out to the choices of a token, not to {self.choices}"
+        share = PROGRAMS // self.choices
+        if self.inner % (2 * share) or not self.down_columns:
+            return f"shares {share} programs out to an expert's inner width in multiples of 32, not {self.inner}"
+        if self.hidden % 512 or self.choices * self.inner > _MOST_ACTIVATED:
+            return f"hidden {self.hidden} is not a multiple of 512, or {self.choices} x {self.inner} are too many"
+        if self.experts > MAX_EXPERTS or self.experts % 16 or self.experts < self.top:
+            return f"ranks up to {MAX_EXPERTS} experts, a multiple of 16, not {self.experts}"
+        return None
+
+    def shared(self, stages: int) -> int:
+        """Bytes of shared memory of a program."""
+        rows, routed = self.inner * self.choices // PROGRAMS, -(-self.experts // PROGRAMS)
+        tall = max(2 * -(-rows // 8), -(-self.hidden // PROGRAMS // 8)) * 8
+        words = max(-(-rows // 2 // 3), -(-routed // 3)) * 12
+        return (
+            stages * (_TILE + 16) + 2 * self.hidden + 2 * self.choices * self.inner + 4 * PROGRAMS * routed
+            + 16 * self.choices + -(-3 * self.top // 4) * 16 + 4 * WARPS * (routed + tall + 1)
+            + -(-words // 16) * 16 + 8
+        )  # fmt: skip
+
+    def stages(self, shared: int) -> int:
+        """Tiles of the ring of a program with so many bytes; 0: they are too few."""
+        found = (shared - self.shared(0)) // (_TILE + 16)
+        return found if found >= _LEAST_STAGES else 0
+
+    def messages(self) -> int:
+        """Messages of 8 bytes, with the counters."""
+        rows, routed = self.inner * self.choices // PROGRAMS, -(-self.experts // PROGRAMS)
+        return _CONTROL + sum(_COPIES * PROGRAMS * -(-words // 3) * 2 for words in (routed, rows // 2))
+
+
+class Experts(ctypes.Structure):
+    """``Experts`` of one_token_experts.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "messages", "report", "stamps", "x", "stream", "norm", "router", "gate_up", "down", "shared_gate_up",
+            "shared_down", "slots")),
+        ("copies", ctypes.c_uint), ("site", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class ExpertsSite:
+    """The launch of one layer's experts, with the addresses of the last call's weights."""
+
+    def __init__(self, launch: CompiledKernel, messages: Messages, count: int) -> None:
+        self._launch, self._room, self._weights = launch, messages.of(count), cast(MoEWeights | None, None)
+        self._argument = Experts(messages=self._room.data_ptr(), site=messages.site())
+
+    def run(self, x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts' result and the stream, in the memory of ``x`` and ``residual``."""
+        if self._weights is not w:
+            self._bind(w)
+        x, residual = x.contiguous(), residual.contiguous()
+        self._argument.x, self._argument.stream = x.data_ptr(), residual.data_ptr()
+        self._launch(self._launch.place(x.device).stream, self._argument)
+        return x, residual
+
+    def _bind(self, w: MoEWeights) -> None:
+        named: dict[str, PackedWeight | torch.Tensor | None] = {
+            "norm": w.norm, "router": w.router, "gate_up": w.gate_up, "down": w.down, "slots": w.slots,
+            "shared_gate_up": w.shared_gate_up, "shared_down": w.shared_down,
+        }  # fmt: skip
+        for name, value in named.items():
+            tensor = value.data if isinstance(value, PackedWeight) else value
+            if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
+                raise ValueError(f"{name} does not begin at a multiple of 16 bytes, or has gaps")
+            setattr(self._argument, name, None if tensor is None else tensor.data_ptr())
+        self._argument.copies, self._weights = w.slots.shape[1], w
+
+
+class OneTokenExperts(Kernel):
+    """Norm, router, choice and experts of one token, in bfloat16: 128 programs, one launch. Experts with biases, or
+    whose choice is corrected, are computed by several launches.
+
+    Args: as of ``OneTokenLayer``.
+    """
+
+    op, name = "moe_block", "cuda.one_token_experts"
+    priority = 150
+    capturable = True
+    packings = (PLAIN,)
+
+    def __init__(
+        self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None, off: str | None = None
+    ) -> None:
+        self._off, self._driver = off, Driver() if driver is None else driver
+        self._messages = Messages(device.torch_device)
+        self._loaded: dict[bytes, CompiledKernel] = {}
+        self._several = TritonMoeBlock(device, Tuning.of(device.capabilities) if tuning is None else tuning)
+
+    def supports(self, call: OpCall) -> str | None:
+        s, device = cast(MoEStatic, call.static), call.device
+        if self._off is not None:
+            return self._off
+        if call.bucket.high != 1:
+            return f"computes one token, not {call.bucket}"
+        if device.variant != "sm_90":
+            return f"its machine code is for sm_90, not {device.variant}"
+        if reason := _refusal(s) or self._several.supports(call):
+            return reason
+        sizes = _sizes(s)
+        if reason := sizes.refusal():
+            return reason
+        if number_of("units", device.features, 0) < PROGRAMS:
+            return f"needs {PROGRAMS} multiprocessors"
+        if not sizes.stages(number_of("shared", device.features, 0)):
+            return "a program of it does not fit into a multiprocessor's shared memory"
+        return self._driver.refusal()
+
+    def workspace(self, call: OpCall) -> int:
+        return 8 * _sizes(cast(MoEStatic, call.static)).messages() + self._several.workspace(call)
+
+    def build(self, call: OpCall) -> OpFunction:
+        s = cast(MoEStatic, call.static)
+        sizes, several = _sizes(s), self._several.build(call)
+        site = ExpertsSite(self._compiled(call, sizes), self._messages, sizes.messages())
+
+        def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
+            if any(each is not None for each in (w.router_bias, w.correction, w.gate_up_bias, w.down_bias)):
+                return several(x, residual, w)  # type: ignore[no-any-return]
+            return site.run(x, residual, w)
+
+        return checked(call, run)
+
+    def _flight(self, stages: int) -> int:
+        """(optional) Tiles that a program asks for at once."""
+        return stages
+
+    def _compiled(self, call: OpCall, sizes: ExpertSizes) -> CompiledKernel:
+        stages = sizes.stages(number_of("shared", call.device.features, 0))
+        shared = sizes.shared(stages)
+        code = self._driver.compile(source(), defines(cast(MoEStatic, call.static), stages, self._flight(stages)))
+        if code not in self._loaded:
+            self._loaded[code] = self._driver.kernel(code, "one_token_experts", PROGRAMS, THREADS, shared)
+        return self._loaded[code]
+
+
+def source() -> str:
+    """The kernel, behind the functions that it is written in."""
+    return read_sources("hopper.cuh", "forms.cuh", "one_token_experts.cuh", "streamed.cuh", "one_token_experts.cu")
+
+
+def defines(s: MoEStatic, stages: int, flight: int) -> dict[str, object]:
+    """The macros that one_token_experts.cu needs."""
+    sizes = _sizes(s)
+    return {
+        "HIDDEN": sizes.hidden, "EXPERTS": sizes.experts, "TOP": sizes.top, "EXTRA": sizes.extra, "INNER": sizes.inner,
+        "DOWN_COLUMNS": sizes.down_columns, "EPS": f"{s['eps']!r}f", "OFFSET": f"{float(s['offset'])!r}f",
+        "SCALE": f"{float(s['scale'])!r}f", "RENORMALIZE": int(s["renormalize"] or s["scoring"] == "softmax_top"),
+        "MOST": _MOST_COLUMNS, "STAGES": stages, "FLIGHT": flight, "PATIENCE": f"{_PATIENCE}u", "WEIGHT_BITS": 16,
+        "BLOCK": 0, "ZEROS": 0, "SHARED_BYTES": sizes.shared(stages),
+    }  # fmt: skip
+
+
+def _sizes(s: MoEStatic) -> ExpertSizes:
+    return ExpertSizes(s["hidden"], s["experts"], s["top"], s["shared_inner"] // s["inner"], s["inner"])
+
+
+def _refusal(s: MoEStatic) -> str | None:
+    weights: list[LinearWeight | StackedWeight | None] = [
+        s["router"], s["gate_up"], s["down"], s["shared_gate_up"], s["shared_down"]
+    ]  # fmt: skip
+    found = [each for each in weights if each is not None]
+    if s["dtype"] != "bfloat16" or any(each.dtype != "bfloat16" for each in found):
+        return f"computes in bfloat16, not in {s['dtype']}"
+    if any(each.layout != PLAIN.layout for each in found):
+        return "reads weights as plain numbers"
+    if s["scoring"] not in ("softmax", "softmax_top") or s["groups"] > 1:
+        return "chooses by softmax, without groups"
+    if s["activation"] != "silu" or s["router_weight_on_input"] or s["post_norm"]:
+        return "computes silu, weights results, and has no norm after the experts"
+    if s["shared_inner"] % s["inner"] or s["shared_gate"] is not None:
+        return "takes shared experts as wide as some others together, without a gate"
+    return None
