@@ -9,6 +9,7 @@
 // span: of a bfloat16 that is at least 1/64 of the largest no bit is lost, and of others less than 2^-14 of the largest.
 // Sums of whole numbers are exact.
 
+#if PACKED
 // A vector [K] of bfloat16 in shared memory becomes whole numbers, in place. The 256 bytes of a group are two planes, of
 // upper bytes and of lower ones, both with a sign. In a plane, tiles 0 and 2 have the first half, 1 and 3 the second, and
 // bytes are in the order of the numbers that they are multiplied with. AT_GROUPS gets what sums of products with a plane's
@@ -55,7 +56,6 @@ __device__ __forceinline__ void integers(u32 at) {
     }
 }
 
-#if PACKED
 static_assert(D == 128, "eight rows of keys of a program are next to each other");
 
 // Rows that are next to each other in a matrix with `all`: where those of its first span are, and how many.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -115,7 +115,13 @@ class Experts(ctypes.Structure):
 
 
 class ExpertsSite:
-    """The launch of one layer's experts, with the addresses of the last call's weights."""
+    """The launch of one layer's experts, with the addresses of the last call's weights.
+
+    Attributes:
+        stamps: an address as in one_token_experts.cuh, for benchmarks.
+    """
+
+    stamps: int | None = None
 
     def __init__(self, launch: CompiledKernel, messages: Messages, count: int) -> None:
         self._launch, self._room, self._weights = launch, messages.of(count), cast(MoEWeights | None, None)
@@ -127,6 +133,7 @@ class ExpertsSite:
             self._bind(w)
         x, residual = x.contiguous(), residual.contiguous()
         self._argument.x, self._argument.stream = x.data_ptr(), residual.data_ptr()
+        self._argument.stamps = self.stamps
         self._launch(self._launch.place(x.device).stream, self._argument)
         return x, residual
 
@@ -186,9 +193,7 @@ class OneTokenExperts(Kernel):
         return 8 * _sizes(cast(MoEStatic, call.static)).messages() + self._several.workspace(call)
 
     def build(self, call: OpCall) -> OpFunction:
-        s = cast(MoEStatic, call.static)
-        sizes, several = _sizes(s), self._several.build(call)
-        site = ExpertsSite(self._compiled(call, sizes), self._messages, sizes.messages())
+        several, site = self._several.build(call), self.site(call)
 
         def run(x: torch.Tensor, residual: torch.Tensor, w: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
             if any(each is not None for each in (w.router_bias, w.correction, w.gate_up_bias, w.down_bias)):
@@ -197,17 +202,20 @@ class OneTokenExperts(Kernel):
 
         return checked(call, run)
 
+    def site(self, call: OpCall) -> ExpertsSite:
+        """The launch of a call site."""
+        s = cast(MoEStatic, call.static)
+        sizes = _sizes(s)
+        stages = sizes.stages(number_of("shared", call.device.features, 0))
+        code = self._driver.compile(source(), defines(s, stages, self._flight(stages)))
+        if code not in self._loaded:
+            shared = sizes.shared(stages)
+            self._loaded[code] = self._driver.kernel(code, "one_token_experts", PROGRAMS, THREADS, shared)
+        return ExpertsSite(self._loaded[code], self._messages, sizes.messages())
+
     def _flight(self, stages: int) -> int:
         """(optional) Tiles that a program asks for at once."""
         return stages
-
-    def _compiled(self, call: OpCall, sizes: ExpertSizes) -> CompiledKernel:
-        stages = sizes.stages(number_of("shared", call.device.features, 0))
-        shared = sizes.shared(stages)
-        code = self._driver.compile(source(), defines(cast(MoEStatic, call.static), stages, self._flight(stages)))
-        if code not in self._loaded:
-            self._loaded[code] = self._driver.kernel(code, "one_token_experts", PROGRAMS, THREADS, shared)
-        return self._loaded[code]
 
 
 def source() -> str:

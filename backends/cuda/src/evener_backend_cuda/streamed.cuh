@@ -109,11 +109,14 @@ __device__ __forceinline__ void await_tile(const Ring& ring, u32 full, u32* repo
     wait(full + ring.stage * 8, ring.parity, report, 2);
 }
 
-// integers<K>(at): a vector of bfloat16 becomes whole numbers (four_bits.cuh).
+// A vector of bfloat16 becomes whole numbers (four_bits.cuh).
 template <int K>
 __device__ __forceinline__ void integers(u32 at);
 
 #if !PACKED
+template <int K>
+__device__ __forceinline__ void integers(u32 at) {}
+
 // The rows of one program, tile by tile, into the ring. `at(tile, i, piece)`: C columns of row `i` of a tile, or null.
 template <int K, int TILES, int C, typename At>
 __device__ __forceinline__ void stream_pieces(Ring& ring, Ring& landed, u32& issued, u32 to, u32 full, u32 empty, u64 policy, u32* report, At at) {
