@@ -15,7 +15,7 @@ descriptor = Descriptor(
     tuning="evener_backend_cuda.measured",
     evidence="L5: compute capability 9.0 (H200), 2026-11; others were not run",
     # Optional libraries, and its own decoder layer of one token; each library says what to type if it is missing.
-    ops=("linear", "grouped_linear", "decoder_layer", "attention_block"),
+    ops=("linear", "grouped_linear", "decoder_layer", "attention_block", "moe_block"),
     states=("flash_attn", "flashinfer", "flash_mla"),
     options={
         "one_launch": Option(
