@@ -58,7 +58,7 @@ MODELS = {"deepseek-v2-lite": Sizes(), "qwen3-30b-a3b": Sizes(experts=128, top=8
 
 
 #: Of the one launch.
-PHASES = ("begin", "norm, router", "exchange", "choice", "first rows", "gate, up", "exchange", "down")
+PHASES = ("begin", "norm, router", "logits", "choice", "first rows", "gate, up", "activation", "down")
 
 #: Changes of the sizes of one token's experts.
 EXPERTS: Sequence[Mapping[str, int]] = (

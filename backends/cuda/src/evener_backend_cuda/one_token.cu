@@ -384,6 +384,7 @@ __device__ __forceinline__ void compute_layer(const Layers& launch, u32 number, 
         u32* to = (u32*)(shared + AT_PARTS) + tid * 3;
         to[0] = v.x, to[1] = v.y, to[2] = v.z;
     }
+    __syncwarp();
     together();
     STAMP(7);
     {

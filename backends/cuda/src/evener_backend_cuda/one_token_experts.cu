@@ -21,54 +21,77 @@ __device__ __forceinline__ void read_experts(const Experts& launch, u32 base, u3
     });
 }
 
+// Numbers that compare as logits do, from 1 on; NaN is 1, and goes before nothing.
+__device__ __forceinline__ u32 key_of(float v) {
+    const u32 bits = __float_as_uint(v + 0.f);  // zero has one sign
+    return v == v ? bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u) : 1;
+}
+__device__ __forceinline__ float logit_of(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu)); }
+
 // The experts with the largest logits, the lower number first of two that are equal. A rank is the number of experts that
 // go before. `slots`: of the experts that this thread ranks.
 __device__ __forceinline__ void choose(const Experts& launch, const int (&slots)[RANKED]) {
+    constexpr int MANY = EXPERTS / RANKERS;
     const u32 tid = threadIdx.x, part = tid % RANKERS;
-    const float* logits = (const float*)(shared + AT_LOGITS);
-    constexpr int SPAN_OF_ONE = EXPERTS / RANKERS;
+    const u32* keys = (const u32*)(shared + AT_LOGITS);
 #pragma unroll
     for (int n = 0; n < RANKED; n++) {
         const int expert = n * (THREADS / RANKERS) + tid / RANKERS;
-        const float own = expert < EXPERTS ? logits[expert] : 0.f;
-        int rank = 0;
-        float sum = 0.f;
+        const u32 own = expert < EXPERTS ? keys[expert] : 1;
+        // Of this thread's part, so many have lower numbers.
+        const int lower = MIN(MAX(expert - (int)part * MANY, 0), MANY);
+        const uint4* four = (const uint4*)(keys + part * MANY);
+        int rank = 0, i = 0;
 #pragma unroll 4
-        for (int i = 0; i < SPAN_OF_ONE; i += 4) {
-            const int first = part * SPAN_OF_ONE + i;
-            const float4 v = *(const float4*)(logits + first);
-            const float four[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int m = 0; m < 4; m++) {
-                rank += four[m] > own || (four[m] == own && first + m < expert);
-                if (!RENORMALIZE) sum += power(1.44269504f * (four[m] - own));
-            }
+        for (; i < lower / 4; i++) {
+            const uint4 v = four[i];
+            rank += (v.x >= own) + (v.y >= own) + (v.z >= own) + (v.w >= own);
         }
+        if (i < MANY / 4) {
+            const uint4 v = four[i];
+            const int rest = lower % 4;
+            rank += (v.x + (rest > 0) > own) + (v.y + (rest > 1) > own) + (v.z + (rest > 2) > own) + (v.w > own);
+        }
+#pragma unroll 4
+        for (i++; i < MANY / 4; i++) {
+            const uint4 v = four[i];
+            rank += (v.x > own) + (v.y > own) + (v.z > own) + (v.w > own);
+        }
+        __syncwarp();
 #pragma unroll
-        for (int bit = RANKERS / 2; bit; bit >>= 1) rank += __shfl_xor_sync(~0u, rank, bit), sum += __shfl_xor_sync(~0u, sum, bit);
+        for (int bit = RANKERS / 2; bit; bit >>= 1) rank += __shfl_xor_sync(~0u, rank, bit);
         if (part == 0 && expert < EXPERTS && rank < TOP) {
             const long long slot = MAX(slots[n], 0);
-            float* top = (float*)(shared + AT_TOP) + 3 * rank;
-            top[0] = own, top[1] = sum, top[2] = slots[n] < 0 ? 0.f : 1.f;
+            ((float*)(shared + AT_TOP))[rank] = logit_of(own);
+            ((int*)(shared + AT_TOP))[TOP + rank] = slots[n];
             ((Choice*)(shared + AT_CHOICES))[rank] = {launch.gate_up + slot * (2 * INNER * HIDDEN), launch.down + slot * (INNER * HIDDEN)};
         }
     }
     if (tid < EXTRA)
         ((Choice*)(shared + AT_CHOICES))[TOP + tid] = {launch.shared_gate_up + (long long)tid * INNER * HIDDEN, launch.shared_down + (long long)tid * INNER};
+    __syncwarp();
     together();
 }
 
-// The weight of a choice; 0: its expert is not here.
+// The weight of a choice; 0: its expert is not here. All lanes of a warp ask.
 __device__ __forceinline__ float share_of(int k) {
     if (k >= TOP) return 1.f;
     const float* top = (const float*)(shared + AT_TOP);
-    float sum = top[3 * k + 1];
+    const u32* keys = (const u32*)(shared + AT_LOGITS);
+    float sum = 0.f;
     if (RENORMALIZE) {
-        sum = 0.f;
 #pragma unroll
-        for (int n = 0; n < TOP; n++) sum += power(1.44269504f * (top[3 * n] - top[3 * k]));
+        for (int n = 0; n < TOP; n++) sum += power(1.44269504f * (top[n] - top[k]));
+    } else {
+#pragma unroll
+        for (int n = 0; n < UP(EXPERTS, 32); n++) {
+            const int expert = n * 32 + (threadIdx.x & 31);
+            sum += expert < EXPERTS ? power(1.44269504f * (logit_of(keys[expert]) - top[k])) : 0.f;
+        }
+#pragma unroll
+        for (int bit = 16; bit; bit >>= 1) sum += __shfl_xor_sync(~0u, sum, bit);
     }
-    return top[3 * k + 2] * SCALE / sum;
+    return ((const int*)top)[TOP + k] < 0 ? 0.f : SCALE / sum;
 }
 
 __device__ __forceinline__ void compute_experts(const Experts& launch, u32 full, u32 empty, u32 chosen) {
@@ -124,9 +147,7 @@ __device__ __forceinline__ void compute_experts(const Experts& launch, u32 full,
     tell<ROUTED, ROUTED>(launch.messages + AT_ROUTER, program, flag);
     STAMP(2);
     hear<ROUTED>(launch.messages + AT_ROUTER, program, flag, launch.report, 4, [](int expert, u32 value) {
-        const float v = __uint_as_float(value);
-        // NaN goes before nothing.
-        ((float*)(shared + AT_LOGITS))[expert] = v == v ? v : __uint_as_float(0xff800000u);
+        ((u32*)(shared + AT_LOGITS))[expert] = key_of(__uint_as_float(value));
     });
     together();
     STAMP(3);

@@ -31,9 +31,9 @@
 #define AT_WIDE (AT_VECTOR + HIDDEN * 2)
 #define AT_LOGITS (AT_WIDE + ACTIVATED * 2)
 #define AT_CHOICES (AT_LOGITS + PROGRAMS * ROUTED * 4)
-// Of the TOP choices, best first: logit, what the softmax of all is divided by, and whether the expert is here.
+// Of the TOP choices, best first: logits, then slots.
 #define AT_TOP (AT_CHOICES + CHOICES * 16)
-#define AT_PARTIAL (AT_TOP + UP(3 * TOP, 4) * 16)
+#define AT_PARTIAL (AT_TOP + UP(2 * TOP, 4) * 16)
 #define AT_ROWS (AT_PARTIAL + ROUTED * WARPS * 4)
 #define AT_WORDS (AT_ROWS + WARPS * MOST_ROWS * 4)
 #define AT_NORMS (AT_WORDS + UP(MAX(MESSAGES(INNER_WORDS), MESSAGES(ROUTED)) * 12, 16) * 16)

@@ -88,7 +88,7 @@ class ExpertSizes:
         words = max(-(-rows // 2 // 3), -(-routed // 3)) * 12
         return (
             stages * (_TILE + 16) + 2 * self.hidden + 2 * self.choices * self.inner + 4 * PROGRAMS * routed
-            + 16 * self.choices + -(-3 * self.top // 4) * 16 + 4 * WARPS * (routed + tall + 1)
+            + 16 * self.choices + -(-2 * self.top // 4) * 16 + 4 * WARPS * (routed + tall + 1)
             + -(-words // 16) * 16 + 8
         )  # fmt: skip
 

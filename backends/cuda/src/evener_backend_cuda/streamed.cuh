@@ -79,6 +79,8 @@ __device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u
             if (all) break;
             too_long(looks, report, code);
         }
+        // A warp counts at the barrier that follows as soon as some of its lanes are there.
+        __syncwarp();
 #pragma unroll
         for (int n = 0; n < CHUNK; n++) {
             const int e = threadIdx.x + (first + n) * THREADS, source = e / COUNT, word = e % COUNT * 3;
