@@ -14,7 +14,12 @@ from evener.contracts.weights import LatentWeights
 from evener.ops.latent import INNER_EPS
 from evener.ops.reference.linear import PLAIN
 from evener_kernels_triton.composites import enter_rows
-from evener_kernels_triton.jit.latent import latent_prefill_kernel, latent_query_kernel, latent_value_kernel
+from evener_kernels_triton.jit.latent import (
+    latent_one_value_kernel,
+    latent_prefill_kernel,
+    latent_query_kernel,
+    latent_value_kernel,
+)
 from evener_kernels_triton.kernel import PRECISION, TritonKernel
 from evener_kernels_triton.latent_state import LATENT_LAYOUT, LOG2_E, LatentMeta, LatentState, LatentViews, Parts
 from evener_kernels_triton.linear import library_linear, partial_sums, persistent_gemv, project_rows
@@ -102,7 +107,7 @@ class TritonLatentAttentionBlock(TritonKernel):
                 attend_prefill(query, latent, positions, w, views, part, out)
                 return
             inside = inward(query, latent, positions, w, views, part)
-            found, pieces = provider.attend_parts(views, part, inside)
+            found, pieces = provider.attend_parts(views, part, inside, inside.shape[0] == 1)
             if pieces is not None and found.shape[0] > 1:  # for one token, every program of the next kernel does it
                 found, pieces = provider.merge(views, part, pieces, found), None
             outward(found, pieces, w, part, out)
@@ -186,8 +191,8 @@ def _enter(tuning: Tuning, call: OpCall) -> Callable[..., None]:
         latent_query_kernel[(products + tokens,)](
             positions, meta.step.slot_mapping, query, w.heads, latent, w.kv_norm, w.cos_sin, inside,
             rows if rows is not None else inside, views.rows, tokens, products, query.stride(0), latent.stride(0),
-            views.rows.stride(0), INNER_EPS, BM=p.m, BN=p.n, EXPAND=rows is not None, num_warps=p.warps, **sizes,
-            **views.sizes, **tuning.launch,
+            views.rows.stride(0), INNER_EPS, BM=p.m, BN=p.n, EXPAND=rows is not None, LATE=tokens == 1,
+            num_warps=p.warps, **sizes, **views.sizes, **tuning.launch,
         )  # fmt: skip
 
     return run
@@ -226,17 +231,23 @@ def _from_latent_space(tuning: Tuning, call: OpCall) -> Callable[..., None]:
     heads, value, rank = s["heads"], s["value_dim"], s["rank"]
     sizes: dict[str, Any] = {
         "HEADS": heads, "NOPE": s["nope_dim"], "VALUE": value, "RANK": rank, "RP": max(16, power_of_two(rank)),
-        "PRECISION": PRECISION, "OVERLAP": tuning.overlap, "MIN_TILES": MIN_TILES,
+        "OVERLAP": tuning.overlap, **tuning.launch,
     }  # fmt: skip
 
     def run(found: torch.Tensor, parts: Parts | None, w: LatentWeights, meta: LatentMeta, out: torch.Tensor) -> None:
-        tokens, splits = found.shape[0], parts.splits if parts is not None else 1
-        p = tuning.latent_values(tokens, value, sizes["RP"], splits)
-        latent_value_kernel[(heads * -(-value // p.n), -(-tokens // p.m))](
-            found, parts.sums if parts is not None else found, parts.stats if parts is not None else found,
-            meta.step.kv_lens, w.heads, out, tokens, splits, BM=p.m, BV=p.n, BK=p.k,
-            N=parts.tile if parts is not None else 1, S=power_of_two(splits), MERGE=parts is not None,
-            num_warps=p.warps, num_stages=p.stages, **sizes, **tuning.launch,
+        tokens = found.shape[0]
+        p = tuning.latent_values(tokens, value, sizes["RP"])
+        across = heads * -(-value // p.n)
+        if parts is None:
+            latent_value_kernel[(across, -(-tokens // p.m))](
+                found, w.heads, out, tokens, BM=p.m if tokens > 1 else 1, BV=p.n, BK=p.k, PRECISION=PRECISION,
+                num_warps=p.warps, num_stages=p.stages, **sizes,
+            )  # fmt: skip
+            return
+        latent_one_value_kernel[(across,)](
+            parts.sums, parts.stats, meta.step.kv_lens, w.heads, out, parts.splits, BV=p.n,
+            BS=min(p.m, power_of_two(parts.splits)), N=parts.tile, MIN_TILES=MIN_TILES, S=power_of_two(parts.splits),
+            num_warps=p.warps, **sizes,
         )  # fmt: skip
 
     return run

@@ -15,10 +15,18 @@ from evener_kernels_triton.jit.latent import (
     latent_decode_kernel,
     latent_merge_kernel,
     latent_mixed_kernel,
+    latent_one_kernel,
     latent_write_kernel,
 )
 from evener_kernels_triton.kernel import DTYPES, PRECISION
-from evener_kernels_triton.tuning import MAX_LATENT_SPLITS, MIN_TILES, LatentTile, Tuning, power_of_two
+from evener_kernels_triton.tuning import (
+    MAX_FEW_LATENT_SPLITS,
+    MAX_LATENT_SPLITS,
+    MIN_TILES,
+    LatentTile,
+    Tuning,
+    power_of_two,
+)
 
 LATENT_LAYOUT = "triton.latent"
 MAX_RANK = 512
@@ -57,6 +65,7 @@ class LatentMeta:
 
     Attributes:
         splits: splits of a request's keys; 0 unless every request has one query token.
+        one: one request, whose parts ``latent_one_kernel`` makes.
         whole: every request is new, so no earlier state has to be read.
         runs: metadata and tokens of the requests that are not new, and of those that are; empty if all are alike.
     """
@@ -66,6 +75,7 @@ class LatentMeta:
     splits: int
     tile: LatentTile
     whole: bool = False
+    one: bool = False
     runs: tuple[tuple[LatentMeta, slice], ...] = ()
 
 
@@ -132,8 +142,14 @@ class LatentState(LatentProvider):
             return self._prepare_mixed(step, attention, spec.tensors[0].dtype == attention.dtype)
         tile = self._tile(attention, 1)
         programs = step.requests * -(-attention.heads // tile.m)
-        splits = self._tuning.latent_splits(programs, step.max_kv, tile)
-        return LatentMeta(step, attention, splits, self._tile(attention, programs * splits))
+        one = self.one_tile(tile) if step.requests == 1 else None
+        splits = self._tuning.latent_splits(programs, step.requests, step.max_kv, one or tile)
+        return LatentMeta(step, attention, splits, one or self._tile(attention, programs * splits), one=one is not None)
+
+    def one_tile(self, tile: LatentTile) -> LatentTile | None:
+        """Sizes for one request whose tiles are in registers: small ones, one for each program if there are enough
+        programs. None for more lines than fit beside."""
+        return LatentTile(tile.m, 16, 8 if tile.n > 16 else tile.warps, 1) if tile.m == 16 else None
 
     def _prepare_mixed(self, step: StateStep, attention: AttentionSpec, exact: bool) -> LatentMeta:
         """``exact``: state has the compute dtype, so the step's own tokens need not be read from it."""
@@ -148,7 +164,7 @@ class LatentState(LatentProvider):
             (LatentMeta(first, attention, 0, tile), slice(0, cut)),
             (LatentMeta(rest, attention, 0, tile, True), slice(cut, step.tokens)),
         )
-        return LatentMeta(step, attention, 0, tile, False, runs)
+        return LatentMeta(step, attention, 0, tile, runs=runs)
 
     def _tile(self, attention: AttentionSpec, programs: int) -> LatentTile:
         return self._tuning.latent_tile(attention.heads, _size(attention.dtype), programs)
@@ -167,7 +183,7 @@ class LatentState(LatentProvider):
     def attend(
         self, views: LatentViews, meta: LatentMeta, query: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out, parts = self.attend_parts(views, meta, query)
+        out, parts = self.attend_parts(views, meta, query, False)
         return out if parts is None else self.merge(views, meta, parts, out)
 
     def merge(self, views: LatentViews, meta: LatentMeta, parts: Parts, out: torch.Tensor) -> torch.Tensor:
@@ -176,15 +192,15 @@ class LatentState(LatentProvider):
         latent_merge_kernel[(tokens, heads)](
             parts.sums, parts.stats, meta.step.kv_lens, out, parts.splits, HEADS=heads, RANK=rank,
             RP=views.sizes["RP"], N=parts.tile, MIN_TILES=MIN_TILES, S=power_of_two(parts.splits),
-            OVERLAP=self._tuning.overlap, num_warps=4, **self._tuning.launch,
+            OVERLAP=self._tuning.overlap, num_warps=4 if parts.splits <= 16 else 16, **self._tuning.launch,
         )  # fmt: skip
         return out
 
     def attend_parts(
-        self, views: LatentViews, meta: LatentMeta, query: torch.Tensor
+        self, views: LatentViews, meta: LatentMeta, query: torch.Tensor, early: bool
     ) -> tuple[torch.Tensor, Parts | None]:
         """Attention of query [T, heads, rank + rope]: returns the result [T, heads, rank], and None or
-        the parts to merge into it."""
+        the parts to merge into it. ``early``: the previous launch is a ``latent_query_kernel`` with LATE."""
         if "attend" not in views.checked:
             check_state(views.spec, meta.attention, query=query, tokens=meta.step.tokens)
             views.checked.add("attend")
@@ -196,7 +212,21 @@ class LatentState(LatentProvider):
         if not meta.splits:
             self._mixed(views, meta, query, out)
             return out, None
+        if meta.one:
+            return out, self._one(views, meta, query, early)
         return out, self._decode(views, meta, query, out)
+
+    def _one(self, views: LatentViews, meta: LatentMeta, query: torch.Tensor, early: bool) -> Parts:
+        step, tile, splits, heads = meta.step, meta.tile, meta.splits, query.shape[1]
+        sums = torch.empty(1, heads, splits, views.rank, dtype=torch.float32, device=query.device)
+        stats = torch.empty(1, heads, splits, 2, dtype=torch.float32, device=query.device)
+        latent_one_kernel[(-(-heads // tile.m), splits)](
+            query, views.rows, step.block_table, step.kv_lens, sums, stats, query.stride(1), views.rows.stride(0),
+            splits, meta.attention.scale * LOG2_E, HEADS=heads, M=tile.m, N=tile.n, MIN_TILES=MIN_TILES,
+            PRECISION=PRECISION, EARLY=early, OVERLAP=self._tuning.overlap, num_warps=tile.warps,
+            num_stages=tile.stages, **views.sizes, **self._tuning.launch,
+        )  # fmt: skip
+        return Parts(sums, stats, splits, tile.n)
 
     def _decode(self, views: LatentViews, meta: LatentMeta, query: torch.Tensor, out: torch.Tensor) -> Parts | None:
         step, tile, splits, (tokens, heads, rank) = meta.step, meta.tile, meta.splits, out.shape
@@ -247,7 +277,7 @@ class LatentState(LatentProvider):
         # Splits only fill the device: tiles of heads times splits are at most two per unit, for every batch size.
         del max_kv
         full = 2 * self._tuning.units * self._tile(attention, 1).m
-        lines = min(full, MAX_LATENT_SPLITS * max_tokens * attention.heads)
+        lines = min(full, max(MAX_FEW_LATENT_SPLITS, MAX_LATENT_SPLITS * max_tokens) * attention.heads)
         return lines * (spec.tensors[0].shape[0] + 2) * 4
 
 

@@ -44,8 +44,8 @@ MAX_TILE_TOKENS = 128
 MIN_EVEN_TOKENS = 65536
 #: Most splits of a request with long state; half as many otherwise.
 MAX_SPLITS = 32
-#: Most splits of a request with latent state.
-MAX_LATENT_SPLITS = 8
+#: Most splits of a request with latent state, and, if that is more, of a few requests together.
+MAX_LATENT_SPLITS, MAX_FEW_LATENT_SPLITS = 8, 64
 #: Counters that are allocated at a time.
 MIN_COUNTERS = 4096
 
@@ -569,11 +569,12 @@ class Tuning:
         """Whether a program may have this much shared memory, and elements have two bytes at most."""
         return self.shared >= kilobytes << 10 and element <= 2
 
-    def latent_splits(self, programs: int, longest: int, tile: LatentTile) -> int:
+    def latent_splits(self, programs: int, requests: int, longest: int, tile: LatentTile) -> int:
         """As ``splits``. But a split's partial result is as large as the state of 32 tokens, so the device is filled
-        only once, and no request has more than ``MAX_LATENT_SPLITS`` splits."""
-        wanted = power_of_two(max(1, (2 * self.units) // max(1, programs)) + 1) // 2
-        return max(1, min(wanted, MAX_LATENT_SPLITS, power_of_two(-(-longest // (tile.n * MIN_TILES)))))
+        only once, and splits are limited: a few requests share their limit, a power of two for each."""
+        wanted, tiles = power_of_two((2 * self.units) // max(1, programs) + 1) // 2, -(-longest // (tile.n * MIN_TILES))
+        most = max(MAX_LATENT_SPLITS, power_of_two(MAX_FEW_LATENT_SPLITS // max(1, requests) + 1) // 2)
+        return max(1, min(wanted, most, power_of_two(tiles)))
 
     @memoized
     def latent_product(self, tokens: int, rank: int) -> Product:
@@ -582,11 +583,11 @@ class Tuning:
         return Product(m, min(128 if m == 64 and tokens > 64 else 64, max(16, power_of_two(rank))), 0, 4, 1)
 
     @memoized
-    def latent_values(self, tokens: int, value: int, rank: int, splits: int) -> Product:
-        """One head's values from ``splits`` parts of latents: ``m`` tokens, ``n`` values, ``k`` of the latent."""
+    def latent_values(self, tokens: int, value: int, rank: int) -> Product:
+        """One head's values: ``m`` tokens (of one, parts at a time), ``n`` values, ``k`` of the latent."""
         wide = max(16, power_of_two(value))
         if tokens == 1:
-            return Product(1, min(wide, 16), min(rank, max(16, 8192 // splits)), 4, 1)
+            return Product(32, min(wide, 16), min(rank, 512), 8, 1)
         m = max(16, min(64, power_of_two(tokens)))
         return Product(m, min(wide, 32 if m * tokens <= 4096 else 64), min(rank, 64), 4, 3)
 

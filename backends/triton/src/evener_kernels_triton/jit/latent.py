@@ -3,7 +3,7 @@ head.
 
 A page of one layer holds ``[PAGE, RANK + ROPE]``: the normalised latent, then the rotated key. The heads are lines of
 one matrix product, which reads each row once for the scores and the values of all heads (DeepSeek-AI 2024).
-The softmax runs online in base 2; the parts of a split request are merged by the kernel that leaves latent space.
+The softmax runs online in base 2; the parts of one split request are merged by the kernel that leaves latent space.
 """
 
 import triton
@@ -37,7 +37,7 @@ def _rotate(row, angles, e, inside, ROPE: tl.constexpr, INTERLEAVED: tl.constexp
 def _to_latent_space(
     pid, q, w, inside, tokens, q_row, HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr,
     RANK: tl.constexpr, ROPE: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Project BM queries of one head into latent space, BN columns of it."""
     TILES: tl.constexpr = (RANK + BN - 1) // BN
@@ -54,6 +54,8 @@ def _to_latent_space(
     )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     a = tl.load(
         q + t[:, None] * q_row + head * (NOPE + ROPE) + k[None, :], mask=there[:, None] & (k < NOPE)[None, :], other=0.0
     )
@@ -67,7 +69,7 @@ def _write_state(
     t, positions, slots, q, latent, gain, cos_sin, rotated, rows, pages, q_row, latent_row, page, eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr,
     EP: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, EXPAND: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Rotate the rotary part of one token's queries; normalise, rotate and write its state, with EXPAND also to
     ``rows``."""
@@ -79,6 +81,8 @@ def _write_state(
     g = tl.load(gain + d, mask=d < RANK, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     angles = cos_sin + tl.load(positions + t).to(tl.int64) * ROPE
     slot = tl.load(slots + t).to(tl.int64)
     row = latent + t * latent_row
@@ -112,7 +116,7 @@ def latent_query_kernel(
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     NP: tl.constexpr, RP: tl.constexpr, EP: tl.constexpr, HP: tl.constexpr, PAGE: tl.constexpr,
     INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXPAND: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """What follows the projections: the first ``products`` programs project queries into latent space; each other
     program rotates one token and writes its state.
@@ -120,18 +124,20 @@ def latent_query_kernel(
     ``q`` [T, HEADS * (NOPE + ROPE)]; ``w`` [HEADS * (NOPE + VALUE), RANK]; ``latent`` [T, RANK + ROPE]; ``inside`` [T,
     HEADS, RANK + ROPE]. EXPAND: there are no products, ``inside`` is [T, HEADS, ROPE], and ``rows`` [T, RANK + ROPE]
     gets what is written.
+
+    LATE: the next launch may start after this one has waited, so that it can read what all earlier launches wrote.
     """
-    if OVERLAP:
+    if OVERLAP and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     if pid < products:
         _to_latent_space(
-            pid, q, w, inside, tokens, q_row, HEADS, NOPE, VALUE, RANK, ROPE, NP, BM, BN, PRECISION, OVERLAP
+            pid, q, w, inside, tokens, q_row, HEADS, NOPE, VALUE, RANK, ROPE, NP, BM, BN, PRECISION, OVERLAP, LATE
         )
     else:
         _write_state(
             (pid - products).to(tl.int64), positions, slots, q, latent, gain, cos_sin, inside, rows, pages, q_row,
-            latent_row, page, eps, HEADS, NOPE, RANK, ROPE, RP, EP, HP, PAGE, INTERLEAVED, EXPAND, OVERLAP,
+            latent_row, page, eps, HEADS, NOPE, RANK, ROPE, RP, EP, HP, PAGE, INTERLEAVED, EXPAND, OVERLAP, LATE,
         )  # fmt: skip
 
 
@@ -239,6 +245,118 @@ def latent_decode_kernel(
 
 @fast_launch
 @triton.jit
+def latent_one_kernel(
+    query, pages, table, kv_lens, parts, stats, q_head, page, splits, scale,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr,
+    EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One request: program (tile of heads, split) makes one part. Most programs have one tile, which is in registers,
+    as is the one that follows it: a pipeline through shared memory is three times as much code, all of it run once.
+
+    EARLY: the previous launch wrote only the query and the newest token, and let this one start after it had waited
+    itself, so the older tokens are loaded before this one waits.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
+    heads = tl.program_id(0) * M + tl.arange(0, M)
+    split = tl.program_id(1)
+    length = tl.load(kv_lens)
+    span = _span(length, splits, N, MIN_TILES)
+    low = split * span
+    high = tl.minimum(low + span, length)
+    d = tl.arange(0, RP)
+    e = tl.arange(0, EP)
+    real = heads < HEADS
+    mask = real[:, None] & (d < RANK)[None, :]
+    dtype: tl.constexpr = query.dtype.element_ty
+    at = low + tl.arange(0, N)
+    places = _pages(table, at, at < high, PAGE)
+    old = at < high
+    if EARLY:
+        old = old & (at < length - 1)
+    c, r = _state(pages, places, at, old, page, dtype, PAGE, RANK, ROPE, RP, EP)
+    coming = at + N
+    places_next = _pages(table, coming, coming < high, PAGE)
+    if EARLY:
+        newest = tl.maximum(length - 1, 0)
+        start = pages + tl.load(table + newest // PAGE).to(tl.int64) * page + (newest % PAGE) * (RANK + ROPE)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        # The newest token's row, for the program that has it in its first tile.
+        c_new = tl.load(start + d, mask=d < tl.where(newest < low + N, RANK, 0), other=0.0).to(dtype)
+        r_new = tl.load(start + RANK + e, mask=e < tl.where(newest < low + N, ROPE, 0), other=0.0).to(dtype)
+        mine = (at == newest)[:, None]
+        c = tl.where(mine, c_new[None, :], c)
+        r = tl.where(mine, r_new[None, :], r)
+    line = query + heads[:, None] * q_head
+    qc = tl.load(line + d[None, :], mask=mask, other=0.0)
+    qr = tl.load(line + RANK + e[None, :], mask=real[:, None] & (e < ROPE)[None, :], other=0.0)
+    m = tl.full([M], -1e30, tl.float32)
+    mass = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, RP], tl.float32)
+    for n in range(low, high, N):
+        coming = n + N + tl.arange(0, N)
+        c_next, r_next = _state(pages, places_next, coming, coming < high, page, dtype, PAGE, RANK, ROPE, RP, EP)
+        places_next = _pages(table, coming + N, coming + N < high, PAGE)
+        seen = n + tl.arange(0, N) < high
+        m, mass, acc = _step(qc, qr, c, r, seen[None, :], m, mass, acc, scale, PRECISION)
+        c = c_next
+        r = r_next
+    if low < length:
+        cell = heads * splits + split
+        tl.store(parts + cell[:, None] * RANK + d[None, :], acc, mask=mask)
+        tl.store(stats + cell * 2, m, mask=real)
+        tl.store(stats + cell * 2 + 1, mass, mask=real)
+
+
+@fast_launch
+@triton.jit
+def latent_one_value_kernel(
+    parts, stats, kv_lens, w, y, splits,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    BV: tl.constexpr, BS: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr, S: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One request: merge the parts of S >= ``splits`` splits, BS at a time, and go from latent space to BV values of
+    one head. Every program of a head merges: that is cheaper than a launch."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    TILES: tl.constexpr = (VALUE + BV - 1) // BV
+    head = tl.program_id(0) // TILES
+    v = (tl.program_id(0) % TILES) * BV + tl.arange(0, BV)
+    d = tl.arange(0, RP)
+    # A weight does not depend on the previous kernel, so it is loaded before the wait.
+    rows = w + (head * (NOPE + VALUE) + NOPE + v)[:, None].to(tl.int64) * RANK
+    b = tl.load(rows + d[None, :], mask=(v < VALUE)[:, None] & (d < RANK)[None, :], other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    length = tl.load(kv_lens)
+    live = tl.cdiv(length, _span(length, splits, N, MIN_TILES))
+    cell = head * splits
+    s = tl.arange(0, S)
+    m = tl.load(stats + (cell + s) * 2, mask=s < live, other=-1e30)
+    mass = tl.load(stats + (cell + s) * 2 + 1, mask=s < live, other=0.0)
+    most = tl.max(m, 0)
+    total = tl.sum(mass * tl.exp2(m - most), 0)
+    a = tl.zeros([RP], tl.float32)
+    for first in range(0, live, BS):
+        i = first + tl.arange(0, BS)
+        there = i < live
+        weight = tl.exp2(tl.load(stats + (cell + i) * 2, mask=there, other=-1e30) - most)
+        at = parts + (cell + i)[:, None] * RANK + d[None, :]
+        pieces = tl.load(at, mask=there[:, None] & (d < RANK)[None, :], other=0.0)
+        a += tl.sum(pieces * weight[:, None], 0)
+    # Rounded as the result of attention is that another launch stores.
+    a = (a / total).to(w.dtype.element_ty).to(tl.float32)
+    r = tl.sum(a[None, :] * b.to(tl.float32), 1)
+    tl.store(y + head * VALUE + v, r.to(y.dtype.element_ty), mask=v < VALUE)
+
+
+@fast_launch
+@triton.jit
 def latent_mixed_kernel(
     query, pages, table, query_start, kv_lens, out,
     q_row, q_head, table_row, page, requests, scale,
@@ -321,13 +439,12 @@ def latent_merge_kernel(
 @fast_launch
 @triton.jit
 def latent_value_kernel(
-    x, parts, stats, kv_lens, w, y, tokens, splits,
+    x, w, y, tokens,
     HEADS: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr, S: tl.constexpr,
-    MERGE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """From latent space to values: program (tile of BV values of one head, BM tokens). ``x`` [T, HEADS, RANK]; with
-    MERGE it is computed from the parts of S >= ``splits`` splits. ``y`` [T, HEADS, VALUE]."""
+    """From latent space to values: program (tile of BV values of one head, BM tokens). ``x`` [T, HEADS, RANK]; ``y``
+    [T, HEADS, VALUE]."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -338,26 +455,11 @@ def latent_value_kernel(
     there = t < tokens
     cell = t.to(tl.int64) * HEADS + head
     rows = w + (head * (NOPE + VALUE) + NOPE + v)[:, None].to(tl.int64) * RANK
-    if MERGE:
-        length = tl.load(kv_lens + t, mask=there, other=1)
-        s = tl.arange(0, S)
-        live = there[:, None] & (s[None, :] < tl.cdiv(length, _span(length, splits, N, MIN_TILES))[:, None])
-        part = cell[:, None] * splits + s[None, :]
-        m = tl.load(stats + part * 2, mask=live, other=-1e30)
-        mass = tl.load(stats + part * 2 + 1, mask=live, other=0.0)
-        weight = tl.exp2(m - tl.max(m, 1)[:, None])
-        weight = weight / tl.sum(mass * weight, 1)[:, None]
-        weight = tl.where(live, weight, 0.0)  # padding lines have a sum of 0
     acc = tl.zeros([BM, BV], tl.float32)
     for k in range(0, RP, BK):
         d = k + tl.arange(0, BK)
         b = tl.load(rows + d[None, :], mask=(v < VALUE)[:, None] & (d < RANK)[None, :], other=0.0)
-        if MERGE:
-            at = parts + part[:, :, None] * RANK + d[None, None, :]
-            pieces = tl.load(at, mask=live[:, :, None] & (d < RANK)[None, None, :], other=0.0)
-            a = tl.sum(pieces * weight[:, :, None], 1).to(b.dtype)
-        else:
-            a = tl.load(x + cell[:, None] * RANK + d[None, :], mask=there[:, None] & (d < RANK)[None, :], other=0.0)
+        a = tl.load(x + cell[:, None] * RANK + d[None, :], mask=there[:, None] & (d < RANK)[None, :], other=0.0)
         if BM == 1:
             acc += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)[None, :]
         else:
