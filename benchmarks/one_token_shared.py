@@ -58,7 +58,7 @@ MODELS = {"deepseek-v2-lite": Sizes(), "qwen3-30b-a3b": Sizes(experts=128, top=8
 
 
 #: Of the one launch.
-PHASES = ("begin", "norm, router", "logits", "choice", "first rows", "gate, up", "activation", "down")
+PHASES = ("begin", "norm, router", "choice, first rows", "gate, up", "activation", "down")
 
 #: Changes of the sizes of one token's experts.
 EXPERTS: Sequence[Mapping[str, int]] = (
@@ -197,7 +197,7 @@ def phases(one: OneLaunch, work: Function) -> dict[str, list[int]]:
     stamps = torch.zeros(128, 16, dtype=torch.int64, device=WHERE)
     one.sites[-1].stamps = stamps.data_ptr()
     seconds(work)
-    took = stamps[:, 1:9] - stamps[:, :8]
+    took = stamps[:, 1:7] - stamps[:, :6]
     pairs = zip(PHASES, took.T.double(), strict=True)
     return {name: [int(each.quantile(share)) for share in (0.5, 1)] for name, each in pairs}
 

@@ -1,6 +1,77 @@
+// Marks the messages of this launch.
+__device__ __forceinline__ u32 flag_of(const Experts& launch) {
+    return (((volatile u32*)launch.messages)[launch.site] << 8) + launch.site + 1;
+}
 // Where the choices' matrices are, and how many rows and columns they have: those of shared experts are pieces of one.
 __device__ __forceinline__ const Choice& choice(int k) { return ((const Choice*)(shared + AT_CHOICES))[k]; }
 __device__ __forceinline__ long long wide(int k) { return k < TOP ? INNER : EXTRA * INNER; }
+
+// Numbers that compare as logits do, from 1 on; NaN is 1, so it goes before nothing.
+__device__ __forceinline__ u32 key_of(float v) {
+    const u32 bits = __float_as_uint(v + 0.f);  // zero has one sign
+    return v == v ? bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u) : 1;
+}
+__device__ __forceinline__ float logit_of(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu)); }
+
+// The experts with the largest logits, the lower number first of two that are equal: by one warp, as soon as the logits
+// are there. A lane has RANKED experts. Their keys go to shared memory, too.
+__device__ __forceinline__ void choose(const Experts& launch, u32 flag) {
+    constexpr int COUNT = MESSAGES(ROUTED);
+    const u32 lane = threadIdx.x & 31;
+    int slots[RANKED];
+    u32 keys[RANKED], ranks[RANKED];
+#pragma unroll
+    for (int n = 0; n < RANKED; n++) {
+        const int expert = lane * RANKED + n;
+        slots[n] = expert < EXPERTS ? ((volatile const int*)launch.slots)[expert * launch.copies] : 0;
+        keys[n] = 0, ranks[n] = TOP;
+    }
+    const u64* from = launch.messages + AT_ROUTER + blockIdx.x % COPIES * (PROGRAMS * COUNT) * 2;
+    u32 looks = 0;
+    // One lane looks until its message is there: looks of all lanes would make messages slower.
+    if (lane == 0)
+        while (look_wide(from).w != flag) too_long(looks, launch.report, 4);
+    __syncwarp();
+    while (true) {
+        bool all = true;
+#pragma unroll
+        for (int n = 0; n < RANKED; n++) {
+            const int expert = lane * RANKED + n, word = expert % ROUTED;
+            if (expert >= EXPERTS) continue;
+            const uint4 v = look_wide(from + (expert / ROUTED * COUNT + word / 3) * 2);
+            all = all && is_there<ROUTED>(v, word / 3 * 3, flag);
+            keys[n] = key_of(__uint_as_float(word % 3 == 0 ? v.x : word % 3 == 1 ? v.y : v.z));
+        }
+        if (all) break;
+        too_long(looks, launch.report, 4);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < RANKED; n++) ((u32*)(shared + AT_KEYS))[lane * RANKED + n] = keys[n];
+#pragma unroll
+    for (int rank = 0; rank < TOP; rank++) {
+        u32 best = keys[0];
+#pragma unroll
+        for (int n = 1; n < RANKED; n++) best = MAX(best, keys[n]);
+        const u32 most = warp_most(best);
+        bool mine = lane == __ffs(__ballot_sync(~0u, best == most)) - 1;
+#pragma unroll
+        for (int n = 0; n < RANKED; n++)
+            if (mine && keys[n] == most) keys[n] = 0, ranks[n] = rank, mine = false;
+    }
+#pragma unroll
+    for (int n = 0; n < RANKED; n++) {
+        if (ranks[n] == TOP) continue;
+        const long long slot = MAX(slots[n], 0);
+        const int rank = ranks[n];
+        ((u32*)(shared + AT_TOP))[rank] = ((const u32*)(shared + AT_KEYS))[lane * RANKED + n];
+        ((int*)(shared + AT_TOP))[TOP + rank] = slots[n];
+        ((Choice*)(shared + AT_CHOICES))[rank] = {launch.gate_up + slot * (2 * INNER * HIDDEN), launch.down + slot * (INNER * HIDDEN)};
+    }
+    if (lane < EXTRA)
+        ((Choice*)(shared + AT_CHOICES))[TOP + lane] = {launch.shared_gate_up + (long long)lane * INNER * HIDDEN, launch.shared_down + (long long)lane * INNER};
+    __syncwarp();
+}
 
 // The rows of the chosen experts, as there is room for them in the ring.
 __device__ __forceinline__ void read_experts(const Experts& launch, u32 base, u32 full, u32 empty, u32 chosen) {
@@ -8,7 +79,9 @@ __device__ __forceinline__ void read_experts(const Experts& launch, u32 base, u3
     const u32 program = blockIdx.x, own = program / SHARE, rank = program % SHARE;
     Ring ring{0, 0}, landed{0, 0};
     u32 issued = 0;
-    wait(chosen, 0, launch.report, 3);
+    grid_wait();
+    choose(launch, flag_of(launch));
+    if ((threadIdx.x & 31) == 0) arrive(chosen);
     stream<HIDDEN, INNER_TILES, 8>(ring, landed, issued, base + AT_RING, full, empty, policy, launch.report, [&](int t, int i) {
         i += t / 2 * 8;
         return i < INNER_ROWS ? choice(own).gate_up + (t % 2 * wide(own) + rank * INNER_ROWS + i) * HIDDEN : nullptr;
@@ -21,72 +94,20 @@ __device__ __forceinline__ void read_experts(const Experts& launch, u32 base, u3
     });
 }
 
-// Numbers that compare as logits do, from 1 on; NaN is 1, and goes before nothing.
-__device__ __forceinline__ u32 key_of(float v) {
-    const u32 bits = __float_as_uint(v + 0.f);  // zero has one sign
-    return v == v ? bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u) : 1;
-}
-__device__ __forceinline__ float logit_of(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu)); }
-
-// The experts with the largest logits, the lower number first of two that are equal. A rank is the number of experts that
-// go before. `slots`: of the experts that this thread ranks.
-__device__ __forceinline__ void choose(const Experts& launch, const int (&slots)[RANKED]) {
-    constexpr int MANY = EXPERTS / RANKERS;
-    const u32 tid = threadIdx.x, part = tid % RANKERS;
-    const u32* keys = (const u32*)(shared + AT_LOGITS);
-#pragma unroll
-    for (int n = 0; n < RANKED; n++) {
-        const int expert = n * (THREADS / RANKERS) + tid / RANKERS;
-        const u32 own = expert < EXPERTS ? keys[expert] : 1;
-        // Of this thread's part, so many have lower numbers.
-        const int lower = MIN(MAX(expert - (int)part * MANY, 0), MANY);
-        const uint4* four = (const uint4*)(keys + part * MANY);
-        int rank = 0, i = 0;
-#pragma unroll 4
-        for (; i < lower / 4; i++) {
-            const uint4 v = four[i];
-            rank += (v.x >= own) + (v.y >= own) + (v.z >= own) + (v.w >= own);
-        }
-        if (i < MANY / 4) {
-            const uint4 v = four[i];
-            const int rest = lower % 4;
-            rank += (v.x + (rest > 0) > own) + (v.y + (rest > 1) > own) + (v.z + (rest > 2) > own) + (v.w > own);
-        }
-#pragma unroll 4
-        for (i++; i < MANY / 4; i++) {
-            const uint4 v = four[i];
-            rank += (v.x > own) + (v.y > own) + (v.z > own) + (v.w > own);
-        }
-        __syncwarp();
-#pragma unroll
-        for (int bit = RANKERS / 2; bit; bit >>= 1) rank += __shfl_xor_sync(~0u, rank, bit);
-        if (part == 0 && expert < EXPERTS && rank < TOP) {
-            const long long slot = MAX(slots[n], 0);
-            ((float*)(shared + AT_TOP))[rank] = logit_of(own);
-            ((int*)(shared + AT_TOP))[TOP + rank] = slots[n];
-            ((Choice*)(shared + AT_CHOICES))[rank] = {launch.gate_up + slot * (2 * INNER * HIDDEN), launch.down + slot * (INNER * HIDDEN)};
-        }
-    }
-    if (tid < EXTRA)
-        ((Choice*)(shared + AT_CHOICES))[TOP + tid] = {launch.shared_gate_up + (long long)tid * INNER * HIDDEN, launch.shared_down + (long long)tid * INNER};
-    __syncwarp();
-    together();
-}
-
 // The weight of a choice; 0: its expert is not here. All lanes of a warp ask.
 __device__ __forceinline__ float share_of(int k) {
     if (k >= TOP) return 1.f;
-    const float* top = (const float*)(shared + AT_TOP);
-    const u32* keys = (const u32*)(shared + AT_LOGITS);
+    const u32 *top = (const u32*)(shared + AT_TOP), *keys = (const u32*)(shared + AT_KEYS);
+    const float own = logit_of(top[k]);
     float sum = 0.f;
     if (RENORMALIZE) {
 #pragma unroll
-        for (int n = 0; n < TOP; n++) sum += power(1.44269504f * (top[n] - top[k]));
+        for (int n = 0; n < TOP; n++) sum += power(1.44269504f * (logit_of(top[n]) - own));
     } else {
 #pragma unroll
-        for (int n = 0; n < UP(EXPERTS, 32); n++) {
+        for (int n = 0; n < RANKED; n++) {
             const int expert = n * 32 + (threadIdx.x & 31);
-            sum += expert < EXPERTS ? power(1.44269504f * (logit_of(keys[expert]) - top[k])) : 0.f;
+            sum += expert < EXPERTS ? power(1.44269504f * (logit_of(keys[expert]) - own)) : 0.f;
         }
 #pragma unroll
         for (int bit = 16; bit; bit >>= 1) sum += __shfl_xor_sync(~0u, sum, bit);
@@ -108,9 +129,8 @@ __device__ __forceinline__ void compute_experts(const Experts& launch, u32 full,
             router[r][n] = row < EXPERTS ? ((const u32*)launch.router)[row * (HIDDEN / 2) + tid * (EACH / 2) + n] : 0;
     }
     grid_wait();
-    const u32 flag = (((volatile u32*)launch.messages)[launch.site] << 8) + launch.site + 1;
+    const u32 flag = flag_of(launch);
     float total[EACH];
-    int slots[RANKED];
 #pragma unroll
     for (int n = 0; n < EACH / 2; n++) {
         const u32 v = ((volatile const u32*)launch.x)[tid * (EACH / 2) + n];
@@ -118,11 +138,6 @@ __device__ __forceinline__ void compute_experts(const Experts& launch, u32 full,
     }
 #pragma unroll
     for (int n = 0; n < EACH; n++) total[n] += ((volatile const float*)launch.stream)[tid * EACH + n];
-#pragma unroll
-    for (int n = 0; n < RANKED; n++) {
-        const int expert = n * (THREADS / RANKERS) + tid / RANKERS;
-        slots[n] = expert < EXPERTS ? ((volatile const int*)launch.slots)[expert * launch.copies] : 0;
-    }
     STAMP(1);
 #pragma unroll
     for (int r = 0; r < ROUTED; r++) {
@@ -146,26 +161,13 @@ __device__ __forceinline__ void compute_experts(const Experts& launch, u32 full,
     }
     tell<ROUTED, ROUTED>(launch.messages + AT_ROUTER, program, flag);
     STAMP(2);
-    hear<ROUTED>(launch.messages + AT_ROUTER, program, flag, launch.report, 4, [](int expert, u32 value) {
-        ((u32*)(shared + AT_LOGITS))[expert] = key_of(__uint_as_float(value));
-    });
-    together();
-    STAMP(3);
-    choose(launch, slots);
-    if (tid == 0) arrive(chosen);
-    STAMP(4);
-    // Everybody has read x and the stream: logits came from all programs.
-#pragma unroll
-    for (int n = 0; n < EACH; n++) {
-        const int i = (int)(tid * EACH + n) - (int)(program * OUT_ROWS);
-        if (i >= 0 && i < OUT_ROWS) launch.stream[tid * EACH + n] = total[n];
-    }
-    const float share = share_of(program / SHARE);
     Ring ring{0, 0};
     Product<HIDDEN, INNER_TILES, 8> gate_up;
     gate_up.take(ring, full, empty, launch.report);
-    STAMP(5);
+    STAMP(3);
     gate_up.multiply(ring, full, empty, AT_VECTOR, 0, launch.report, [](int, int) { return 0; });
+    wait(chosen, 0, launch.report, 3);
+    const float share = share_of(program / SHARE);
     if (tid < INNER_ROWS) {
         const u32 at = tid / 8 * 16 + tid % 8;
         const float gate = row_sum<WARPS>(at) * scale, up = row_sum<WARPS>(at + 8) * scale;
@@ -175,17 +177,23 @@ __device__ __forceinline__ void compute_experts(const Experts& launch, u32 full,
     tell<INNER_WORDS, INNER_ROWS>(launch.messages + AT_INNER, program, flag);
     Product<ACTIVATED, OUT_TILES, 8, DOWN_COLUMNS> down;
     down.take(ring, full, empty, launch.report);
-    STAMP(6);
+    STAMP(4);
     hear<INNER_WORDS>(launch.messages + AT_INNER, program, flag, launch.report, 5, [](int word, u32 value) {
         ((u32*)(shared + AT_WIDE))[word] = value;
     });
     together();
-    STAMP(7);
+    STAMP(5);
     launch_next();
+    // Everybody has read x and the stream: activations came from all programs.
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+        const int i = (int)(tid * EACH + n) - (int)(program * OUT_ROWS);
+        if (i >= 0 && i < OUT_ROWS) launch.stream[tid * EACH + n] = total[n];
+    }
     down.multiply(ring, full, empty, AT_WIDE, 0, launch.report, [](int, int) { return 0; });
     if (tid < OUT_ROWS) launch.x[program * OUT_ROWS + tid] = (u16)pack(row_sum<WARPS>(tid), 0.f);
     if (program == 0 && tid == 0) ((volatile u32*)launch.messages)[launch.site] = (flag - 1 >> 8) + 1;
-    STAMP(8);
+    STAMP(6);
 }
 
 static_assert(SHARED == SHARED_BYTES, "one_token_experts.py has another size of shared memory");

@@ -2,7 +2,7 @@
 // shared memory and messages; one_token_experts.cu has the block.
 //
 // 128 programs share out the router's rows, then the rows of gate and up, as many programs to each choice, then those of
-// down, of all choices at once. Warps 0-7 compute; warp 8 streams weights as soon as experts are chosen.
+// down, of all choices at once. Warps 0-7 compute; warp 8 chooses experts and streams their weights.
 
 // Choices with shared experts, each as wide as an expert; programs that have one choice.
 #define CHOICES (TOP + EXTRA)
@@ -19,9 +19,8 @@
 #define ACTIVATED (CHOICES * INNER)
 // Elements of the stream of one thread.
 #define EACH (HIDDEN / THREADS)
-// Threads that rank one expert.
-#define RANKERS ((EXPERTS) <= THREADS / 4 ? 4 : (EXPERTS) <= THREADS / 2 ? 2 : 1)
-#define RANKED UP(EXPERTS, THREADS / RANKERS)
+// Experts of one lane of the warp that chooses.
+#define RANKED UP(EXPERTS, 32)
 // Words that a program sends to all.
 #define INNER_WORDS (INNER_ROWS / 2)
 
@@ -29,9 +28,9 @@
 #define AT_RING 0
 #define AT_VECTOR (AT_RING + STAGES * STAGE_BYTES)
 #define AT_WIDE (AT_VECTOR + HIDDEN * 2)
-#define AT_LOGITS (AT_WIDE + ACTIVATED * 2)
-#define AT_CHOICES (AT_LOGITS + PROGRAMS * ROUTED * 4)
-// Of the TOP choices, best first: logits, then slots.
+#define AT_KEYS (AT_WIDE + ACTIVATED * 2)
+#define AT_CHOICES (AT_KEYS + RANKED * 32 * 4)
+// Of the TOP choices, best first: keys, then slots.
 #define AT_TOP (AT_CHOICES + CHOICES * 16)
 #define AT_PARTIAL (AT_TOP + UP(2 * TOP, 4) * 16)
 #define AT_ROWS (AT_PARTIAL + ROUTED * WARPS * 4)

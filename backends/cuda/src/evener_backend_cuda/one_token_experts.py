@@ -2,8 +2,8 @@
 
 Norm, router, choice and both products of the chosen experts in several launches wait for each other, and a launch has
 no weights under way when it begins. Here 128 programs stay for the whole block, as in ``one_token.py``: they send each
-other the router's logits, choose the experts, each for itself, and from then on a warp of each program streams the
-rows of gate and up and of down through a ring, so memory is not idle while activations are sent.
+other the router's logits. In each, one warp chooses the experts as soon as it has these, and from then on streams the
+program's rows of gate and up, and of down, through a ring, so memory is not idle while activations are sent.
 docs/lab/one-token-kernel.md has measurements.
 """
 
@@ -77,8 +77,8 @@ class ExpertSizes:
             return f"shares {share} programs out to an expert's inner width in multiples of 32, not {self.inner}"
         if self.hidden % 512 or self.choices * self.inner > _MOST_ACTIVATED:
             return f"hidden {self.hidden} is not a multiple of 512, or {self.choices} x {self.inner} are too many"
-        if self.experts > MAX_EXPERTS or self.experts % 16 or self.experts < self.top:
-            return f"ranks up to {MAX_EXPERTS} experts, a multiple of 16, not {self.experts}"
+        if not self.top <= self.experts <= MAX_EXPERTS:
+            return f"chooses from up to {MAX_EXPERTS} experts, not from {self.experts}"
         return None
 
     def shared(self, stages: int) -> int:
@@ -87,7 +87,7 @@ class ExpertSizes:
         tall = max(2 * -(-rows // 8), -(-self.hidden // PROGRAMS // 8)) * 8
         words = max(-(-rows // 2 // 3), -(-routed // 3)) * 12
         return (
-            stages * (_TILE + 16) + 2 * self.hidden + 2 * self.choices * self.inner + 4 * PROGRAMS * routed
+            stages * (_TILE + 16) + 2 * self.hidden + 2 * self.choices * self.inner + 128 * -(-self.experts // 32)
             + 16 * self.choices + -(-2 * self.top // 4) * 16 + 4 * WARPS * (routed + tall + 1)
             + -(-words // 16) * 16 + 8
         )  # fmt: skip

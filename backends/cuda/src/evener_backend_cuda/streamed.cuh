@@ -50,8 +50,15 @@ __device__ __forceinline__ void tell(u64* region, u32 program, u32 flag) {
     for (int n = 0; n < UP(COPIES * COUNT, WRITERS > 32 ? THREADS : 32); n++) {
         const int e = threadIdx.x + n * (WRITERS > 32 ? THREADS : 32), copy = e / COUNT, m = e % COUNT;
         if ((WRITERS > 32 || threadIdx.x < 32) && e < COPIES * COUNT)
-            post_wide(region + ((copy * PROGRAMS + program) * COUNT + m) * 2, words[3 * m], words[3 * m + 1], words[3 * m + 2], flag);
+            post_wide(region + ((copy * PROGRAMS + program) * COUNT + m) * 2, words[3 * m], 3 * m + 1 < WORDS ? words[3 * m + 1] : __uint_as_float(flag),
+                      3 * m + 2 < WORDS ? words[3 * m + 2] : __uint_as_float(flag), flag);
     }
+}
+// Is a message there, which begins with this word? Words that it has too many have the flag, and are looked at: the
+// compiler would read a message that is not used as a whole in several loads, and those may be of different times.
+template <int WORDS>
+__device__ __forceinline__ bool is_there(const uint4& v, int word, u32 flag) {
+    return v.w == flag && (word + 1 < WORDS || v.y == flag) && (word + 2 < WORDS || v.z == flag);
 }
 
 // Wait for the words of all programs; `take` gets their numbers and values.
@@ -75,7 +82,10 @@ __device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u
                 if (e < ALL) v[n] = look_wide(from + e * 2);
             }
 #pragma unroll
-            for (int n = 0; n < CHUNK; n++) all = all && (threadIdx.x + (first + n) * THREADS >= ALL || v[n].w == flag);
+            for (int n = 0; n < CHUNK; n++) {
+                const int e = threadIdx.x + (first + n) * THREADS;
+                all = all && (e >= ALL || is_there<WORDS>(v[n], e % COUNT * 3, flag));
+            }
             if (all) break;
             too_long(looks, report, code);
         }

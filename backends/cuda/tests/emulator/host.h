@@ -35,6 +35,7 @@ inline u32 __float_as_uint(float v) { return bits_of<u32>(v); }
 inline float rsqrtf(float a) { return 1.f / sqrtf(a); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline int __ffs(u32 v) { return __builtin_ffs(v); }
 // Four of the eight bytes of two words, by the lower three bits of a number of four bits for each.
 inline u32 __byte_perm(u32 a, u32 b, u32 which) {
     const u64 both = (u64)b << 32 | a;
