@@ -147,7 +147,8 @@ class Experts:
             "groups": 1, "top_groups": 1, "group_best": 1, "scale": 1.0, "scoring": "softmax", "renormalize": False,
             "inner": z.inner, "activation": "silu", "alpha": 1.0, "limit": 0.0, "router_weight_on_input": False,
             "post_norm": False, "shared_inner": z.shared, "shared_gate": None, "router": declared(w.router),
-            "gate_up": declared(w.gate_up), "down": declared(w.down), "shared_gate_up": always[0], "shared_down": always[1],
+            "gate_up": declared(w.gate_up), "down": declared(w.down), "shared_gate_up": always[0],
+            "shared_down": always[1],
         }  # fmt: skip
         self.layers = layers
         call = call_of("moe_block", static, variant)
@@ -225,7 +226,8 @@ def run(model: str, sizes: Sizes, asked: argparse.Namespace) -> None:
     x = torch.randn(1, layers[0].z.hidden, device=WHERE, generator=draw).to(torch.bfloat16)
     want: torch.Tensor | None = None
     for changes in EXPERTS[part::parts]:
-        if ("one.flight" in changes and WHERE.type == "cpu") or ("shared.apart" in changes and not sizes.shared):
+        one, apart = "one.flight" in changes, "shared.apart" in changes
+        if (one and (WHERE.type == "cpu" or sizes.shared)) or (apart and not sizes.shared):
             continue
         block = Experts(layers, changes, asked.stamps)
         work = partial(chain, block, len(layers), x)

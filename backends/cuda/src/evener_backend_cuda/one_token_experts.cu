@@ -2,9 +2,7 @@
 __device__ __forceinline__ u32 flag_of(const Experts& launch) {
     return (((volatile u32*)launch.messages)[launch.site] << 8) + launch.site + 1;
 }
-// Where the choices' matrices are, and how many rows and columns they have: those of shared experts are pieces of one.
-__device__ __forceinline__ const Choice& choice(int k) { return ((const Choice*)(shared + AT_CHOICES))[k]; }
-__device__ __forceinline__ long long wide(int k) { return k < TOP ? INNER : EXTRA * INNER; }
+__device__ __forceinline__ Choice& choice(int k) { return ((Choice*)(shared + AT_CHOICES))[k]; }
 
 // Numbers that compare as logits do, from 1 on; NaN is 1, so it goes before nothing.
 __device__ __forceinline__ u32 key_of(float v) {
@@ -39,7 +37,7 @@ __device__ __forceinline__ void choose(const Experts& launch, u32 flag) {
             const int expert = lane * RANKED + n, word = expert % ROUTED;
             if (expert >= EXPERTS) continue;
             const uint4 v = look_wide(from + (expert / ROUTED * COUNT + word / 3) * 2);
-            all = all && is_there<ROUTED>(v, word / 3 * 3, flag);
+            all = all && is_there<ROUTED>(v, flag);
             keys[n] = key_of(__uint_as_float(word % 3 == 0 ? v.x : word % 3 == 1 ? v.y : v.z));
         }
         if (all) break;
@@ -66,10 +64,8 @@ __device__ __forceinline__ void choose(const Experts& launch, u32 flag) {
         const int rank = ranks[n];
         ((u32*)(shared + AT_TOP))[rank] = ((const u32*)(shared + AT_KEYS))[lane * RANKED + n];
         ((int*)(shared + AT_TOP))[TOP + rank] = slots[n];
-        ((Choice*)(shared + AT_CHOICES))[rank] = {launch.gate_up + slot * (2 * INNER * HIDDEN), launch.down + slot * (INNER * HIDDEN)};
+        choice(rank) = {launch.gate_up + slot * (2 * INNER * HIDDEN), launch.down + slot * (INNER * HIDDEN)};
     }
-    if (lane < EXTRA)
-        ((Choice*)(shared + AT_CHOICES))[TOP + lane] = {launch.shared_gate_up + (long long)lane * INNER * HIDDEN, launch.shared_down + (long long)lane * INNER};
     __syncwarp();
 }
 
@@ -84,19 +80,18 @@ __device__ __forceinline__ void read_experts(const Experts& launch, u32 base, u3
     if ((threadIdx.x & 31) == 0) arrive(chosen);
     stream<HIDDEN, INNER_TILES, 8>(ring, landed, issued, base + AT_RING, full, empty, policy, launch.report, [&](int t, int i) {
         i += t / 2 * 8;
-        return i < INNER_ROWS ? choice(own).gate_up + (t % 2 * wide(own) + rank * INNER_ROWS + i) * HIDDEN : nullptr;
+        return i < INNER_ROWS ? choice(own).gate_up + (long long)(t % 2 * INNER + rank * INNER_ROWS + i) * HIDDEN : nullptr;
     });
     constexpr int PIECES = INNER / DOWN_COLUMNS;
     stream_pieces<ACTIVATED, OUT_TILES, DOWN_COLUMNS>(ring, landed, issued, base + AT_RING, full, empty, policy, launch.report, [&](int t, int i, int piece) {
         const int k = piece / PIECES;
         i += t * 8;
-        return i < OUT_ROWS ? choice(k).down + (program * OUT_ROWS + i) * wide(k) + piece % PIECES * DOWN_COLUMNS : nullptr;
+        return i < OUT_ROWS ? choice(k).down + (long long)(program * OUT_ROWS + i) * INNER + piece % PIECES * DOWN_COLUMNS : nullptr;
     });
 }
 
 // The weight of a choice; 0: its expert is not here. All lanes of a warp ask.
 __device__ __forceinline__ float share_of(int k) {
-    if (k >= TOP) return 1.f;
     const u32 *top = (const u32*)(shared + AT_TOP), *keys = (const u32*)(shared + AT_KEYS);
     const float own = logit_of(top[k]);
     float sum = 0.f;

@@ -4,9 +4,8 @@
 // 128 programs share out the router's rows, then the rows of gate and up, as many programs to each choice, then those of
 // down, of all choices at once. Warps 0-7 compute; warp 8 chooses experts and streams their weights.
 
-// Choices with shared experts, each as wide as an expert; programs that have one choice.
-#define CHOICES (TOP + EXTRA)
-#define SHARE (PROGRAMS / CHOICES)
+// Programs that have one choice.
+#define SHARE (PROGRAMS / TOP)
 // Rows of one program of each product.
 #define ROUTED UP(EXPERTS, PROGRAMS)
 #define INNER_ROWS (INNER / SHARE)
@@ -16,7 +15,7 @@
 #define OUT_TILES UP(OUT_ROWS, 8)
 #define MOST_ROWS (MAX(INNER_TILES, OUT_TILES) * 8)
 // Activated values of all choices.
-#define ACTIVATED (CHOICES * INNER)
+#define ACTIVATED (TOP * INNER)
 // Elements of the stream of one thread.
 #define EACH (HIDDEN / THREADS)
 // Experts of one lane of the warp that chooses.
@@ -31,7 +30,7 @@
 #define AT_KEYS (AT_WIDE + ACTIVATED * 2)
 #define AT_CHOICES (AT_KEYS + RANKED * 32 * 4)
 // Of the TOP choices, best first: keys, then slots.
-#define AT_TOP (AT_CHOICES + CHOICES * 16)
+#define AT_TOP (AT_CHOICES + TOP * 16)
 #define AT_PARTIAL (AT_TOP + UP(2 * TOP, 4) * 16)
 #define AT_ROWS (AT_PARTIAL + ROUTED * WARPS * 4)
 #define AT_WORDS (AT_ROWS + WARPS * MOST_ROWS * 4)
@@ -55,7 +54,7 @@ struct Experts {
     u64* stamps;  // or null
     u16* x;       // and the result
     float* stream;
-    const u16 *norm, *router, *gate_up, *down, *shared_gate_up, *shared_down;
+    const u16 *norm, *router, *gate_up, *down;
     const int* slots;  // [EXPERTS, copies]
     u32 copies, site;
 };

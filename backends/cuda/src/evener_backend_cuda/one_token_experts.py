@@ -15,7 +15,6 @@ from typing import cast
 
 import torch
 
-from evener.contracts.declared import LinearWeight, StackedWeight
 from evener.contracts.device import Device
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
@@ -48,47 +47,39 @@ class ExpertSizes:
 
     Attributes:
         experts, top: how many there are, and how many are chosen.
-        extra: choices that shared experts are.
-        inner: width of one choice.
+        inner: width of one.
     """
 
     hidden: int
     experts: int
     top: int
-    extra: int
     inner: int
 
     @property
-    def choices(self) -> int:
-        return self.top + self.extra
-
-    @property
     def down_columns(self) -> int:
-        """Columns of a tile of down: a whole part of one choice's; 0: there is no such part."""
-        parts = (self.inner // n for n in range(1, self.inner + 1) if self.inner % n == 0)
-        return next((n for n in parts if n <= _MOST_COLUMNS and n % 32 == 0), 0)
+        """Columns of a tile of down: a whole part of one expert's."""
+        return next(n for n in (1024, 768, 512, 256) if self.inner % n == 0)
 
     def refusal(self) -> str | None:
         """Why rows cannot be shared out; None if they can."""
-        if PROGRAMS % self.choices:
-            return f"shares {PROGRAMS} programs out to the choices of a token, not to {self.choices}"
-        share = PROGRAMS // self.choices
-        if self.inner % (2 * share) or not self.down_columns:
-            return f"shares {share} programs out to an expert's inner width in multiples of 32, not {self.inner}"
-        if self.hidden % 512 or self.choices * self.inner > _MOST_ACTIVATED:
-            return f"hidden {self.hidden} is not a multiple of 512, or {self.choices} x {self.inner} are too many"
+        if PROGRAMS % self.top:
+            return f"shares {PROGRAMS} programs out to the experts of a token, not to {self.top}"
+        if self.hidden % 512 or self.inner % 256:
+            return f"hidden {self.hidden} and inner {self.inner} are not multiples of 512 and 256"
+        if self.top * self.inner > _MOST_ACTIVATED:
+            return f"{self.top} experts of {self.inner} are more than {_MOST_ACTIVATED}"
         if not self.top <= self.experts <= MAX_EXPERTS:
             return f"chooses from up to {MAX_EXPERTS} experts, not from {self.experts}"
         return None
 
     def shared(self, stages: int) -> int:
         """Bytes of shared memory of a program."""
-        rows, routed = self.inner * self.choices // PROGRAMS, -(-self.experts // PROGRAMS)
+        rows, routed = self.inner * self.top // PROGRAMS, -(-self.experts // PROGRAMS)
         tall = max(2 * -(-rows // 8), -(-self.hidden // PROGRAMS // 8)) * 8
         words = max(-(-rows // 2 // 3), -(-routed // 3)) * 12
         return (
-            stages * (_TILE + 16) + 2 * self.hidden + 2 * self.choices * self.inner + 128 * -(-self.experts // 32)
-            + 16 * self.choices + -(-2 * self.top // 4) * 16 + 4 * WARPS * (routed + tall + 1)
+            stages * (_TILE + 16) + 2 * self.hidden + 2 * self.top * self.inner + 128 * -(-self.experts // 32)
+            + 16 * self.top + -(-2 * self.top // 4) * 16 + 4 * WARPS * (routed + tall + 1)
             + -(-words // 16) * 16 + 8
         )  # fmt: skip
 
@@ -99,7 +90,7 @@ class ExpertSizes:
 
     def messages(self) -> int:
         """Messages of 8 bytes, with the counters."""
-        rows, routed = self.inner * self.choices // PROGRAMS, -(-self.experts // PROGRAMS)
+        rows, routed = self.inner * self.top // PROGRAMS, -(-self.experts // PROGRAMS)
         return _CONTROL + sum(_COPIES * PROGRAMS * -(-words // 3) * 2 for words in (routed, rows // 2))
 
 
@@ -108,8 +99,7 @@ class Experts(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "messages", "report", "stamps", "x", "stream", "norm", "router", "gate_up", "down", "shared_gate_up",
-            "shared_down", "slots")),
+            "messages", "report", "stamps", "x", "stream", "norm", "router", "gate_up", "down", "slots")),
         ("copies", ctypes.c_uint), ("site", ctypes.c_uint),
     ]  # fmt: skip
 
@@ -140,7 +130,6 @@ class ExpertsSite:
     def _bind(self, w: MoEWeights) -> None:
         named: dict[str, PackedWeight | torch.Tensor | None] = {
             "norm": w.norm, "router": w.router, "gate_up": w.gate_up, "down": w.down, "slots": w.slots,
-            "shared_gate_up": w.shared_gate_up, "shared_down": w.shared_down,
         }  # fmt: skip
         for name, value in named.items():
             tensor = value.data if isinstance(value, PackedWeight) else value
@@ -227,7 +216,7 @@ def defines(s: MoEStatic, stages: int, flight: int) -> dict[str, object]:
     """The macros that one_token_experts.cu needs."""
     sizes = _sizes(s)
     return {
-        "HIDDEN": sizes.hidden, "EXPERTS": sizes.experts, "TOP": sizes.top, "EXTRA": sizes.extra, "INNER": sizes.inner,
+        "HIDDEN": sizes.hidden, "EXPERTS": sizes.experts, "TOP": sizes.top, "INNER": sizes.inner,
         "DOWN_COLUMNS": sizes.down_columns, "EPS": f"{s['eps']!r}f", "OFFSET": f"{float(s['offset'])!r}f",
         "SCALE": f"{float(s['scale'])!r}f", "RENORMALIZE": int(s["renormalize"] or s["scoring"] == "softmax_top"),
         "MOST": _MOST_COLUMNS, "STAGES": stages, "FLIGHT": flight, "PATIENCE": f"{_PATIENCE}u", "WEIGHT_BITS": 16,
@@ -236,22 +225,19 @@ def defines(s: MoEStatic, stages: int, flight: int) -> dict[str, object]:
 
 
 def _sizes(s: MoEStatic) -> ExpertSizes:
-    return ExpertSizes(s["hidden"], s["experts"], s["top"], s["shared_inner"] // s["inner"], s["inner"])
+    return ExpertSizes(s["hidden"], s["experts"], s["top"], s["inner"])
 
 
 def _refusal(s: MoEStatic) -> str | None:
-    weights: list[LinearWeight | StackedWeight | None] = [
-        s["router"], s["gate_up"], s["down"], s["shared_gate_up"], s["shared_down"]
-    ]  # fmt: skip
-    found = [each for each in weights if each is not None]
-    if s["dtype"] != "bfloat16" or any(each.dtype != "bfloat16" for each in found):
+    weights = (s["router"], s["gate_up"], s["down"])
+    if s["dtype"] != "bfloat16" or any(each.dtype != "bfloat16" for each in weights):
         return f"computes in bfloat16, not in {s['dtype']}"
-    if any(each.layout != PLAIN.layout for each in found):
+    if any(each.layout != PLAIN.layout for each in weights):
         return "reads weights as plain numbers"
     if s["scoring"] not in ("softmax", "softmax_top") or s["groups"] > 1:
         return "chooses by softmax, without groups"
     if s["activation"] != "silu" or s["router_weight_on_input"] or s["post_norm"]:
         return "computes silu, weights results, and has no norm after the experts"
-    if s["shared_inner"] % s["inner"] or s["shared_gate"] is not None:
-        return "takes shared experts as wide as some others together, without a gate"
+    if s["shared_inner"]:
+        return "has no shared experts"
     return None

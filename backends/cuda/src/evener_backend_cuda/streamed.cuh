@@ -50,15 +50,15 @@ __device__ __forceinline__ void tell(u64* region, u32 program, u32 flag) {
     for (int n = 0; n < UP(COPIES * COUNT, WRITERS > 32 ? THREADS : 32); n++) {
         const int e = threadIdx.x + n * (WRITERS > 32 ? THREADS : 32), copy = e / COUNT, m = e % COUNT;
         if ((WRITERS > 32 || threadIdx.x < 32) && e < COPIES * COUNT)
-            post_wide(region + ((copy * PROGRAMS + program) * COUNT + m) * 2, words[3 * m], 3 * m + 1 < WORDS ? words[3 * m + 1] : __uint_as_float(flag),
-                      3 * m + 2 < WORDS ? words[3 * m + 2] : __uint_as_float(flag), flag);
+            post_wide(region + ((copy * PROGRAMS + program) * COUNT + m) * 2, words[3 * m], WORDS > 1 ? words[3 * m + 1] : __uint_as_float(flag),
+                      WORDS > 2 ? words[3 * m + 2] : __uint_as_float(flag), flag);
     }
 }
-// Is a message there, which begins with this word? Words that it has too many have the flag, and are looked at: the
-// compiler would read a message that is not used as a whole in several loads, and those may be of different times.
+// Is a message there? Words that none of them uses have the flag too, and are looked at: of a message that is not used as a
+// whole, the compiler reads each word by a load of its own, and those may see different times.
 template <int WORDS>
-__device__ __forceinline__ bool is_there(const uint4& v, int word, u32 flag) {
-    return v.w == flag && (word + 1 < WORDS || v.y == flag) && (word + 2 < WORDS || v.z == flag);
+__device__ __forceinline__ bool is_there(const uint4& v, u32 flag) {
+    return v.w == flag && (WORDS > 1 || v.y == flag) && (WORDS > 2 || v.z == flag);
 }
 
 // Wait for the words of all programs; `take` gets their numbers and values.
@@ -84,7 +84,7 @@ __device__ __forceinline__ void hear(const u64* region, u32 program, u32 flag, u
 #pragma unroll
             for (int n = 0; n < CHUNK; n++) {
                 const int e = threadIdx.x + (first + n) * THREADS;
-                all = all && (e >= ALL || is_there<WORDS>(v[n], e % COUNT * 3, flag));
+                all = all && (e >= ALL || is_there<WORDS>(v[n], flag));
             }
             if (all) break;
             too_long(looks, report, code);
@@ -166,19 +166,14 @@ __device__ __forceinline__ void stream(Ring& ring, Ring& landed, u32& issued, u3
 // Two tiles are in registers at a time: two of the same columns, or two pieces of the only one.
 // Of stored weights the 16 bytes become two such operands of float16, and the vector is float16. Of the first operand,
 // even columns are the vector's pairs 0 and 1, odd ones 4 and 5; of the second, pairs 2 and 3, and 6 and 7.
-// C columns of a tile need not be eight equal parts: then warps have 64 bytes of a row each, in turn, as far as they go.
+// A tile has C columns.
 template <int K, int TILES, int TALL, int C = WIDE(K)>
 struct Product {
     static_assert(TALL == 8, "so many rows a tile has");
-    static constexpr int PARTS = WARPS, UNITS = C * WEIGHT_BYTES / 64;
-    static constexpr bool EVEN = UNITS % WARPS == 0;
-    static_assert(K % C == 0 && C * WEIGHT_BYTES % 64 == 0 && (EVEN || !STORED), "pieces are whole");
-    static constexpr int LOADS = UP(UNITS, WARPS), FIRST = EVEN ? LOADS * 64 : 64, NEXT = EVEN ? 64 : WARPS * 64, STEP = K == C ? MIN(TILES, 2) : AT_ONCE(TILES), PIECES = STEP == 1 ? 2 : 1;
+    static constexpr int PARTS = WARPS, LOADS = C * WEIGHT_BYTES / 512, STEP = K == C ? MIN(TILES, 2) : AT_ONCE(TILES), PIECES = STEP == 1 ? 2 : 1;
     static constexpr int SETS = STEP > 2 ? 1 : 2;  // a second set of sums waits less for the first
     uint4 w[2][LOADS];
 
-    // Has this warp a load with this number?
-    __device__ __forceinline__ static bool loads(int j) { return EVEN || j * WARPS + (threadIdx.x >> 5) < UNITS; }
     // Is there the n-th tile of the two that begin with tile first + t and this piece?
     __device__ __forceinline__ static bool there(int first, int t, int piece, int n) {
         return PIECES == 2 ? piece + n < K / C : t + n < STEP && (TILES % STEP == 0 || first + t + n < TILES);
@@ -192,10 +187,9 @@ struct Product {
         for (int n = 0; n < 2; n++) {
             if (!there(first, t, piece, n)) continue;
             await_tile(ring, full, report);
-            const unsigned char* tile = shared + AT_RING + ring.stage * STAGE_BYTES + lane / 4 * PITCH(C) + warp * FIRST + lane % 4 * 16;
+            const unsigned char* tile = shared + AT_RING + ring.stage * STAGE_BYTES + lane / 4 * PITCH(C) + warp * (C / 8 * WEIGHT_BYTES) + lane % 4 * 16;
 #pragma unroll
-            for (int j = 0; j < LOADS; j++)
-                if (loads(j)) w[n][j] = *(const uint4*)(tile + j * NEXT);
+            for (int j = 0; j < LOADS; j++) w[n][j] = *(const uint4*)(tile + j * 64);
             done[n] = empty + ring.stage * 8;
             ring.next();
         }
@@ -258,7 +252,7 @@ struct Product {
 
     __device__ __forceinline__ void multiply_plain(Ring& ring, u32 full, u32 empty, u32 vector, u32* report) {
         const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-        const unsigned char* pairs = shared + vector + warp * FIRST + lane % 4 * 16 + lane / 4 % 2 * 4;
+        const unsigned char* pairs = shared + vector + warp * (C / 4) + lane % 4 * 16 + lane / 4 % 2 * 4;
 #pragma unroll 1
         for (int first = 0; first < TILES; first += STEP) {
             float sums[STEP][SETS][4] = {};
@@ -271,8 +265,8 @@ struct Product {
                     for (int j = 0; j < LOADS; j++)
 #pragma unroll
                         for (int n = 0; n < 2; n++) {
-                            if (!there(first, t, piece, n) || !loads(j)) continue;
-                            const unsigned char* at = pairs + (PIECES == 2 ? piece + n : piece) * C * 2 + j * NEXT;
+                            if (!there(first, t, piece, n)) continue;
+                            const unsigned char* at = pairs + (PIECES == 2 ? piece + n : piece) * C * 2 + j * 64;
                             const uint2 x = make_uint2(*(const u32*)at, *(const u32*)(at + 8));
                             product(sums[PIECES == 2 ? 0 : t + n][PIECES == 2 ? n : j % SETS], w[n][j], x);
                         }
