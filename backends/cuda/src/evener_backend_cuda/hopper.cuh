@@ -79,6 +79,12 @@ __device__ __forceinline__ uint2 look(const u64* at) {
     asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
     return v;
 }
+// Four words that were written since this launch began.
+__device__ __forceinline__ uint4 fresh_four(const void* at) {
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
 // Wait for the end of the launches before.
 __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next launch may start.

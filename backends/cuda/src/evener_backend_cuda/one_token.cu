@@ -173,15 +173,7 @@ __device__ __forceinline__ void compute_layer(const Layers& launch, u32 number, 
     } else {
         grid_wait();
         count = ((volatile u32*)launch.messages)[p.site];
-#pragma unroll
-        for (int n = 0; n < EACH / 2; n++) {
-            const u32 v = ((volatile const u32*)p.x)[tid * (EACH / 2) + n];
-            total[2 * n] = low(v), total[2 * n + 1] = high(v);
-        }
-        if (p.residual) {
-#pragma unroll
-            for (int n = 0; n < EACH; n++) total[n] += ((volatile const float*)p.residual)[tid * EACH + n];
-        }
+        take_stream(total, p.x, p.residual);
     }
     const u32 flag = (count << 8) + p.site + 1;
     STAMP(1);

@@ -12,20 +12,19 @@ __device__ __forceinline__ u32 key_of(float v) {
 __device__ __forceinline__ float logit_of(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu)); }
 
 // The experts with the largest logits, the lower number first of two that are equal: by one warp, as soon as the logits
-// are there. A lane has RANKED experts. Their keys go to shared memory, too.
+// are there. A lane has RANKED experts.
 __device__ __forceinline__ void choose(const Experts& launch, u32 flag) {
     constexpr int COUNT = MESSAGES(ROUTED);
     const u32 lane = threadIdx.x & 31;
-    int slots[RANKED];
-    u32 keys[RANKED], ranks[RANKED];
+    u32 *kept = (u32*)(shared + AT_KEYS), *top = (u32*)(shared + AT_TOP);
+    int* slots = (int*)(shared + AT_SLOTS);
 #pragma unroll
     for (int n = 0; n < RANKED; n++) {
         const int expert = lane * RANKED + n;
-        slots[n] = expert < EXPERTS ? ((volatile const int*)launch.slots)[expert * launch.copies] : 0;
-        keys[n] = 0, ranks[n] = TOP;
+        slots[expert] = expert < EXPERTS ? ((volatile const int*)launch.slots)[expert * launch.copies] : 0;
     }
     const u64* from = launch.messages + AT_ROUTER + blockIdx.x % COPIES * (PROGRAMS * COUNT) * 2;
-    u32 looks = 0;
+    u32 keys[RANKED] = {}, looks = 0;
     // One lane looks until its message is there: looks of all lanes would make messages slower.
     if (lane == 0)
         while (look_wide(from).w != flag) too_long(looks, launch.report, 4);
@@ -44,27 +43,33 @@ __device__ __forceinline__ void choose(const Experts& launch, u32 flag) {
         too_long(looks, launch.report, 4);
     }
     __syncwarp();
+    // Each lane's experts in order, the best first.
+    int experts[RANKED];
 #pragma unroll
-    for (int n = 0; n < RANKED; n++) ((u32*)(shared + AT_KEYS))[lane * RANKED + n] = keys[n];
+    for (int n = 0; n < RANKED; n++) kept[lane * RANKED + n] = keys[n], experts[n] = lane * RANKED + n;
+#pragma unroll
+    for (int last = RANKED - 1; last > 0; last--)
+#pragma unroll
+        for (int n = 0; n < last; n++) {
+            const bool swap = keys[n + 1] > keys[n];
+            const u32 key = swap ? keys[n] : keys[n + 1];
+            const int expert = swap ? experts[n] : experts[n + 1];
+            keys[n] = swap ? keys[n + 1] : keys[n], experts[n] = swap ? experts[n + 1] : experts[n];
+            keys[n + 1] = key, experts[n + 1] = expert;
+        }
 #pragma unroll
     for (int rank = 0; rank < TOP; rank++) {
-        u32 best = keys[0];
+        const u32 most = warp_most(keys[0]);
+        if (lane != __ffs(__ballot_sync(~0u, keys[0] == most)) - 1) continue;
+        top[rank] = experts[0];
 #pragma unroll
-        for (int n = 1; n < RANKED; n++) best = MAX(best, keys[n]);
-        const u32 most = warp_most(best);
-        bool mine = lane == __ffs(__ballot_sync(~0u, best == most)) - 1;
-#pragma unroll
-        for (int n = 0; n < RANKED; n++)
-            if (mine && keys[n] == most) keys[n] = 0, ranks[n] = rank, mine = false;
+        for (int n = 0; n + 1 < RANKED; n++) keys[n] = keys[n + 1], experts[n] = experts[n + 1];
+        keys[RANKED - 1] = 0;
     }
-#pragma unroll
-    for (int n = 0; n < RANKED; n++) {
-        if (ranks[n] == TOP) continue;
-        const long long slot = MAX(slots[n], 0);
-        const int rank = ranks[n];
-        ((u32*)(shared + AT_TOP))[rank] = ((const u32*)(shared + AT_KEYS))[lane * RANKED + n];
-        ((int*)(shared + AT_TOP))[TOP + rank] = slots[n];
-        choice(rank) = {launch.gate_up + slot * (2 * INNER * HIDDEN), launch.down + slot * (INNER * HIDDEN)};
+    __syncwarp();
+    if (lane < TOP) {
+        const long long slot = MAX(slots[top[lane]], 0);
+        choice(lane) = {launch.gate_up + slot * (2 * INNER * HIDDEN), launch.down + slot * (INNER * HIDDEN)};
     }
     __syncwarp();
 }
@@ -93,11 +98,11 @@ __device__ __forceinline__ void read_experts(const Experts& launch, u32 base, u3
 // The weight of a choice; 0: its expert is not here. All lanes of a warp ask.
 __device__ __forceinline__ float share_of(int k) {
     const u32 *top = (const u32*)(shared + AT_TOP), *keys = (const u32*)(shared + AT_KEYS);
-    const float own = logit_of(top[k]);
+    const float own = logit_of(keys[top[k]]);
     float sum = 0.f;
     if (RENORMALIZE) {
 #pragma unroll
-        for (int n = 0; n < TOP; n++) sum += power(1.44269504f * (logit_of(top[n]) - own));
+        for (int n = 0; n < TOP; n++) sum += power(1.44269504f * (logit_of(keys[top[n]]) - own));
     } else {
 #pragma unroll
         for (int n = 0; n < RANKED; n++) {
@@ -107,7 +112,7 @@ __device__ __forceinline__ float share_of(int k) {
 #pragma unroll
         for (int bit = 16; bit; bit >>= 1) sum += __shfl_xor_sync(~0u, sum, bit);
     }
-    return ((const int*)top)[TOP + k] < 0 ? 0.f : SCALE / sum;
+    return ((const int*)(shared + AT_SLOTS))[top[k]] < 0 ? 0.f : SCALE / sum;
 }
 
 __device__ __forceinline__ void compute_experts(const Experts& launch, u32 full, u32 empty, u32 chosen) {
@@ -126,13 +131,7 @@ __device__ __forceinline__ void compute_experts(const Experts& launch, u32 full,
     grid_wait();
     const u32 flag = flag_of(launch);
     float total[EACH];
-#pragma unroll
-    for (int n = 0; n < EACH / 2; n++) {
-        const u32 v = ((volatile const u32*)launch.x)[tid * (EACH / 2) + n];
-        total[2 * n] = low(v), total[2 * n + 1] = high(v);
-    }
-#pragma unroll
-    for (int n = 0; n < EACH; n++) total[n] += ((volatile const float*)launch.stream)[tid * EACH + n];
+    take_stream(total, launch.x, launch.stream);
     STAMP(1);
 #pragma unroll
     for (int r = 0; r < ROUTED; r++) {

@@ -28,10 +28,11 @@
 #define AT_VECTOR (AT_RING + STAGES * STAGE_BYTES)
 #define AT_WIDE (AT_VECTOR + HIDDEN * 2)
 #define AT_KEYS (AT_WIDE + ACTIVATED * 2)
-#define AT_CHOICES (AT_KEYS + RANKED * 32 * 4)
-// Of the TOP choices, best first: keys, then slots.
+#define AT_SLOTS (AT_KEYS + RANKED * 32 * 4)
+#define AT_CHOICES (AT_SLOTS + RANKED * 32 * 4)
+// The chosen experts, best first.
 #define AT_TOP (AT_CHOICES + TOP * 16)
-#define AT_PARTIAL (AT_TOP + UP(2 * TOP, 4) * 16)
+#define AT_PARTIAL (AT_TOP + UP(TOP, 4) * 16)
 #define AT_ROWS (AT_PARTIAL + ROUTED * WARPS * 4)
 #define AT_WORDS (AT_ROWS + WARPS * MOST_ROWS * 4)
 #define AT_NORMS (AT_WORDS + UP(MAX(MESSAGES(INNER_WORDS), MESSAGES(ROUTED)) * 12, 16) * 16)

@@ -78,8 +78,8 @@ class ExpertSizes:
         tall = max(2 * -(-rows // 8), -(-self.hidden // PROGRAMS // 8)) * 8
         words = max(-(-rows // 2 // 3), -(-routed // 3)) * 12
         return (
-            stages * (_TILE + 16) + 2 * self.hidden + 2 * self.top * self.inner + 128 * -(-self.experts // 32)
-            + 16 * self.top + -(-2 * self.top // 4) * 16 + 4 * WARPS * (routed + tall + 1)
+            stages * (_TILE + 16) + 2 * self.hidden + 2 * self.top * self.inner + 256 * -(-self.experts // 32)
+            + 16 * self.top + -(-self.top // 4) * 16 + 4 * WARPS * (routed + tall + 1)
             + -(-words // 16) * 16 + 8
         )  # fmt: skip
 

@@ -349,6 +349,41 @@ __device__ __forceinline__ void take_scales(int to, const Scale* from, int first
 // The row of blocks of row `i` of those that begin with `first`: 0 or 1.
 __device__ __forceinline__ int next_block(u32 first, int i) { return BLOCK && (first % MAX(BLOCK, 1) + i) / MAX(BLOCK, 1) ? 1 : 0; }
 
+// The sum of x and the stream, which may be null, of the launch before. Four words at a time, where a thread has so many:
+// with one at a time, its warp would ask for four times as much.
+__device__ __forceinline__ void take_stream(float (&total)[EACH], const u16* x, const float* stream) {
+    const u32* pairs = (const u32*)x + threadIdx.x * (EACH / 2);
+    const u32* words = (const u32*)stream + threadIdx.x * EACH;
+    if constexpr (EACH % 8 == 0) {
+#pragma unroll
+        for (int n = 0; n < EACH; n += 8) {
+            const uint4 v = fresh_four(pairs + n / 2);
+            const u32 four[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int m = 0; m < 4; m++) total[n + 2 * m] = low(four[m]), total[n + 2 * m + 1] = high(four[m]);
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < EACH / 2; n++) {
+            const u32 v = fresh(pairs + n);
+            total[2 * n] = low(v), total[2 * n + 1] = high(v);
+        }
+    }
+    if (!stream) return;
+    if constexpr (EACH % 4 == 0) {
+#pragma unroll
+        for (int n = 0; n < EACH; n += 4) {
+            const uint4 v = fresh_four(words + n);
+            const u32 four[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int m = 0; m < 4; m++) total[n + m] += __uint_as_float(four[m]);
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < EACH; n++) total[n] += __uint_as_float(fresh(words + n));
+    }
+}
+
 // The stream times the norm's weights, rounded, as the vector [HIDDEN] in shared memory. Products with it are to be
 // multiplied by `scale_of`, which needs the sums of all warps, and so nobody waits for them here, and by the result.
 __device__ __forceinline__ float enter(const float (&total)[EACH], const u32 (&weights)[EACH / 2], u32 tid, int turn) {

@@ -230,6 +230,7 @@ inline uint2 look(const u64* at) {
     emulator::load(at, &v.x, 2);
     return v;
 }
+inline uint4 fresh_four(const void* at) { return *(const uint4*)at; }
 inline void grid_wait() { emulator::wait_for_launch_before(); }
 inline void launch_next() { emulator::let_next_launch_start(); }
 inline void __syncthreads() { emulator::meet_program(0, 0); }
