@@ -36,9 +36,8 @@ _TILE = 8 * (2 * _MOST_COLUMNS + 64)
 _LEAST_STAGES = 4
 #: Looks of a wait, some 20 seconds of them.
 _PATIENCE = 1 << 26
-#: Of the vectors that a program holds.
-_MOST_ACTIVATED = 16_384
-MAX_EXPERTS = 512
+#: Activations that a program holds, and choices of a warp.
+_MOST_ACTIVATED, _MOST_TOP = 16_384, 32
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,12 @@ class ExpertSizes:
 
     def refusal(self) -> str | None:
         """Why rows cannot be shared out; None if they can."""
-        if PROGRAMS % self.top:
-            return f"shares {PROGRAMS} programs out to the experts of a token, not to {self.top}"
+        if PROGRAMS % self.top or self.top > _MOST_TOP:
+            return f"shares {PROGRAMS} programs out to the experts of a token, up to {_MOST_TOP}, not to {self.top}"
         if self.hidden % 512 or self.inner % 256:
             return f"hidden {self.hidden} and inner {self.inner} are not multiples of 512 and 256"
         if self.top * self.inner > _MOST_ACTIVATED:
             return f"{self.top} experts of {self.inner} are more than {_MOST_ACTIVATED}"
-        if not self.top <= self.experts <= MAX_EXPERTS:
-            return f"chooses from up to {MAX_EXPERTS} experts, not from {self.experts}"
         return None
 
     def shared(self, stages: int) -> int:
