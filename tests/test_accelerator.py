@@ -224,34 +224,53 @@ def test_a_library_that_is_installed_gives_the_tokens_of_our_own_kernels(
     assert sorted(same)[len(same) // 4] >= 8, same
 
 
-def test_a_layer_in_one_launch_gives_the_tokens_of_several_eager_and_captured(
-    accelerator: Subject, tmp_path: Path
-) -> None:
-    """Where a kernel computes the whole layer of one token; prompts end in the first split of their keys, and later."""
-    sizes = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "hidden_size": 512}
-    seeded("qwen3", tmp_path, **sizes, intermediate_size=1280, num_hidden_layers=6)
+def answers_of(folder: Path, op: str, kernel: str, ways: Sequence[Mapping[str, Any]]) -> list[list[list[int]]]:
+    """Tokens of one request at a time, by way. Prompts end in the first split of their keys, and later. The kernel serves
+    ``op`` in all ways but the first; the test is skipped if it serves nothing here."""
     rng = random.Random(3)
     prompts = [[rng.randrange(1009) for _ in range(n)] for n in (1, 16, 130, 519, 1700)]
     options = {"dtype": "bfloat16", "infer.max_seq_len": 2048, "infer.max_reqs": 2, "infer.kv_memory": 1 << 30}
     said: list[list[list[int]]] = []
-    ways: list[dict[str, Any]] = [{"ops.decoder_layer": "reference"}, {"infer.use_cuda_graph": False}, {}]
-    if accelerator.name == "cuda":  # captured layers do not share a launch
-        apart = {"cuda.one_launch": "small"}
-        ways += [{**apart, "infer.use_cuda_graph": False}, apart]
     for more in ways:
-        with engine(tmp_path, **options, **more) as client:
+        with engine(folder, **options, **more) as client:
             worker = client.controller.executor.worker  # type: ignore[attr-defined]  # the inline executor's
-            rows = [row for row in worker.facts.info.manifest.ops if row.op == "decoder_layer"]
-            used = [row.provider for row in rows if "one_token_layer" in row.provider]
+            rows = [row for row in worker.facts.info.manifest.ops if row.op == op]
+            used = [row.provider for row in rows if kernel in row.provider]
             if not more and not used:
-                pytest.skip(f"no kernel for a whole layer here: {rows}")
-            assert bool(used) == ("ops.decoder_layer" not in more)
+                pytest.skip(f"no {kernel} here: {rows}")
+            assert bool(used) == (f"ops.{op}" not in more)
             said.append([generate(client, [prompt], 40, tag=f"{len(prompt)}-")[0] for prompt in prompts])
     for eager, captured in zip(said[1::2], said[2::2], strict=True):
         assert eager == captured
         same = [sum(1 for a, b in zip(*both, strict=True) if a == b) for both in zip(said[0], eager, strict=True)]
         # In bfloat16 another order of sums may decide a tie differently; the text after it then differs.
         assert sorted(same)[1] >= 8, same
+    return said
+
+
+ONE_LAUNCH = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "hidden_size": 512}
+
+
+def test_a_layer_in_one_launch_gives_the_tokens_of_several_eager_and_captured(
+    accelerator: Subject, tmp_path: Path
+) -> None:
+    """Where a kernel computes the whole layer of one token."""
+    seeded("qwen3", tmp_path, **ONE_LAUNCH, intermediate_size=1280, num_hidden_layers=6)
+    ways: list[dict[str, Any]] = [{"ops.decoder_layer": "reference"}, {"infer.use_cuda_graph": False}, {}]
+    if accelerator.name == "cuda":  # captured layers do not share a launch
+        apart = {"cuda.one_launch": "small"}
+        ways += [{**apart, "infer.use_cuda_graph": False}, apart]
+    answers_of(tmp_path, "decoder_layer", "one_token_layer", ways)
+
+
+def test_experts_in_one_launch_give_the_tokens_of_several_eager_and_captured(
+    accelerator: Subject, tmp_path: Path
+) -> None:
+    """Where a kernel computes all experts of one token."""
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 256, "num_hidden_layers": 4}
+    seeded("qwen3_moe", tmp_path, **ONE_LAUNCH, **experts)
+    ways = [{"ops.moe_block": "reference"}, {"infer.use_cuda_graph": False}, {}]
+    answers_of(tmp_path, "moe_block", "one_token_experts", ways)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
