@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -224,9 +224,10 @@ def test_a_library_that_is_installed_gives_the_tokens_of_our_own_kernels(
     assert sorted(same)[len(same) // 4] >= 8, same
 
 
-def answers_of(folder: Path, op: str, kernel: str, ways: Sequence[Mapping[str, Any]]) -> list[list[list[int]]]:
-    """Tokens of one request at a time, by way. Prompts end in the first split of their keys, and later. The kernel serves
-    ``op`` in all ways but the first; the test is skipped if it serves nothing here."""
+def check_one_launch(folder: Path, op: str, kernel: str, ways: Sequence[Mapping[str, Any]]) -> None:
+    """Compare the tokens of one request at a time: eager and captured ways come in pairs, after a way without the
+    kernel, which serves ``op`` in all others. Prompts end in the first split of their keys, and later. The test is
+    skipped if the kernel serves nothing here."""
     rng = random.Random(3)
     prompts = [[rng.randrange(1009) for _ in range(n)] for n in (1, 16, 130, 519, 1700)]
     options = {"dtype": "bfloat16", "infer.max_seq_len": 2048, "infer.max_reqs": 2, "infer.kv_memory": 1 << 30}
@@ -245,7 +246,6 @@ def answers_of(folder: Path, op: str, kernel: str, ways: Sequence[Mapping[str, A
         same = [sum(1 for a, b in zip(*both, strict=True) if a == b) for both in zip(said[0], eager, strict=True)]
         # In bfloat16 another order of sums may decide a tie differently; the text after it then differs.
         assert sorted(same)[1] >= 8, same
-    return said
 
 
 ONE_LAUNCH = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "hidden_size": 512}
@@ -260,7 +260,7 @@ def test_a_layer_in_one_launch_gives_the_tokens_of_several_eager_and_captured(
     if accelerator.name == "cuda":  # captured layers do not share a launch
         apart = {"cuda.one_launch": "small"}
         ways += [{**apart, "infer.use_cuda_graph": False}, apart]
-    answers_of(tmp_path, "decoder_layer", "one_token_layer", ways)
+    check_one_launch(tmp_path, "decoder_layer", "one_token_layer", ways)
 
 
 def test_experts_in_one_launch_give_the_tokens_of_several_eager_and_captured(
@@ -269,8 +269,8 @@ def test_experts_in_one_launch_give_the_tokens_of_several_eager_and_captured(
     """Where a kernel computes all experts of one token."""
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 256, "num_hidden_layers": 4}
     seeded("qwen3_moe", tmp_path, **ONE_LAUNCH, **experts)
-    ways = [{"ops.moe_block": "reference"}, {"infer.use_cuda_graph": False}, {}]
-    answers_of(tmp_path, "moe_block", "one_token_experts", ways)
+    ways: list[dict[str, Any]] = [{"ops.moe_block": "reference"}, {"infer.use_cuda_graph": False}, {}]
+    check_one_launch(tmp_path, "moe_block", "one_token_experts", ways)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
