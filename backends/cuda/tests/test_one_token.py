@@ -31,10 +31,11 @@ from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import families
 from evener_conformance.kit.subject import open_subject
 from evener_conformance.reference.device import HostDevice
+from evener_kernels_triton.features import number_of
 from evener_kernels_triton.packed import PACKED
 from evener_kernels_triton.state import LAYOUT, PagedState
 from evener_kernels_triton.stored import STORED
-from evener_kernels_triton.tuning import Tuning, number_of
+from evener_kernels_triton.tuning import Tuning
 
 HOPPER = capabilities((9, 0), 132, 232_448)
 SOURCE = source()

@@ -40,7 +40,7 @@ from evener_backend_cuda.plugin import evener_kernels
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import Family, families
 from evener_conformance.reference.device import HostDevice
-from evener_kernels_triton.tuning import number_of
+from evener_kernels_triton.features import number_of
 
 HOPPER = capabilities((9, 0), 132, 232_448)
 SHARED = next(f for f in families() if f.name == "shared")

@@ -22,9 +22,9 @@ descriptor = Descriptor(
             type=str,
             default="all",
             choices=("small", "all"),
-            help="Layers that one token passes in one launch: all that can, also large ones, those in float8 and "
-            "in integers of four bits, attention before experts, and several at once; or only small ones in bfloat16, "
-            "each by itself.",
+            help="What one token passes in one launch: all layers that can, also large ones, those in float8 and in "
+            "integers of four bits, and several at once; attention before experts, and experts in bfloat16. Or only "
+            "small layers in bfloat16, each by itself.",
         ),
     },
     aliases={

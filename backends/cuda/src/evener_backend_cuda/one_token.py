@@ -36,10 +36,11 @@ from evener_backend_cuda.one_token_launch import CallSite, Messages
 from evener_kernels_triton.arguments import checked
 from evener_kernels_triton.blocks import PackedForm
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonMlpBlock
+from evener_kernels_triton.features import number_of
 from evener_kernels_triton.packed import PACKED, segments_of
 from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
 from evener_kernels_triton.stored import STORED, Form, form_of
-from evener_kernels_triton.tuning import Tuning, number_of
+from evener_kernels_triton.tuning import Tuning
 
 #: As in one_token.cu. A team is the programs that share query heads.
 PROGRAMS, SHARE, WARPS, THREADS = 128, 16, 8, 320

@@ -26,7 +26,8 @@ from evener_backend_cuda.one_token import PROGRAMS, WARPS, read_sources
 from evener_backend_cuda.one_token_launch import Messages
 from evener_kernels_triton.arguments import checked
 from evener_kernels_triton.experts import TritonMoeBlock
-from evener_kernels_triton.tuning import Tuning, number_of
+from evener_kernels_triton.features import number_of
+from evener_kernels_triton.tuning import Tuning
 
 #: As in one_token_experts.cu: threads of a program, copies of what all programs read, and counters.
 THREADS, _COPIES, _CONTROL = 288, 4, 256

@@ -13,6 +13,7 @@ from evener_kernels_triton.adapters import ADAPTERS
 from evener_kernels_triton.binaries import use_stored
 from evener_kernels_triton.composites import COMPOSITES
 from evener_kernels_triton.experts import EXPERTS
+from evener_kernels_triton.features import number_of
 from evener_kernels_triton.latent import LATENT
 from evener_kernels_triton.latent_state import LatentState
 from evener_kernels_triton.layers import LAYERS
@@ -21,7 +22,7 @@ from evener_kernels_triton.logits import LOGITS
 from evener_kernels_triton.primitives import PRIMITIVES
 from evener_kernels_triton.sampling import SAMPLING
 from evener_kernels_triton.state import PagedState
-from evener_kernels_triton.tuning import MIN_EVEN_TOKENS, Tuning, number_of
+from evener_kernels_triton.tuning import MIN_EVEN_TOKENS, Tuning
 
 
 @hookimpl

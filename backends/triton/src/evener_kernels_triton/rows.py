@@ -17,10 +17,11 @@ from triton.runtime import driver
 from evener.contracts.device import Device
 from evener.contracts.hooks import hookimpl
 from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener_kernels_triton.features import number_of
 from evener_kernels_triton.kernel import TritonKernel
 from evener_kernels_triton.primitives import CHUNK, PRIMITIVES
 from evener_kernels_triton.sampling import SAMPLING, TritonSample, sample_filtered
-from evener_kernels_triton.tuning import Tuning, number_of, power_of_two
+from evener_kernels_triton.tuning import Tuning, power_of_two
 
 FEATURE, ARGMAX = "triton:rows", "triton:argmax"
 #: More heads than any known model has; a norm's call does not say how many rows a token has.

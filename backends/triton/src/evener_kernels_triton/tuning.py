@@ -11,7 +11,7 @@ sizes that fit everywhere. Vendor names are not used here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -20,6 +20,7 @@ import torch
 
 from evener.contracts.device import DeviceCapabilities
 from evener.contracts.ops import Variant
+from evener_kernels_triton.features import number_of
 
 _UNITS, _SHARED = 64, 48 << 10
 #: Up to this many tiles of keys are not split. With four, a layer was 2 µs slower than with one, at 16 requests of 128
@@ -590,12 +591,3 @@ class Tuning:
             return Product(32, min(wide, 16), min(rank, 512), 8, 1)
         m = max(16, min(64, power_of_two(tokens)))
         return Product(m, min(wide, 32 if m * tokens <= 4096 else 64), min(rank, 64), 4, 3)
-
-
-def number_of(word: str, features: Iterable[str], default: int) -> int:
-    """The number in ``<word>:<number>`` among the features."""
-    for feature in features:
-        name, _, value = feature.partition(":")
-        if name == word and value.isdigit():
-            return int(value)
-    return default
