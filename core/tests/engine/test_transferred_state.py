@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from served import free_port
+from served import eventually, free_port
 
 from evener.config.schema import Config
 from evener.engine.controller.controller import Controller
@@ -140,7 +140,9 @@ def test_an_engine_without_its_peer_computes_the_prompt(
         message = NewRequest(id="d", prompt=prompt, max_tokens=9, sampling=GREEDY, transfer=source)
         assert play(second, [message]).tokens["d"] == alone.greedy(prompt, 9)
         assert counters(second)["kv_transfer_failures"] == before + 1
-        assert why in caplog.text and second.scheduler.state.pool.used == 0
+        # The thread that fetches gives up, and then says so.
+        eventually(lambda: why in caplog.text)
+        assert second.scheduler.state.pool.used == 0
 
     answers(f"{address}/p", "it holds no more blocks of this prompt")
     answers("127.0.0.1:1/p", "is not in offload.kv_peers")  # a request does not choose what is connected to
@@ -200,7 +202,8 @@ def test_state_of_another_kind_is_not_taken_over(
     message = NewRequest(id="d", prompt=prompt, max_tokens=9, sampling=GREEDY, transfer=f"{address}/p")
     played = play(second, [message])
     assert played.tokens["d"] == NaiveModel(config.model, max_positions=128).greedy(prompt, 9)
-    assert played.cached["d"] == 0 and "the servers differ in what their state depends on" in caplog.text
+    assert played.cached["d"] == 0
+    eventually(lambda: "the servers differ in what their state depends on" in caplog.text)
 
 
 def test_blocks_that_are_released_while_they_are_read_do_not_count(
@@ -417,7 +420,7 @@ def test_more_blocks_than_the_operator_has_room_for_are_computed(
     hold(first, play, prompt)
     message = NewRequest(id="d", prompt=prompt, max_tokens=9, sampling=GREEDY, transfer=f"{address}/p")
     assert play(second, [message]).tokens["d"] == NaiveModel(config.model, max_positions=128).greedy(prompt, 9)
-    assert "more bytes do not fit offload.kv_landing_bytes=1000" in caplog.text
+    eventually(lambda: "more bytes do not fit offload.kv_landing_bytes=1000" in caplog.text)
     assert landing(second)._arriving == 0
 
 
