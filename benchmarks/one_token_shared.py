@@ -213,6 +213,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
+    if unknown := set(asked.models) - set(MODELS):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     for model in asked.models:
         run(model, TINY if asked.tiny else MODELS[model], asked)
 

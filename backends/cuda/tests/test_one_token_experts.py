@@ -28,7 +28,7 @@ from evener.ops.reference.state import ReferenceState
 from evener.ops.schemas import BUILTIN
 from evener_backend_cuda.capability import capabilities
 from evener_backend_cuda.compiled import Driver
-from evener_backend_cuda.one_token import PROGRAMS
+from evener_backend_cuda.one_launch import PROGRAMS
 from evener_backend_cuda.one_token_experts import (
     Experts,
     ExpertSizes,

@@ -18,21 +18,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from typing import Any, cast
 
 import torch
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device, DeviceCapabilities
-from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import Packing
 from evener.contracts.statics import AttentionStatic, DecoderLayerStatic, MLPStatic
 from evener.contracts.weights import AttentionWeights, MLPWeights
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.capability import SHORT_TOKENS
-from evener_backend_cuda.compiled import CompiledKernel, Driver
-from evener_backend_cuda.one_token_launch import CallSite, Messages
+from evener_backend_cuda.compiled import Driver
+from evener_backend_cuda.one_launch import CONTROL, COPIES, PATIENCE, PROGRAMS, WARPS, OneLaunchKernel, read_sources
+from evener_backend_cuda.one_token_launch import CallSite
 from evener_kernels_triton.arguments import checked
 from evener_kernels_triton.blocks import PackedForm
 from evener_kernels_triton.composites import TritonAttentionBlock, TritonMlpBlock
@@ -43,9 +43,9 @@ from evener_kernels_triton.stored import STORED, Form, form_of
 from evener_kernels_triton.tuning import Tuning
 
 #: As in one_token.cu. A team is the programs that share query heads.
-PROGRAMS, SHARE, WARPS, THREADS = 128, 16, 8, 320
+SHARE, THREADS = 16, 320
 TEAMS = PROGRAMS // SHARE
-_KV_STAGES, _CONTROL, _COPIES = 2, 256, 4
+_KV_STAGES = 2
 #: Bytes of a layer's weights. With more, reading takes most of the time: with 368 MiB several launches are faster.
 _MOST_BYTES = 40 << 20
 #: Bytes of a row of a tile of eight, and of a tile: its rows are 64 bytes apart.
@@ -60,8 +60,6 @@ _LEAST_STAGES, _MOST_STAGES = 3, 5
 MOST_LAYERS = 96
 #: What the hardware keeps of each program's shared memory.
 _RESERVED = 1024
-#: Looks of a wait, some 20 seconds of them at messages: one that needs more has lost its partner, and the launch fails.
-_PATIENCE = 1 << 26
 KV_HEADS, GROUPS, HEAD_DIMS = (4, 8), (1, 2, 4), (64, 128)
 #: A program's rows of keys are a tile's eight.
 _PACKED_HEAD_DIM = 128
@@ -147,8 +145,8 @@ class Sizes:
     def messages(self) -> int:
         """Messages of 8 bytes of a layer, with the counters."""
         parts = PROGRAMS * SHARE * self._part_messages * 2
-        to_all = sum(_COPIES * PROGRAMS * -(-words // 3) * 2 for words in self._words)
-        return _CONTROL + parts + TEAMS * (self.group + 2) * self.head_dim // 2 + to_all
+        to_all = sum(COPIES * PROGRAMS * -(-words // 3) * 2 for words in self._words)
+        return CONTROL + parts + TEAMS * (self.group + 2) * self.head_dim // 2 + to_all
 
     @property
     def _tile(self) -> int:
@@ -191,18 +189,14 @@ class Way:
     layers: int
 
 
-class _OneLaunch(Kernel):
-    """Base of the kernels below: 128 programs, one launch. With longer state several launches take its place, which
-    share more programs out to a key head.
+class _OneLaunch(OneLaunchKernel):
+    """Base of the kernels below. With longer state several launches take its place, which share more programs out to a
+    key head.
 
-    Args:
-        device: where it runs.
+    Args: as of ``OneLaunchKernel``, and
         tuning: sizes of these launches; None: the usual ones for the device.
-        driver: compiles and loads kernels; None: NVIDIA's.
-        off: why it is not used at all; None: it is used where it can be.
     """
 
-    capturable = True
     state_layout = LAYOUT
     #: Programs that share a multiprocessor.
     resident = 1
@@ -210,37 +204,25 @@ class _OneLaunch(Kernel):
     def __init__(
         self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None, off: str | None = None
     ) -> None:
-        self._off = off
-        self._driver = Driver() if driver is None else driver
-        self._messages = Messages(device.torch_device)
-        #: By machine code: layers of one kernel can share a launch.
-        self._loaded: dict[bytes, CompiledKernel] = {}
+        super().__init__(device, driver, off)
         tuning = Tuning.of(device.capabilities) if tuning is None else tuning
         self._attention, self._mlp = TritonAttentionBlock(device, tuning), TritonMlpBlock(device, tuning)
 
-    def supports(self, call: OpCall) -> str | None:
-        if self._off is not None:
-            return self._off
-        device, (attention, mlp) = call.device, _blocks(call)
-        if call.bucket.high != 1:
-            return f"computes one token, not {call.bucket}"
-        if device.variant != "sm_90":
-            return f"its machine code is for sm_90, not {device.variant}"
+    def _refusal(self, call: OpCall) -> str | None:
+        attention, mlp = _blocks(call)
         if attention["dtype"] != "bfloat16":
             return f"computes in bfloat16, not in {attention['dtype']}"
         reason = _attention_refusal(attention) or _mlp_refusal(mlp) or _form_refusal(call)
         if reason:
             return reason
         sizes = _sizes(call, self.resident)
-        reason = sizes.refusal() or self._size_refusal(sizes)
-        if reason:
-            return reason
-        if number_of("units", device.features, 0) < PROGRAMS:
-            return f"needs {PROGRAMS} multiprocessors"
-        if not sizes.stages(_shared_of(device)):
-            many = "one program" if self.resident == 1 else f"{self.resident} programs"
-            return f"{many} of it do not fit into a multiprocessor's shared memory"
-        return self._driver.refusal()
+        return sizes.refusal() or self._size_refusal(sizes)
+
+    def _room_refusal(self, call: OpCall) -> str | None:
+        if _sizes(call, self.resident).stages(_shared_of(call.device)):
+            return None
+        many = "one program" if self.resident == 1 else f"{self.resident} programs"
+        return f"{many} of it do not fit into a multiprocessor's shared memory"
 
     def _size_refusal(self, sizes: Sizes) -> str | None:
         """(optional) Why layers of these sizes are for others."""
@@ -263,11 +245,10 @@ class _OneLaunch(Kernel):
         sizes = _sizes(call, self.resident)
         stages, way = sizes.stages(_shared_of(call.device)), self._way(sizes)
         flight = min(way.flight or stages, stages)
-        code = self._driver.compile(source(), defines(call, sizes, stages, flight, way.layers))
-        if code not in self._loaded:
-            self._loaded[code] = self._driver.kernel(code, "one_token_layers", PROGRAMS, THREADS, sizes.shared(stages))
+        macros = defines(call, sizes, stages, flight, way.layers)
+        kernel = self._kernel(source(), macros, "one_token_layers", THREADS, sizes.shared(stages))
         name, chained = _blocks(call)[0]["state"].name, bool(sizes.inner)
-        return CallSite(name, self._loaded[code], self._messages, way.layers, sizes.messages(), chained)
+        return CallSite(name, kernel, self._messages, way.layers, sizes.messages(), chained)
 
 
 class OneTokenLayer(_OneLaunch):
@@ -354,11 +335,6 @@ def source() -> str:
     return read_sources("hopper.cuh", "forms.cuh", "one_token.cuh", "streamed.cuh", "four_bits.cuh", "one_token.cu")
 
 
-def read_sources(*names: str) -> str:
-    """Files of this package, one behind the other."""
-    return "".join((files("evener_backend_cuda") / name).read_text() for name in names)
-
-
 def defines(call: OpCall, sizes: Sizes, stages: int, flight: int, layers: int = 1) -> dict[str, object]:
     """The macros that one_token.cu needs."""
     attention, mlp = _blocks(call)
@@ -368,7 +344,7 @@ def defines(call: OpCall, sizes: Sizes, stages: int, flight: int, layers: int = 
         "D": sizes.head_dim, "EPS": f"{attention['eps']!r}f", "MLP_EPS": f"{(mlp or attention)['eps']!r}f",
         "OFFSET": f"{float(attention['offset'])!r}f", "QK_NORM": int(attention["qk_norm"]), "SCALE": f"{scale!r}f",
         "MOST": 8 * _ROW // sizes.weight_bits, "STAGES": stages, "FLIGHT": flight,
-        "MOST_LAYERS": layers, "PATIENCE": f"{_PATIENCE}u",
+        "MOST_LAYERS": layers, "PATIENCE": f"{PATIENCE}u",
         "WEIGHT_BITS": sizes.weight_bits, "BLOCK": sizes.block, "MLP": int(mlp is not None),
         "SCALE_BF16": int(packed is not None and packed.bf16),
         "ZEROS": int(packed is not None and packed.style == "zero"),

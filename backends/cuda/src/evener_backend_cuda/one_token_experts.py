@@ -16,27 +16,25 @@ from typing import cast
 import torch
 
 from evener.contracts.device import Device
-from evener.contracts.ops import Kernel, OpCall, OpFunction
+from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import MoEStatic
 from evener.contracts.weights import MoEWeights
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.compiled import CompiledKernel, Driver
-from evener_backend_cuda.one_token import PROGRAMS, WARPS, read_sources
+from evener_backend_cuda.one_launch import CONTROL, COPIES, PATIENCE, PROGRAMS, WARPS, OneLaunchKernel, read_sources
 from evener_backend_cuda.one_token_launch import Messages
 from evener_kernels_triton.arguments import checked
 from evener_kernels_triton.experts import TritonMoeBlock
 from evener_kernels_triton.features import number_of
 from evener_kernels_triton.tuning import Tuning
 
-#: As in one_token_experts.cu: threads of a program, copies of what all programs read, and counters.
-THREADS, _COPIES, _CONTROL = 288, 4, 256
+#: As in one_token_experts.cu: threads of a program.
+THREADS = 288
 #: Columns of a tile at most; its bytes, with the gaps between its rows.
 _MOST_COLUMNS = 1024
 _TILE = 8 * (2 * _MOST_COLUMNS + 64)
 _LEAST_STAGES = 4
-#: Looks of a wait, some 20 seconds of them.
-_PATIENCE = 1 << 26
 #: Activations that a program holds, and choices of a warp.
 _MOST_ACTIVATED, _MOST_TOP = 16_384, 32
 
@@ -89,7 +87,7 @@ class ExpertSizes:
     def messages(self) -> int:
         """Messages of 8 bytes, with the counters."""
         rows, routed = self.inner * self.top // PROGRAMS, -(-self.experts // PROGRAMS)
-        return _CONTROL + sum(_COPIES * PROGRAMS * -(-words // 3) * 2 for words in (routed, rows // 2))
+        return CONTROL + sum(COPIES * PROGRAMS * -(-words // 3) * 2 for words in (routed, rows // 2))
 
 
 class Experts(ctypes.Structure):
@@ -137,44 +135,31 @@ class ExpertsSite:
         self._argument.copies, self._weights = w.slots.shape[1], w
 
 
-class OneTokenExperts(Kernel):
-    """Norm, router, choice and experts of one token, in bfloat16: 128 programs, one launch. Experts with biases, or
-    whose choice is corrected, are computed by several launches.
+class OneTokenExperts(OneLaunchKernel):
+    """Norm, router, choice and experts of one token, in bfloat16. Several launches compute experts that have biases or
+    whose choice is corrected.
 
     Args: as of ``OneTokenLayer``.
     """
 
     op, name = "moe_block", "cuda.one_token_experts"
     priority = 150
-    capturable = True
     packings = (PLAIN,)
 
     def __init__(
         self, device: Device, tuning: Tuning | None = None, driver: Driver | None = None, off: str | None = None
     ) -> None:
-        self._off, self._driver = off, Driver() if driver is None else driver
-        self._messages = Messages(device.torch_device)
-        self._loaded: dict[bytes, CompiledKernel] = {}
+        super().__init__(device, driver, off)
         self._several = TritonMoeBlock(device, Tuning.of(device.capabilities) if tuning is None else tuning)
 
-    def supports(self, call: OpCall) -> str | None:
-        s, device = cast(MoEStatic, call.static), call.device
-        if self._off is not None:
-            return self._off
-        if call.bucket.high != 1:
-            return f"computes one token, not {call.bucket}"
-        if device.variant != "sm_90":
-            return f"its machine code is for sm_90, not {device.variant}"
-        if reason := _refusal(s) or self._several.supports(call):
-            return reason
-        sizes = _sizes(s)
-        if reason := sizes.refusal():
-            return reason
-        if number_of("units", device.features, 0) < PROGRAMS:
-            return f"needs {PROGRAMS} multiprocessors"
-        if not sizes.stages(number_of("shared", device.features, 0)):
-            return "a program of it does not fit into a multiprocessor's shared memory"
-        return self._driver.refusal()
+    def _refusal(self, call: OpCall) -> str | None:
+        s = cast(MoEStatic, call.static)
+        return _block_refusal(s) or self._several.supports(call) or _sizes(s).refusal()
+
+    def _room_refusal(self, call: OpCall) -> str | None:
+        if _sizes(cast(MoEStatic, call.static)).stages(_shared_of(call)):
+            return None
+        return "a program of it does not fit into a multiprocessor's shared memory"
 
     def workspace(self, call: OpCall) -> int:
         return 8 * _sizes(cast(MoEStatic, call.static)).messages() + self._several.workspace(call)
@@ -193,12 +178,10 @@ class OneTokenExperts(Kernel):
         """The launch of a call site."""
         s = cast(MoEStatic, call.static)
         sizes = _sizes(s)
-        stages = sizes.stages(number_of("shared", call.device.features, 0))
-        code = self._driver.compile(source(), defines(s, stages, self._flight(stages)))
-        if code not in self._loaded:
-            shared = sizes.shared(stages)
-            self._loaded[code] = self._driver.kernel(code, "one_token_experts", PROGRAMS, THREADS, shared)
-        return ExpertsSite(self._loaded[code], self._messages, sizes.messages())
+        stages = sizes.stages(_shared_of(call))
+        macros = defines(s, stages, self._flight(stages))
+        kernel = self._kernel(source(), macros, "one_token_experts", THREADS, sizes.shared(stages))
+        return ExpertsSite(kernel, self._messages, sizes.messages())
 
     def _flight(self, stages: int) -> int:
         """(optional) Tiles that a program asks for at once."""
@@ -217,7 +200,7 @@ def defines(s: MoEStatic, stages: int, flight: int) -> dict[str, object]:
         "HIDDEN": sizes.hidden, "EXPERTS": sizes.experts, "TOP": sizes.top, "INNER": sizes.inner,
         "DOWN_COLUMNS": sizes.down_columns, "EPS": f"{s['eps']!r}f", "OFFSET": f"{float(s['offset'])!r}f",
         "SCALE": f"{float(s['scale'])!r}f", "RENORMALIZE": int(s["renormalize"] or s["scoring"] == "softmax_top"),
-        "MOST": _MOST_COLUMNS, "STAGES": stages, "FLIGHT": flight, "PATIENCE": f"{_PATIENCE}u", "WEIGHT_BITS": 16,
+        "MOST": _MOST_COLUMNS, "STAGES": stages, "FLIGHT": flight, "PATIENCE": f"{PATIENCE}u", "WEIGHT_BITS": 16,
         "BLOCK": 0, "ZEROS": 0, "SHARED_BYTES": sizes.shared(stages),
     }  # fmt: skip
 
@@ -226,7 +209,12 @@ def _sizes(s: MoEStatic) -> ExpertSizes:
     return ExpertSizes(s["hidden"], s["experts"], s["top"], s["inner"])
 
 
-def _refusal(s: MoEStatic) -> str | None:
+def _shared_of(call: OpCall) -> int:
+    """Shared memory that a program may have."""
+    return number_of("shared", call.device.features, 0)
+
+
+def _block_refusal(s: MoEStatic) -> str | None:
     weights = (s["router"], s["gate_up"], s["down"])
     if s["dtype"] != "bfloat16" or any(each.dtype != "bfloat16" for each in weights):
         return f"computes in bfloat16, not in {s['dtype']}"
