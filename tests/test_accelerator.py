@@ -273,6 +273,15 @@ def test_experts_in_one_launch_give_the_tokens_of_several_eager_and_captured(
     check_one_launch(tmp_path, "moe_block", "one_token_experts", ways)
 
 
+def test_a_search_of_the_largest_logit_gives_the_tokens_of_all_logits_eager_and_captured(
+    accelerator: Subject, tmp_path: Path
+) -> None:
+    """Where a kernel finds the id of one token without all logits."""
+    seeded("qwen3", tmp_path, vocab_size=20_000, hidden_size=256, num_hidden_layers=4)
+    ways: list[dict[str, Any]] = [{"ops.vocab_greedy": "reference"}, {"infer.use_cuda_graph": False}, {}]
+    check_one_launch(tmp_path, "vocab_greedy", "screened_greedy", ways)
+
+
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_a_model_takes_what_was_planned_on_the_device(accelerator: Subject, captured: bool, tmp_path: Path) -> None:
     shape = {**COMMON, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 32000}

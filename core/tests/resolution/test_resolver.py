@@ -148,6 +148,7 @@ def test_without_kernels_every_primitive_is_the_reference_and_every_composite_is
         "norm_qkv_rotary_write",
         "mlp_block",
         "head",
+        "vocab_greedy",
     }
     assert "linear" in ManifestReport.of(resolver.manifest).fallbacks
     assert all(len(site.table) == len(BUCKETS) for site in build.sites)

@@ -14,8 +14,8 @@ descriptor = Descriptor(
     serves=frozenset({"triton", "namespace:cuda", "wave:32"}),
     tuning="evener_backend_cuda.measured",
     evidence="L5: compute capability 9.0 (H200), 2026-11; others were not run",
-    # Optional libraries, and its own decoder layer of one token; each library says what to type if it is missing.
-    ops=("linear", "grouped_linear", "decoder_layer", "attention_block", "moe_block"),
+    # Optional libraries, and its own kernels of one token; each library says what to type if it is missing.
+    ops=("linear", "grouped_linear", "decoder_layer", "attention_block", "moe_block", "head", "vocab_greedy"),
     states=("flash_attn", "flashinfer", "flash_mla"),
     options={
         "one_launch": Option(
@@ -25,6 +25,13 @@ descriptor = Descriptor(
             help="What one token passes in one launch: all layers that can, also large ones, those in float8 and in "
             "integers of four bits, and several at once; attention before experts, and experts in bfloat16. Or only "
             "small layers in bfloat16, each by itself.",
+        ),
+        "screened_head": Option(
+            type=bool,
+            default=True,
+            help="Find the greedy token of one request from codes of four bits for the head, and compute the logits of "
+            "the ids alone that can be the largest: same token, a quarter of the head's bytes are read. The codes take "
+            "a quarter of the head's memory.",
         ),
     },
     aliases={

@@ -85,6 +85,16 @@ __device__ __forceinline__ uint4 fresh_four(const void* at) {
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
     return v;
 }
+// Four words that no launch writes and that are read once.
+__device__ __forceinline__ uint4 read_once(const void* at) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+// sum += four bytes without a sign times four with one.
+__device__ __forceinline__ int dot_bytes(u32 left, u32 right, int sum) {
+    int d; asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(left), "r"(right), "r"(sum)); return d;
+}
 // Wait for the end of the launches before.
 __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next launch may start.

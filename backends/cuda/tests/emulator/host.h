@@ -56,6 +56,18 @@ inline u32 atomicExch_system(u32* at, u32 value) {
     *at = value, given_up = value & 0xffff;
     return before;
 }
+// Threads run one at a time, so these are single by themselves.
+template <typename T>
+inline T atomicExch(T* at, T value) {
+    const T before = *at;
+    *at = value;
+    return before;
+}
+template <typename T>
+inline T atomicMax(T* at, T value) { return atomicExch(at, value > *at ? value : *at); }
+template <typename T>
+inline T atomicAdd(T* at, T value) { return atomicExch(at, *at + value); }
+inline void __threadfence() {}
 [[noreturn]] inline void __trap() { emulator::give_up(given_up); }
 
 // Numbers of 16 and 8 bits.
@@ -231,6 +243,11 @@ inline uint2 look(const u64* at) {
     return v;
 }
 inline uint4 fresh_four(const void* at) { return *(const uint4*)at; }
+inline uint4 read_once(const void* at) { return *(const uint4*)at; }
+inline int dot_bytes(u32 left, u32 right, int sum) {
+    for (u32 n = 0; n < 4; n++) sum += (int)(left >> 8 * n & 255) * (signed char)(right >> 8 * n & 255);
+    return sum;
+}
 inline void grid_wait() { emulator::wait_for_launch_before(); }
 inline void launch_next() { emulator::let_next_launch_start(); }
 inline void __syncthreads() { emulator::meet_program(0, 0); }

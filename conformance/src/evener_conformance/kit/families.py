@@ -267,7 +267,7 @@ def _deep_and_wide() -> tuple[Family, ...]:
             "shared", AttentionConfig(heads=16, kv_heads=8, head_dim=64, rotary=RotaryConfig(64), qk_norm=True),
             MLPConfig(inner=768), hidden=512, vocab=64,
         ),
-        Family("wide", attention, MLPConfig(inner=8256), hidden=64, vocab=8256),
+        Family("wide", attention, MLPConfig(inner=8256), hidden=128, vocab=8256),
         # One token's experts, walked by the programs of a whole device more than once.
         Family("deep expert", attention, MoEConfig(experts=3, top=3, inner=400), hidden=2048, vocab=64),
         Family(

@@ -76,14 +76,14 @@ class LMHead:
             "communicator": build.communicator,
         }  # fmt: skip
         self.site = build.op("head", name, **static)
-        self.best = None if build.communicator is None else build.op("vocab_greedy", name, **static)
+        self.best: CallSite | None = build.op("vocab_greedy", name, **static)
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         """Logits float32 [R, vocab] of hidden states float32 [R, hidden]."""
         return self._call(self.site, hidden, step)
 
     def greedy(self, hidden: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """Ids int32 [R] of the largest logits. Each rank looks in its own rows first; None on one rank."""
+        """Ids int32 [R] of the largest logits; each rank looks in its own rows first. None without a vocabulary."""
         return None if self.best is None else self._call(self.best, hidden, step)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:

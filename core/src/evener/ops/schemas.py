@@ -335,8 +335,8 @@ OTHER_COMPOSITES: tuple[OpSchema, ...] = (
     ),
     _composite(
         "ranks:vocab_greedy", statics.HeadStatic,
-        "The ids of the largest logits: head over this rank's rows of the vocabulary, greedy, all_gather of the "
-        "ranks' best, the best of these.",
+        "The ids of the largest logits: head over this rank's rows of the vocabulary, greedy; over several ranks "
+        "all_gather of the ranks' best, the best of these.",
         inputs=_HEAD, outputs="ids R int32", weights=("weight",),
     ),
 )  # fmt: skip
