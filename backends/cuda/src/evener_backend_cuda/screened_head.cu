@@ -208,20 +208,21 @@ __device__ __forceinline__ float2 enter(const Screen& launch) {
     return make_float2(sums[0], sums[1]);
 }
 
-// This thread's part of the logit of a row, by threads `at`, `at + step` and so on; x is in bfloat16.
-__device__ __forceinline__ float part_of(const u16* row, const u16* x, int at, int step) {
-    float sum = 0.f;
+// This thread's parts of the logits of two rows, by threads `at`, `at + step` and so on; x is in bfloat16.
+__device__ __forceinline__ float2 parts_of(const u16* one, const u16* two, const u16* x, int at, int step) {
+    float2 sums = make_float2(0.f, 0.f);
 #pragma unroll 4
     for (int i = at * 8; i < HIDDEN; i += step * 8) {
-        const uint4 a = *(const uint4*)(row + i), b = *(const uint4*)(x + i);
-        const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+        const uint4 a = *(const uint4*)(one + i), b = *(const uint4*)(two + i), c = *(const uint4*)(x + i);
+        const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w}, given[4] = {c.x, c.y, c.z, c.w};
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            sum = fmaf(widen(left[n]), widen(right[n]), sum);
-            sum = fmaf(widen_high(left[n]), widen_high(right[n]), sum);
+            sums.x = fmaf(widen(left[n]), widen(given[n]), sums.x), sums.y = fmaf(widen(right[n]), widen(given[n]), sums.y);
+            sums.x = fmaf(widen_high(left[n]), widen_high(given[n]), sums.x);
+            sums.y = fmaf(widen_high(right[n]), widen_high(given[n]), sums.y);
         }
     }
-    return sum;
+    return sums;
 }
 
 // Wait until all programs have counted.
@@ -283,7 +284,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) screened_head(co
     __syncthreads();
     const u16* x = (const u16*)(shared + AT_X);
     float logit[1] = {0.f};
-    if (best >= 0) logit[0] = part_of(launch.values + (long long)best * HIDDEN, x, threadIdx.x, THREADS);
+    if (best >= 0) {
+        const u16* row = launch.values + (long long)best * HIDDEN;
+        logit[0] = parts_of(row, row, x, threadIdx.x, THREADS).x;
+    }
     program_totals(logit);
     u32* counts = (u32*)(launch.found + 2);
     if (threadIdx.x == 0) {
@@ -302,13 +306,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) screened_head(co
     for (int at = 0; at < ROUNDS * TALL; at += 32) {
         const int own = at + lane, row = (first + own / TALL * (PROGRAMS * WARPS)) * TALL + own % TALL;
         u32 candidates = __ballot_sync(~0u, own < ROUNDS * TALL && row < ROWS && bounds[own] >= known);
+        // Two at a time: the memory's latency is most of a row's time.
         while (candidates) {
-            const u32 from = __ffs(candidates) - 1;
+            const int one = __ffs(candidates) - 1;
             candidates &= candidates - 1;
-            const int its = __shfl_sync(~0u, row, from);
-            const float value = warp_total(part_of(launch.values + (long long)its * HIDDEN, x, lane, 32));
-            const u64 own_key = (u64)key_of(value) << 32 | (u32)~its;
-            key = own_key > key ? own_key : key;
+            const int two = candidates ? __ffs(candidates) - 1 : one;
+            candidates &= candidates - 1;
+            const int ids[2] = {__shfl_sync(~0u, row, one), __shfl_sync(~0u, row, two)};
+            const float2 parts = parts_of(
+                launch.values + (long long)ids[0] * HIDDEN, launch.values + (long long)ids[1] * HIDDEN, x, lane, 32);
+            const float logits[2] = {warp_total(parts.x), warp_total(parts.y)};
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const u64 its = (u64)key_of(logits[n]) << 32 | (u32)~ids[n];
+                key = its > key ? its : key;
+            }
         }
     }
     u64* keys = (u64*)(shared + AT_KEYS);

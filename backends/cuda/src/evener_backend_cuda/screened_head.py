@@ -2,7 +2,7 @@
 
 A greedy token needs one logit of the vocabulary: the largest. The head is the largest matrix of a step, and in bfloat16
 also where layers are quantized. ``screened_head.cu`` reads codes of four bits instead, from which each id's logit is
-known up to a bound. Then it computes the logits of the ids whose bound reaches the best logit that is known, as a head
+known up to a bound. It then computes the logits of the ids whose bound reaches the best logit that is known, as a head
 does. The result is the id of the largest of all logits; that it is another one has a probability of 1e-18 for each id
 (``screened.py`` says why). Every other use of the head reads the weight as it is.
 
@@ -36,8 +36,9 @@ from evener_kernels_triton.tuning import Tuning
 
 #: As in screened_head.cu: threads of a program, and programs of a multiprocessor.
 THREADS, RESIDENT = 256, 3
-#: Of missing one id that has the largest logit, in one step.
-CHANCE = 1e-18
+#: The most that the chance to miss the largest logit of a step may be. The bound is not tight: errors of codes have two
+#: thirds of the variance that it allows for, so the chance is rather 1e-18.
+CHANCE = 1e-12
 _MOST_COLUMNS = 16_384
 #: All weights of fewer rows are read as fast.
 _LEAST_ROWS = 8192
