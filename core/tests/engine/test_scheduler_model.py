@@ -577,7 +577,7 @@ def test_a_request_that_just_fits_finishes_and_with_one_block_less_it_is_refused
     cuts: list[int],
 ) -> None:  # fmt: skip
     state = StateManager(specs, KINDS, block_size, 1, cuts=cuts[: len(specs)])
-    least = state.blocks_for(len(prompt) + max_tokens, step_tokens)
+    least = state.slabs_for(len(prompt) + max_tokens, step_tokens)
     options: dict[str, Any] = {"block_size": block_size, "step_tokens": step_tokens, "depth": depth, "cuts": cuts}
     message = NewRequest(id="r", prompt=prompt, max_tokens=max_tokens)
     fits = Harness(specs, blocks=least + 1, **options)

@@ -198,9 +198,9 @@ class Scheduler:
             return f"the id {message.id!r} is already in use by an open request; choose another id"
         if not message.prompt or message.max_tokens < 1:
             return "a request needs at least one prompt token and max_tokens of at least 1"
-        needed = self.state.blocks_for(len(message.prompt) + message.max_tokens, self.step_tokens)
-        if needed > self.state.blocks - 1:
-            return (f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.blocks - 1}; "
+        needed = self.state.slabs_for(len(message.prompt) + message.max_tokens, self.step_tokens)
+        if needed > self.state.slabs - 1:
+            return (f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.slabs - 1}; "
                     "send a shorter prompt, lower max_tokens, or restart with a larger infer.kv_memory")  # fmt: skip
         if problem := self.media.rejection_reason(message):
             return problem
@@ -268,7 +268,7 @@ class Scheduler:
             count = self._allowed_tokens(request, due, new.budget) if due > 1 or request.message.media else 1
             if not count or not self._take_quota(new, request, due == 1, early):
                 continue
-            # The bound on what an exclusive request holds (``blocks_for``) is one without drafts.
+            # The bound on what an exclusive request holds (``slabs_for``) is one without drafts.
             proposed = [] if request.exclusive else self.drafts.propose(request, new.budget - count)
             drafted = proposed and self.grammars.fitting(request, proposed)
             if drafted and self._plan_row(new, request, count, drafted):

@@ -67,7 +67,7 @@ class StateManager:
         specs: one for each group.
         kinds: registered kinds by name.
         block_size: tokens of a block.
-        blocks: slabs in the pool, including the null slab; a slab is as large as the largest block of a group.
+        slabs: those of the pool, including the null slab; a slab is as large as the largest block of a group.
         prefix_cache: whether computed blocks can be found again.
         cuts: for each group how many of its blocks a slab holds; default: one each.
 
@@ -76,7 +76,7 @@ class StateManager:
     """
 
     def __init__(
-        self, specs: Sequence[StateSpec], kinds: Mapping[str, StateKind], block_size: int, blocks: int,
+        self, specs: Sequence[StateSpec], kinds: Mapping[str, StateKind], block_size: int, slabs: int,
         prefix_cache: bool = True, cuts: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.specs, self._kinds = tuple(specs), find_kinds(specs, kinds)
@@ -84,14 +84,14 @@ class StateManager:
         self.cuts = tuple(cuts) or (1,) * len(self.specs)
         slab = math.lcm(*self.cuts)  # pages: the largest unit that divides every group's blocks
         self.spans = tuple(slab // cut for cut in self.cuts)
-        self.blocks, self.pool = blocks, BlockPool(blocks * slab, slab)
+        self.slabs, self.pool = slabs, BlockPool(slabs * slab, slab)
         #: Whether one step must compute all tokens of a request.
         self.undivided = any(kind.undivided for kind in self._kinds)
         self.prefix_cache = prefix_cache
         #: Groups whose blocks can become dead. The first live block never moves back, so one position far ahead tells.
         self._mortal = [group for group in range(len(self.specs)) if self.first_live_block(group, 1 << 40)]
 
-    def blocks_for(self, tokens: int, step_tokens: int) -> int:
+    def slabs_for(self, tokens: int, step_tokens: int) -> int:
         """Slabs that a request of ``tokens`` tokens holds at most, if a step adds at most ``step_tokens`` of them."""
         return slabs_needed(self.specs, self._kinds, self.cuts, self.block_size, tokens, step_tokens)
 
