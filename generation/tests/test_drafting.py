@@ -25,7 +25,7 @@ class DecodingStub:
 
 def decoding(*tokens: int) -> Any:
     return DecodingStub(
-        tokens=[*tokens], unread=0, planned=len(tokens) - 1, length=len(tokens), limit=20, decodes=True,
+        tokens=[*tokens], unread=0, computed=len(tokens) - 1, length=len(tokens), limit=20, decodes=True,
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def answered(speculation: Speculation, request: Any, *ids: int) -> list[int]:
     asked = speculation.propose(request, 9)
     start, right = len(request.tokens) - 1, sum(id > 0 for id in ids)
     request.tokens += [1] * (1 + right)
-    request.length, request.planned = len(request.tokens), len(request.tokens) - 1
+    request.length, request.computed = len(request.tokens), len(request.tokens) - 1
     drafts = list(ids[: len(asked)])
     row = DecodingStub(request=request, start=start, count=1 + len(drafts), drafts=drafts, samples=1, again=0)
     speculation.record([row], speculation.on, 1 + right)

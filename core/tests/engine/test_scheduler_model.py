@@ -740,7 +740,7 @@ def test_half_prefilled_requests_that_fill_the_pool_together_do_not_deadlock() -
         tight.send(NewRequest(id=name, prompt=[0, 1, 2, 3, 0] * 2, max_tokens=4))
     seen = []
     while not tight.controller.idle:
-        seen.append([(r.planned, r.length) for r in tight.scheduler.running])
+        seen.append([(r.computed, r.length) for r in tight.scheduler.running])
         tight.step()
     assert any(len(rows) == 2 and 0 < rows[1][0] < 10 for rows in seen), "nobody was half-prefilled beside another"
     assert tight.scheduler.stats.preemptions > 0

@@ -23,13 +23,13 @@ class DecodingRequest(Protocol):
     Attributes:
         tokens: known ids: the prompt, and the sampled ids that were read.
         unread: number of tokens that submitted plans sample and whose ids were not read yet.
-        planned: number of tokens whose state is computed or will be by submitted plans.
+        computed: number of tokens whose state is computed, or will be by the plans in flight.
         limit: tokens that it may have in all; the last is sampled and never computed.
     """
 
     tokens: list[int]
     unread: int
-    planned: int
+    computed: int
     limit: int
 
     @property

@@ -28,7 +28,8 @@ class Request:
         order: position in the order of arrival.
         tokens: known ids: the prompt, and the sampled ids that were read.
         unread: number of tokens that submitted plans sample and whose ids were not read yet.
-        planned: number of tokens whose state is computed or will be by submitted plans.
+        computed: number of tokens whose state is computed, or will be by the plans in flight; it may also be the prefix
+            cache's or a parent's.
         checked: number of tokens that plans have computed, accepted drafts included. Where their state was not kept,
             the next plan computes them again.
         unchecked: whether a plan in flight has drafts of it. How many are accepted decides where the next plan begins.
@@ -52,7 +53,7 @@ class Request:
     order: int
     tokens: list[int] = field(default_factory=list)
     unread: int = 0
-    planned: int = 0
+    computed: int = 0
     checked: int = 0
     unchecked: bool = False
     cached: int = 0
@@ -118,22 +119,22 @@ class Request:
         length = len(self.tokens) + self.unread
         if self.unchecked or length >= self.limit:
             return 0
-        if self.planned in self.fork_points:
+        if self.computed in self.fork_points:
             return 1  # leaves the step's budget to the forks
-        later = [p for p in self.fork_points if p > self.planned] if self.fork_points else ()
-        return (min(later) if later else length) - self.planned
+        later = [p for p in self.fork_points if p > self.computed] if self.fork_points else ()
+        return (min(later) if later else length) - self.computed
 
     @property
     def decodes(self) -> bool:
         """Whether exactly one token is left to compute, after which the next plan samples, and no fork needs a step to
         end there or later."""
-        forks = any(point >= self.planned for point in self.fork_points)
-        return self.tokens_to_compute > 0 and not forks and self.length - 1 == max(self.planned, self.checked)
+        forks = any(point >= self.computed for point in self.fork_points)
+        return self.tokens_to_compute > 0 and not forks and self.length - 1 == max(self.computed, self.checked)
 
     @property
     def waits_for_parent(self) -> bool:
         """Whether its parent has yet to compute the tokens that both share."""
-        return self.parent is not None and self.parent.finish is None and self.parent.planned < self.shared
+        return self.parent is not None and self.parent.finish is None and self.parent.computed < self.shared
 
 
 class PlannedRow(msgspec.Struct, frozen=True):

@@ -276,8 +276,8 @@ class Scheduler:
             while not self._plan_row(new, request, count):
                 if self.connector.give_back():
                     continue
-                planned = [row.request for row in new.rows]
-                victim = next(r for r in reversed(self.running) if r not in planned)
+                has_row = [row.request for row in new.rows]
+                victim = next(r for r in reversed(self.running) if r not in has_row)
                 # Its plans in flight are read first. That is soon: it gets no new row.
                 if self._is_in_flight(victim):
                     return False
@@ -322,7 +322,7 @@ class Scheduler:
 
     def _record_admission(self, new: _NewPlan, request: Request, copies: list[BlockCopy] | None) -> None:
         """Count how much state a request starts with, and plan the copies from its parent."""
-        reused, parent = request.planned, request.parent
+        reused, parent = request.computed, request.parent
         request.parent = None
         if copies is None or parent is None:
             self.stats.queried_tokens += request.length
@@ -344,9 +344,9 @@ class Scheduler:
         if the pool has too few blocks."""
         assert request.table is not None, "a running request has a table"
         drafted = drafted or []
-        samples = 1 + len(drafted) if request.planned + count == len(request.tokens) + request.unread else 0
-        again, count = request.checked and max(0, request.checked - request.planned), count + len(drafted)
-        if (growth := self.state.grow(request.table, request.planned + count, len(drafted))) is None:
+        samples = 1 + len(drafted) if request.computed + count == len(request.tokens) + request.unread else 0
+        again, count = request.checked and max(0, request.checked - request.computed), count + len(drafted)
+        if (growth := self.state.grow(request.table, request.computed + count, len(drafted))) is None:
             return False
         if admit:
             known, sampling = list(request.tokens), request.message.sampling
@@ -355,7 +355,7 @@ class Scheduler:
         elif growth.blocks:
             new.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
         self.media.take(request, count)
-        new.rows.append(PlannedRow(request, request.planned, count, drafted, samples, again))
+        new.rows.append(PlannedRow(request, request.computed, count, drafted, samples, again))
         new.budget = max(0, new.budget - (count if request.plain else new.rows[-1].cost))
         return True
 
@@ -378,7 +378,7 @@ class Scheduler:
         self.media.release(request)
         self.adapters.stop(request.message.adapter)
         self._slots.append(request.slot)
-        request.table, request.slot, request.planned, request.checked = None, -1, 0, 0
+        request.table, request.slot, request.computed, request.checked = None, -1, 0, 0
 
     def _build_plan(self, new: _NewPlan) -> Plan:
         # State providers may compute rows of one token with another kernel, so these come first.
@@ -387,7 +387,7 @@ class Scheduler:
         scores, outputs = list[ScoredTokens](), list[WantedOutputs]()
         for index, row in enumerate(rows):
             request = row.request
-            request.planned, request.last_plan = row.start + row.count - len(row.drafts), new.plan_id
+            request.computed, request.last_plan = row.start + row.count - len(row.drafts), new.plan_id
             request.unread, request.unchecked = request.unread + (row.samples > 0), bool(row.drafts)
             if not request.plain:
                 scores += (scored := list(row.scores(index)))
@@ -452,7 +452,7 @@ class Scheduler:
         request.outputs_read = max(request.outputs_read, computed)
         if row.drafts:
             request.unchecked, request.checked = False, len(request.tokens) - 1
-            computed = request.planned = self.state.kept(computed - len(row.drafts), request.checked)
+            computed = request.computed = self.state.kept(computed - len(row.drafts), request.checked)
             self.stats.drafts += row.drafts[0] > NOT_YET
             self.stats.drafted_tokens += sum(id > NOT_YET for id in row.drafts)
             self.stats.accepted_tokens += len(ids) - 1
