@@ -44,7 +44,7 @@ class DecodingRequest(Protocol):
 
 class DraftedRow(Protocol):
     """What is read of a plan's row: ``count`` tokens of a request from position ``start`` on, the last of which are
-    ``drafts``. The first ``again`` are computed once more, because their state was not kept. The step samples after
+    ``drafts``. The first ``recomputed`` were computed before, but their state was not kept. The step samples after
     each of the last ``samples`` tokens."""
 
     @property
@@ -58,7 +58,7 @@ class DraftedRow(Protocol):
     @property
     def samples(self) -> int: ...
     @property
-    def again(self) -> int: ...
+    def recomputed(self) -> int: ...
 
 
 class Drafts:

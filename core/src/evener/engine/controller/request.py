@@ -142,7 +142,7 @@ class PlannedRow(msgspec.Struct, frozen=True):
 
     Attributes:
         drafts: proposed ids, which are the last of these tokens.
-        again: how many of these tokens are computed once more, because their state was not kept (``Request.checked``).
+        recomputed: how many of these tokens were computed before, but their state was not kept (``Request.checked``).
         samples: the number of tokens that the row samples: one if it computes the last token that exists, and one
             after each proposed id.
     """
@@ -152,7 +152,7 @@ class PlannedRow(msgspec.Struct, frozen=True):
     count: int
     drafts: list[int]
     samples: int
-    again: int = 0
+    recomputed: int = 0
 
     @property
     def cost(self) -> int:

@@ -345,7 +345,7 @@ class Scheduler:
         assert request.table is not None, "a running request has a table"
         drafted = drafted or []
         samples = 1 + len(drafted) if request.computed + count == len(request.tokens) + request.unread else 0
-        again, count = request.checked and max(0, request.checked - request.computed), count + len(drafted)
+        recomputed, count = request.checked and max(0, request.checked - request.computed), count + len(drafted)
         if (growth := self.state.grow(request.table, request.computed + count, len(drafted))) is None:
             return False
         if admit:
@@ -355,7 +355,7 @@ class Scheduler:
         elif growth.blocks:
             new.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
         self.media.take(request, count)
-        new.rows.append(PlannedRow(request, request.computed, count, drafted, samples, again))
+        new.rows.append(PlannedRow(request, request.computed, count, drafted, samples, recomputed))
         new.budget = max(0, new.budget - (count if request.plain else new.rows[-1].cost))
         return True
 
