@@ -224,7 +224,7 @@ class Scheduler:
         """Make the next plan; None when nothing can be computed before another result is read, or nothing is left."""
         # With pipeline stages, a request whose last token is not sampled yet is planned only if there is no other: the
         # first stage would wait for that token.
-        for early in () if self.grammars.owed else (False, True) if self.batches.stages > 1 else (False,):
+        for early in () if self.grammars.awaiting_masks else (False, True) if self.batches.stages > 1 else (False,):
             self.drafts.begin(len(self.running) + min(len(self.waiting), len(self._slots)))
             decoding = sum(request.tokens_to_compute == 1 for request in self.running if self.batches.stages > 1)
             quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
