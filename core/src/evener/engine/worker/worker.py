@@ -76,7 +76,7 @@ class Worker:
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media)
         self.runner.before_step = positions.ensure
         if a.placement is not None:
-            self.runner.divided, self.runner.replayed = a.placement.divided, a.placement.replayed
+            self.runner.eager_forward, self.runner.replayed = a.placement.eager_forward, a.placement.replayed
         if a.pooling is not None:
             pooling_part("pooler")(a.pooling, resolved.max_reqs, self.runner)
         drafter = installed_catalog().lazy_imports("worker drafter").get(resolved.config.infer.proposes)
