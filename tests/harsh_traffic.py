@@ -48,7 +48,6 @@ def shrink(controller: Controller, blocks: int) -> None:
         state,
         len(old._slots),
         old.step_tokens,
-        old.policy,
         old.batches,
         old.media,
         old.limit,

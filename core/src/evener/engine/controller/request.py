@@ -1,17 +1,17 @@
-"""A request as the scheduler sees it, and its part of a plan."""
+"""A request as the scheduler sees it, its part of a plan, and what the plan's result has for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from evener.contracts.outputs import FinishReason
 from evener.engine.controller.state import BlockTable
-from evener.engine.wire.messages import NewRequest
-from evener.engine.wire.plan import ScoredTokens, WantedOutputs
+from evener.engine.wire.messages import NewRequest, TokenLogprobs
+from evener.engine.wire.plan import Plan, ScoredTokens, StepResult, WantedOutputs
 from evener.sampling_params import MAX_LOGPROBS
 
 #: A token whose whole row of logits is copied to the host counts as so many in a step's budget: a row may take a
@@ -71,17 +71,13 @@ class Request:
     finish: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.message.prompt)
+        self.id, self.tokens = self.message.id, list(self.message.prompt)
         self.arrived = self.started = time.monotonic()
         self.prompt_length = len(self.tokens)
         self.limit = self.prompt_length + self.message.max_tokens
         self.stop_ids = frozenset(self.message.stop_token_ids)
         s = self.message.sampling
         self.plain = not (s.prompt_outputs or s.prompt_logprobs is not None or (s.logprobs or 0) > MAX_LOGPROBS)
-
-    @property
-    def id(self) -> str:
-        return self.message.id
 
     @property
     def length(self) -> int:
@@ -185,3 +181,52 @@ class PlannedRow(msgspec.Struct, frozen=True):
         kept = next((at for at, (id, draft) in enumerate(zip(ids, self.drafts, strict=False)) if id != draft), len(ids))
         stop = next((at for at, id in enumerate(ids) if id in self.request.stop_ids), len(ids))
         return ids[: min(kept, stop) + 1]
+
+
+def wanted_outputs(rows: Iterable[PlannedRow]) -> tuple[list[ScoredTokens], list[WantedOutputs]]:
+    """The prompt tokens to score in the rows of a plan, and the outputs that are wanted of the rows."""
+    scores, outputs = list[ScoredTokens](), list[WantedOutputs]()
+    for index, row in enumerate(rows):
+        if not row.request.plain:
+            scores += (scored := list(row.scores(index)))
+            outputs += row.outputs(index, scored)
+    return scores, outputs
+
+
+class RowResult(msgspec.Struct, frozen=True):
+    """What a step's result has for one row.
+
+    Attributes:
+        row: with the drafts that the worker proposed, if it did.
+        ids: the sampled ids that the request gets.
+        logprobs: of those ids that want any; scores: of the prompt tokens to score, None if there are none.
+        vector: the row's vector, of a model that embeds; outputs: the outputs that are wanted of the row.
+    """
+
+    row: PlannedRow
+    ids: list[int]
+    logprobs: Sequence[TokenLogprobs]
+    scores: list[TokenLogprobs] | None
+    vector: bytes
+    outputs: bytes
+
+
+def results_by_row(plan: Plan, rows: Sequence[PlannedRow], result: StepResult) -> list[RowResult]:
+    """What ``result`` has for each of the plan's ``rows``."""
+    found, first = list[RowResult](), 0
+    drafts, vectors, scores = iter(result.drafts), iter(result.pooled), iter(result.scores)
+    outputs = list(zip(plan.outputs, result.outputs, strict=True))
+    logprobs = dict(zip(plan.sampling.logprobs, result.logprobs, strict=True))
+    scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
+    for index, row in enumerate(rows):
+        if row.drafts and result.drafts:
+            row = msgspec.structs.replace(row, drafts=next(drafts))
+        ids = row.accepted(result.ids[first : first + row.samples])
+        named = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs] if logprobs else ()
+        vector = next(vectors, b"") if row.samples else b""
+        # The worker returns logits of each sample, also of those that the request does not get.
+        parts = [part[: len(part) // of.count * len(ids)] if of.kind == "sampled" else part
+                 for of, part in outputs if of.row == index] if outputs else ()  # fmt: skip
+        found.append(RowResult(row, ids, named, scored.get(index), vector, b"".join(parts)))
+        first += row.samples
+    return found
