@@ -6,7 +6,7 @@ The byte counts come from other modules:
 weights         ``loading.estimate``: from file headers and packings
 workspace       ``resolution.footprint``: activations and kernels' scratch; ``StateProvider.workspace``
 tables          this module: rows of requests in ``device_tables``, and rows of encoders
-state           ``geometry``: bytes of one KV cache block over all layers
+state           ``geometry``: bytes of one slab of the KV cache over all layers
 free memory     the device
 ==============  ==============================================================================================
 
@@ -84,10 +84,10 @@ def measured_plan(a: Assembly, plan: MemoryPlan, free: int) -> tuple[ResolvedCon
         MemoryPlanError: it holds no request, or not one of ``infer.max_seq_len`` tokens, if that is set.
     """
     config, plan = a.config, _after_warm_up(plan, free)
-    if _blocks_for(a, config, config.max_seq_len) < plan.blocks:
+    if _slabs_for(a, config, config.max_seq_len) < plan.blocks:
         return config, plan
     length = _longest_request(a, config, plan.blocks - 1)
-    if config.config.infer.max_seq_len == "auto" and _blocks_for(a, config, length) < plan.blocks:
+    if config.config.infer.max_seq_len == "auto" and _slabs_for(a, config, length) < plan.blocks:
         return config.with_value("infer.max_seq_len", length, "what a warm-up left for state holds no more"), plan
     raise MemoryPlanError(
         f"a warm-up left {in_gib(free)}, of which the largest step takes {in_gib(plan.workspace)}: too little for the "
@@ -121,9 +121,10 @@ class MemoryDemand:
         weights: as estimated from headers and packings.
         rows: bytes of the engine's device tables and of encoders' rows.
         workspace: bytes of activations and scratch of the largest step.
-        block_bytes: bytes of one block over all layers.
-        max_useful_blocks: blocks that all slots can hold at once.
-        min_blocks: blocks that one request of ``max_seq_len`` tokens needs.
+        block_bytes: bytes of one slab over all layers. Slabs are named blocks here, as in ``MemoryPlan``, which is
+            shown as JSON.
+        max_useful_blocks: slabs that all slots can hold at once.
+        min_blocks: slabs that one request of ``max_seq_len`` tokens needs.
         experts: bytes of each layer's experts on the device, in order.
         host, host_layers: as in ``MemoryPlan``; host_free: bytes that the host has free.
     """
@@ -176,7 +177,7 @@ def plan_memory(demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, 
 def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
     """What ``config`` asks of the device of ``a``."""
     groups, size = a.geometry.groups, a.geometry.block_size
-    min_blocks = _blocks_for(a, config, config.max_seq_len)
+    min_blocks = _slabs_for(a, config, config.max_seq_len)
     columns = table_columns(-(-config.max_seq_len // size), len(groups), a.device.capabilities.alignment)
     attention = max(g.provider.workspace(g.spec, g.attention, config.step_tokens, config.max_seq_len) for g in groups)
     scratch = max(attention, a.resolver.footprint.workspace)
@@ -217,18 +218,18 @@ def _expert_bytes(a: Assembly) -> tuple[int, ...]:
     return tuple(estimate_weights([s["gate_up"], s["down"]], packings, None).allocated for s in sites)
 
 
-def _blocks_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
-    """Blocks that one request of ``length`` tokens needs."""
+def _slabs_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
+    """Slabs that one request of ``length`` tokens needs."""
     specs, cuts = tuple(g.spec for g in a.geometry.groups), tuple(g.cut for g in a.geometry.groups)
     kinds, step_tokens = find_kinds(specs, a.kinds), min(config.step_tokens, length)
     return slabs_needed(specs, kinds, cuts, a.geometry.block_size, length, step_tokens)
 
 
-def _longest_request(a: Assembly, config: ResolvedConfig, blocks: int) -> int:
-    """The longest request, in whole blocks, that ``blocks`` can hold; the need grows with the length."""
+def _longest_request(a: Assembly, config: ResolvedConfig, slabs: int) -> int:
+    """The longest request, in whole blocks of tokens, that ``slabs`` can hold; the need grows with the length."""
     size = a.geometry.block_size
     counts = range(1, -(-config.max_seq_len // size) + 1)
-    return max(1, bisect_right(counts, blocks, key=lambda count: _blocks_for(a, config, count * size))) * size
+    return max(1, bisect_right(counts, slabs, key=lambda count: _slabs_for(a, config, count * size))) * size
 
 
 def _problem(
