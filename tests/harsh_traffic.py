@@ -39,7 +39,7 @@ def shrink(controller: Controller, blocks: int) -> None:
     """Leave the scheduler this many blocks, so that few requests fill them."""
     was, kinds = controller.scheduler.state, {kind.name: kind for kind in BUILTIN_KINDS}
     state = StateManager(was.specs, kinds, was.block_size, blocks + 1, was.prefix_cache, was.cuts)
-    assert blocks < was.blocks and controller.idle
+    assert blocks < was.slabs and controller.idle
     old = controller.scheduler
     kept = old.connector.places if isinstance(old.connector, HostBlocks) else None
     files = old.connector.files if isinstance(old.connector, HostBlocks) else None
@@ -48,7 +48,6 @@ def shrink(controller: Controller, blocks: int) -> None:
         state,
         len(old._slots),
         old.step_tokens,
-        old.policy,
         old.batches,
         old.media,
         old.limit,

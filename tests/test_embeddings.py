@@ -294,7 +294,7 @@ def test_a_preempted_text_is_pooled_from_its_beginning(qwen: tuple[Path, Oracle]
     for _ in range(2):
         events += controller.step()
     (begun,) = controller.scheduler.running
-    assert begun.id not in {event.id for event in events} and begun.planned == 48
+    assert begun.id not in {event.id for event in events} and begun.computed == 48
     controller.scheduler._preempt(begun)
     while not controller.idle:
         events += controller.step()

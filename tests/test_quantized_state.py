@@ -126,7 +126,7 @@ def test_the_pool_of_a_16_bit_model_holds_twice_as_many_blocks(tmp_path: Path) -
         for more in ({}, stored(tmp_path, "fp8_e4m3"))
     )
     assert narrow.facts.info.memory.block_bytes * 2 == plain.facts.info.memory.block_bytes
-    assert narrow.facts.blocks // plain.facts.blocks == 2
+    assert narrow.facts.slabs // plain.facts.slabs == 2
     # What is in memory, not only in the plan.
     pools = [worker.pool for worker in (plain, narrow)]
     assert abs(pools[0].nbytes - pools[1].nbytes) <= plain.facts.info.memory.block_bytes

@@ -115,7 +115,7 @@ def test_a_ranks_state_and_weights_are_its_share(tmp_path: Path) -> None:
     with rank_threads(shared) as (_, executor):
         ranks = executor.workers
     assert {w.assembly.geometry.block_bytes * 4 for w in ranks} == {one.assembly.geometry.block_bytes}
-    assert len({w.facts.blocks for w in ranks}) == 1 and ranks[0].facts.blocks > 3 * one.facts.blocks
+    assert len({w.facts.slabs for w in ranks}) == 1 and ranks[0].facts.slabs > 3 * one.facts.slabs
     explained = explain(shared)
     assert explained["memory"]["weights"] == ranks[0].facts.info.memory.weights
     for worker in ranks:

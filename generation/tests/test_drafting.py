@@ -25,7 +25,7 @@ class DecodingStub:
 
 def decoding(*tokens: int) -> Any:
     return DecodingStub(
-        tokens=[*tokens], unread=0, planned=len(tokens) - 1, length=len(tokens), limit=20, decodes=True,
+        tokens=[*tokens], unread=0, computed=len(tokens) - 1, length=len(tokens), limit=20, decodes=True,
     )  # fmt: skip
 
 
@@ -86,9 +86,9 @@ def answered(speculation: Speculation, request: Any, *ids: int) -> list[int]:
     asked = speculation.propose(request, 9)
     start, right = len(request.tokens) - 1, sum(id > 0 for id in ids)
     request.tokens += [1] * (1 + right)
-    request.length, request.planned = len(request.tokens), len(request.tokens) - 1
+    request.length, request.computed = len(request.tokens), len(request.tokens) - 1
     drafts = list(ids[: len(asked)])
-    row = DecodingStub(request=request, start=start, count=1 + len(drafts), drafts=drafts, samples=1, again=0)
+    row = DecodingStub(request=request, start=start, count=1 + len(drafts), drafts=drafts, samples=1, recomputed=0)
     speculation.record([row], speculation.on, 1 + right)
     return asked
 
@@ -156,7 +156,7 @@ def test_forced_tokens_are_proposed_within_all_limits_and_are_no_reason_to_pause
     for request, waits in ((held, True), (free, False)):
         assert speculation.waits(DecodingStub(**{**vars(request), "unread": 1})) == waits
         assert not speculation.waits(request)
-    row = DecodingStub(request=held, start=2, count=3, drafts=[50, 51], samples=3, again=0)
+    row = DecodingStub(request=held, start=2, count=3, drafts=[50, 51], samples=3, recomputed=0)
     for _ in range(9):
         speculation.record([row], True, 1)
     speculation.begin(1)

@@ -125,7 +125,7 @@ def test_latent_attention_makes_no_difference(configured: Configured) -> None:
     """This chip does not capture it, so steps are submitted as for a capture, and run at once."""
     controller, _ = build_controller(configured("DeepseekV3", **keys("DeepseekV3", "25")))
     shrink(controller, FEW_BLOCKS["DeepseekV3"])
-    worker_of(controller).runner.divided = None
+    worker_of(controller).runner.eager_forward = None
     assert_same(play(controller, **traffic()), on_the_cpu("DeepseekV3"))
     step = sum(each.nbytes * each.count for each in slotted(passing(controller)))
     assert counted(controller, "passed_bytes") > 10 * step and counted(controller, "passed_bytes") % step == 0

@@ -49,7 +49,7 @@ class Run:
         old, kinds = self.controller.scheduler, {kind.name: kind for kind in BUILTIN_KINDS}
         was = old.state
         state = StateManager(was.specs, kinds, was.block_size, blocks + 1, was.prefix_cache, was.cuts)
-        assert blocks < was.blocks and self.controller.idle
+        assert blocks < was.slabs and self.controller.idle
         self.controller.scheduler = Scheduler(state, len(old._slots), old.step_tokens, batches=old.batches)
 
     def play(self, messages: Sequence[NewRequest], **how: Any) -> RunResult:

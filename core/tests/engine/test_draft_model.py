@@ -129,7 +129,7 @@ def test_draft_state_comes_back_from_host_memory_with_the_rest(
     second = [longer(m, f"b{m.id}", m.prompt + answers[m.id]) for m in first]
     want = {**answers, **play(plain, second).tokens}
     controller = always(strict_controller(drafted(config))[0])
-    shrink_pool(controller, controller.scheduler.state.blocks_for(80, controller.scheduler.step_tokens) + 2)
+    shrink_pool(controller, controller.scheduler.state.slabs_for(80, controller.scheduler.step_tokens) + 2)
     turns = [first, second] if together else [[one] for one in (*first, *second)]
     found = {name: tokens for turn in turns for name, tokens in play(controller, turn).tokens.items()}
     stats = controller.scheduler.stats

@@ -190,11 +190,11 @@ def test_a_long_context_holds_only_its_windows_blocks_in_the_sliding_groups(gemm
     kinds = [spec.kind for spec in controller.scheduler.state.specs]
     assert kinds.count("window") == 3 and kinds.count("full") == 1
     controller.handle([NewRequest(id="a", prompt=[i % 97 for i in range(200)], max_tokens=20, sampling=GREEDY)])
-    while not controller.scheduler.running or controller.scheduler.running[0].planned < 205:
+    while not controller.scheduler.running or controller.scheduler.running[0].computed < 205:
         controller.step()
     (request,) = controller.scheduler.running
     held = {kind: sum(block > 0 for block in blocks) for kind, blocks in zip(kinds, request.table.blocks, strict=True)}
-    assert held["full"] == -(-request.planned // size)
+    assert held["full"] == -(-request.computed // size)
     assert held["window"] <= 16 // size + 1
     assert controller.scheduler.state.pool.used == held["full"] + 3 * held["window"]
     while not controller.idle:

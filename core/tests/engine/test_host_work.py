@@ -55,13 +55,13 @@ def calls_of_a_block_period(controller: Controller, context: int, sampling: Samp
         [NewRequest(id="a", prompt=[i % 900 for i in range(context)], max_tokens=4 * size, sampling=sampling)]
     )
     (request,) = controller.scheduler.waiting
-    while request.planned <= context or request.planned % size:
+    while request.computed <= context or request.computed % size:
         controller.step()
     calls = Calls()
     with calls:
         for _ in range(size):
             controller.step()
-    assert request.planned >= context + size and request.finish is None and request.planned % size == 0
+    assert request.computed >= context + size and request.finish is None and request.computed % size == 0
     return calls
 
 

@@ -79,7 +79,7 @@ EXPECTED: dict[tuple[Any, ...], list[list[int]]] = {}
 
 def least_blocks(controller: Controller) -> int:
     """So few blocks that two chats do not fit together."""
-    return controller.scheduler.state.blocks_for(92, controller.scheduler.step_tokens) + 2
+    return controller.scheduler.state.slabs_for(92, controller.scheduler.step_tokens) + 2
 
 
 #: Family, options, and what the naive engine's builder has to be told.

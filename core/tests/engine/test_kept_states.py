@@ -98,7 +98,7 @@ def test_a_step_computes_one_token_for_each_beam_and_beams_share_the_blocks_of_t
     assert stats.computed_tokens == len(PROMPT) + search.requests - 1
     assert stats.forks == search.requests - 1
     if family in ("Llama", "DeepseekV32") and not cache:  # each block of a prompt counts
-        alone = state.blocks_for(len(PROMPT) + LENGTH, forked.scheduler.step_tokens) * state.pool.slab
+        alone = state.slabs_for(len(PROMPT) + LENGTH, forked.scheduler.step_tokens) * state.pool.slab
         assert most_used[state.pool] <= BEAMS * alone // 2
     assert state.pool.used > 0
     search.command("end", "s")
@@ -123,7 +123,7 @@ def test_without_free_blocks_states_are_given_back_and_the_texts_stay_the_same(
     apart, forked = (build_controller(config)[0] for _ in range(2))
     expected = Searches(apart, play, forked=False).run(prompts, others)
     state = forked.scheduler.state
-    needed = state.blocks_for(len(PROMPT) + 41, forked.scheduler.step_tokens)
+    needed = state.slabs_for(len(PROMPT) + 41, forked.scheduler.step_tokens)
     shrink_pool(forked, needed + 8)
     search = Searches(forked, play, forked=True)
     assert search.run(prompts, others) == expected

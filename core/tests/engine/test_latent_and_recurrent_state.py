@@ -66,7 +66,7 @@ def test_tokens_match_the_naive_engine(
     whole = play(controller, messages, arrivals={"r6": 60})
     assert whole.tokens == expected and set(whole.reasons().values()) == {"length"}
     assert whole.cached["r6"] == 32
-    least = controller.scheduler.state.blocks_for(62, controller.scheduler.step_tokens)
+    least = controller.scheduler.state.slabs_for(62, controller.scheduler.step_tokens)
     tight, _ = build_controller(config)
     shrink_pool(tight, least)
     assert play(tight, messages).tokens == expected

@@ -85,8 +85,7 @@ def test_random_traffic_matches_the_naive_engine_and_leaks_no_block(
                 picked[child] = (picked[parent][0], picked[child][1], picked[parent][2])
         config = replace(base, infer=replace(base.infer, depth=depth, step_tokens=step_tokens, kv_host_memory=host))
         controller, _ = build_controller(config)
-        least = controller.scheduler.state.blocks_for(75 + 14, step_tokens)
-        shrink_pool(controller, least + room)
+        shrink_pool(controller, controller.scheduler.state.slabs_for(75 + 14, step_tokens) + room)
         messages = [
             NewRequest(
                 id=f"r{i}", prompt=PROMPTS[prompt], max_tokens=count, sampling=GREEDY,
@@ -116,7 +115,7 @@ def test_a_fork_diverges_from_copied_state(length: int, mixed: Any, naive: Naive
     worker = Worker(config, BackendSearch("reference"))
     facts = worker.facts
     kinds = {kind.name: kind for kind in BUILTIN_KINDS}
-    state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, cuts=facts.cuts)
+    state = StateManager(facts.specs, kinds, facts.block_size, facts.slabs, cuts=facts.cuts)
     prompt = LONG[:length]
     first, _ = state.open(prompt, "")
     state.grow(first, length)

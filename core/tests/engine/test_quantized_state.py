@@ -81,7 +81,7 @@ def test_tokens_match_the_naive_engine(
     assert whole.tokens == expected
     assert whole.cached["r6"] == 32
     tight, _ = build_controller(config)
-    shrink_pool(tight, controller.scheduler.state.blocks_for(62, controller.scheduler.step_tokens))
+    shrink_pool(tight, controller.scheduler.state.slabs_for(62, controller.scheduler.step_tokens))
     assert play(tight, messages).tokens == expected
     assert tight.scheduler.stats.preemptions > 0 and tight.scheduler.state.pool.used == 0
     # The numbers that were stored are others than in float32, or this test shows nothing.

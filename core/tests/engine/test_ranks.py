@@ -114,7 +114,7 @@ def test_ranks_of_one_process_share_the_device_of_a_backend_that_has_one(make_co
 
 
 def test_merged_facts_are_the_minimum_and_different_state_is_an_error() -> None:
-    def facts(blocks: int, length: int, cut: int = 1) -> WorkerFacts:
+    def facts(slabs: int, length: int, cut: int = 1) -> WorkerFacts:
         info = EngineInfo(
             model="",
             served_name="",
@@ -125,9 +125,9 @@ def test_merged_facts_are_the_minimum_and_different_state_is_an_error() -> None:
             backend_reason="",
             memory=NO_MEMORY,
         )
-        return WorkerFacts([], [cut], blocks, 16, 4, length, 24, info)
+        return WorkerFacts([], [cut], slabs, 16, 4, length, 24, info)
 
     both = merge_facts([facts(10, 90), facts(12, 80)])
-    assert (both.blocks, both.max_seq_len, both.info.max_model_len) == (10, 80, 80)
+    assert (both.slabs, both.max_seq_len, both.info.max_model_len) == (10, 80, 80)
     with pytest.raises(EngineError, match=r"cuts is \[1\] on rank 0 and \[2\] on rank 1"):
         merge_facts([facts(10, 90), facts(10, 90, 2)])

@@ -205,7 +205,7 @@ def test_a_draft_model_with_windows_proposes_nothing_that_it_cannot_know(
     expected = play(strict_controller(config)[0], messages).tokens
     controller, executor = strict_controller(drafted(config))
     impatient(executor)
-    shrink_pool(controller, controller.scheduler.state.blocks_for(90, controller.scheduler.step_tokens) * 2)
+    shrink_pool(controller, controller.scheduler.state.slabs_for(90, controller.scheduler.step_tokens) * 2)
     freed = watch_freed_blocks(controller, monkeypatch)
     controller.scheduler.drafts = Switched(spans(seed))
     assert play(controller, messages).tokens == expected

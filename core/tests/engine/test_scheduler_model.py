@@ -577,7 +577,7 @@ def test_a_request_that_just_fits_finishes_and_with_one_block_less_it_is_refused
     cuts: list[int],
 ) -> None:  # fmt: skip
     state = StateManager(specs, KINDS, block_size, 1, cuts=cuts[: len(specs)])
-    least = state.blocks_for(len(prompt) + max_tokens, step_tokens)
+    least = state.slabs_for(len(prompt) + max_tokens, step_tokens)
     options: dict[str, Any] = {"block_size": block_size, "step_tokens": step_tokens, "depth": depth, "cuts": cuts}
     message = NewRequest(id="r", prompt=prompt, max_tokens=max_tokens)
     fits = Harness(specs, blocks=least + 1, **options)
@@ -740,7 +740,7 @@ def test_half_prefilled_requests_that_fill_the_pool_together_do_not_deadlock() -
         tight.send(NewRequest(id=name, prompt=[0, 1, 2, 3, 0] * 2, max_tokens=4))
     seen = []
     while not tight.controller.idle:
-        seen.append([(r.planned, r.length) for r in tight.scheduler.running])
+        seen.append([(r.computed, r.length) for r in tight.scheduler.running])
         tight.step()
     assert any(len(rows) == 2 and 0 < rows[1][0] < 10 for rows in seen), "nobody was half-prefilled beside another"
     assert tight.scheduler.stats.preemptions > 0

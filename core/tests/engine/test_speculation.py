@@ -238,9 +238,9 @@ def test_a_drafter_without_a_policy_is_refused_with_the_package_that_has_one(
 
 def test_a_request_has_no_drafts_before_a_step_that_ends_where_a_fork_starts() -> None:
     request = Request(requests()[0], 0)
-    request.planned = request.length - 1
+    request.computed = request.length - 1
     assert request.decodes
-    for point, decodes in ((request.planned - 1, True), (request.planned, False), (request.planned + 1, False)):
+    for point, decodes in ((request.computed - 1, True), (request.computed, False), (request.computed + 1, False)):
         request.fork_points = {point}
         assert request.decodes == decodes
 

@@ -97,7 +97,7 @@ class PoolModel(RuleBasedStateMachine):
     @rule(block=blocks)
     def hold(self, block: int) -> None:
         if block and (self.held[block] or block in self.keys):
-            self.pool.retain(block)
+            self.pool.retain([block])
             self.held[block] += 1
 
     @rule(block=blocks)

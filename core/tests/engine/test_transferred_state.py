@@ -320,7 +320,7 @@ def test_many_prompts_at_once_in_a_small_pool_change_no_token(
     for index, prompt in enumerate(prompts()):
         hold(first, play, prompt, f"p{index}")
     pool = second.scheduler.state.pool
-    free = max(free, second.scheduler.state.blocks_for(80, 24) * pool.slab + 1)
+    free = max(free, second.scheduler.state.slabs_for(80, 24) * pool.slab + 1)
     taken = take(pool, max(0, pool.free - free) // pool.slab)
     messages = [
         NewRequest(id=f"{way}{index}", prompt=prompt, max_tokens=12, sampling=GREEDY,

@@ -46,10 +46,10 @@ class Windows:
         self.length = min(length, self._facts.max_seq_len)
         self._columns = -(-self.length // self._facts.block_size)
         groups = len(geometry.groups)
-        if 1 + self._columns * groups > self._facts.blocks:
+        if 1 + self._columns * groups > self._facts.slabs:
             raise ConfigError(
                 f"a window of {self.length} tokens needs {1 + self._columns * groups} blocks of state, and there are "
-                f"{self._facts.blocks}; set --window to less, or infer.kv_memory to more"
+                f"{self._facts.slabs}; set --window to less, or infer.kv_memory to more"
             )
         # The slab of each column of each group; slab 0 is the null block's.
         self._slabs = [[1 + column * groups + g for column in range(self._columns)] for g in range(groups)]

@@ -114,13 +114,13 @@ class GrammarMasks(Grammars):
                 self._failed[admission.slot] = str(error)
         samples = enumerate(plan.samples) if self._matchers else ()
         if masked := [index for index, row in samples if plan.slots[row] in self._matchers]:
-            plan = self.owed = msgspec.structs.replace(plan, masked=masked)
+            plan = self.awaiting_masks = msgspec.structs.replace(plan, masked=masked)
         self._plans.append(_Submitted(plan, {each.row: each.ids for each in plan.drafts}))
         return plan
 
     def submitted(self, executor: Executor) -> None:
         self._send_masks(executor)
-        if self.owed is not None:
+        if self.awaiting_masks is not None:
             self._check_ends(self._plans[-1])
 
     def _check_ends(self, of: _Submitted) -> None:
@@ -140,13 +140,13 @@ class GrammarMasks(Grammars):
     def _send_masks(self, executor: Executor) -> None:
         """Once for each plan that has any, as soon as the tokens that they depend on are known: no unread plan samples
         one of its rows' tokens, and a draft model has proposed what it does."""
-        if (plan := self.owed) is None:
+        if (plan := self.awaiting_masks) is None:
             return
         newest, rows = self._plans[-1], list(dict.fromkeys(plan.samples[index] for index in plan.masked))
         unread = {each.plan.slots[row] for each in self._plans if each is not newest for row in each.plan.samples}
         unknown = newest.drafts and any(BY_WORKER in newest.drafts.get(row, ()) for row in rows)
         if not unknown and unread.isdisjoint(plan.slots[row] for row in rows):
-            self.owed = None
+            self.awaiting_masks = None
             masks: list[object] = [
                 mask for row in rows for mask in self._masks(newest, row, newest.drafts.get(row, []))
             ]

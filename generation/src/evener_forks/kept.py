@@ -72,8 +72,8 @@ class KeptStates(Connector, CacheListener):
         parent = self._kept.get(mark.search, {}).get(mark.parent)
         if parent is None or parent.message.cache_salt != request.message.cache_salt or request.needs_whole_prompt:
             return
-        if request.tokens[:-1] == parent.tokens[: parent.planned]:
-            request.parent, request.shared = parent, parent.planned
+        if request.tokens[:-1] == parent.tokens[: parent.computed]:
+            request.parent, request.shared = parent, parent.computed
 
     def started(self, request: StartingRequest) -> None:
         self._other.started(request)

@@ -59,7 +59,7 @@ class MediaPlanner(Media):
     def allowed_tokens(self, request: Request, count: int) -> int:
         if not request.message.media:
             return count
-        start, needed = request.planned, dict[bytes, int]()
+        start, needed = request.computed, dict[bytes, int]()
         encoded = fresh = sum(item.rows for item in self._items)
         for item in overlapping_items(request.message.media, start, start + count):
             if item.digest not in self._cached_items and item.digest not in needed:
@@ -76,7 +76,7 @@ class MediaPlanner(Media):
     def take(self, request: Request, count: int) -> None:
         if not request.message.media:
             return
-        items = list(overlapping_items(request.message.media, request.planned, request.planned + count))
+        items = list(overlapping_items(request.message.media, request.computed, request.computed + count))
         for item in items:
             if item.digest in self._cached_items:
                 self._cached_items.move_to_end(item.digest)

@@ -87,11 +87,11 @@ class PacedSteps(TimedLimit):
     def allowed(self, most: int, running: Sequence[DecodingRequest], waiting: Sequence[DecodingRequest]) -> int:
         context = decoding = backlog = start = 0
         for request in running:
-            missing = request.length - request.planned
+            missing = request.length - request.computed
             if missing <= 1:
-                context, decoding = context + request.planned, decoding + 1
+                context, decoding = context + request.computed, decoding + 1
             else:
-                start, backlog = max(start, request.planned), backlog + missing
+                start, backlog = max(start, request.computed), backlog + missing
         backlog += sum(request.length for request in waiting)
         wanted = self._wanted(most, context, decoding, start, backlog)
         if not backlog:

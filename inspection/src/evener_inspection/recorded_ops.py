@@ -139,7 +139,7 @@ class Steps:
         return max(0, min(self._context, self._columns(rows) * self._facts.block_size - 1))
 
     def _columns(self, rows: int) -> int:
-        return (self._facts.blocks - 1) // (rows * max(1, len(self._facts.specs)))
+        return (self._facts.slabs - 1) // (rows * max(1, len(self._facts.specs)))
 
     def _run(self, slots: Sequence[int], before: int, count: int, tokens: int = 0) -> None:
         """A step in which each slot has ``before`` tokens and computes ``count``, or all together ``tokens``."""
@@ -148,7 +148,7 @@ class Steps:
         size, groups, slab = self._facts.block_size, len(self._facts.specs), math.lcm(*self._facts.cuts)
         columns = -(-(before + max(counts)) // size)
         # If the pool is too small, requests share blocks: their numbers are wrong then, but not their times.
-        usable = max(1, self._facts.blocks - 1)
+        usable = max(1, self._facts.slabs - 1)
         vocabulary = self._worker.assembly.model.vocab_size
         admissions, updates = [], []
         for slot, n in zip(slots, counts, strict=True):

@@ -119,7 +119,7 @@ class HostBlocks(Connector, CacheListener):
             self._out[key] = BlockMove(key[0], block, place)
         else:
             self._plain.discard(key)
-            self.places.retain(place)
+            self.places.retain([place])
         self.places.release([place])
 
     def ready(self, request: StartingRequest, busy: bool) -> bool:
@@ -201,8 +201,7 @@ class HostBlocks(Connector, CacheListener):
             ]  # fmt: skip
             held = [place for key in keys if (place := self.places.find(key)) is not None]
             wanted = [key for key in keys if self._find(key) is None]
-            for place in held:
-                self.places.retain(place)
+            self.places.retain(held)
             taken = self.places.allocate_all([(1, state.spans[group]) for group, _ in wanted])
             self.places.release(reversed(held))
             if taken is not None:
@@ -235,7 +234,7 @@ class HostBlocks(Connector, CacheListener):
             if (files.copying + len(places) + 1) * span > most:
                 files.counters["kv_files_skipped_blocks"] += 1
                 continue
-            self.places.retain(move.place)
+            self.places.retain([move.place])
             places[key] = move.place
         if places:
             files.start(places, self._made, store=True)
@@ -250,10 +249,8 @@ class HostBlocks(Connector, CacheListener):
         held = [block for group in keys for key in group if (block := self._pool.find(key)) is not None]
         places = [[place for key in group if (place := self.places.find(key)) is not None] for group in missing]
         reading = [place for group in places for place in group]
-        for block in held:
-            self._pool.retain(block)
-        for place in reading:
-            self.places.retain(place)
+        self._pool.retain(held)
+        self.places.retain(reading)
         counts = [(len(group), span) for group, span in zip(missing, state.spans, strict=True)]
         taken = self._pool.allocate_all(counts)
         if taken is None:

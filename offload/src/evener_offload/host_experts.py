@@ -207,18 +207,18 @@ class HostExperts(Placement):
         if self._share is not None:
             self._share.close()
 
-    def divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
+    def eager_forward(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
         """Hidden states [T, hidden] of the step, computed in two halves if that is faster.
 
         These steps are not divided: those of a stage without host layers, streamed ones, steps with rows of media, and
         steps of which a drafter reads the layers' outputs as a whole."""
         self._eager = True
         try:
-            return self._divided(runner, plan, step)
+            return self._forward(runner, plan, step)
         finally:
             self._eager = False
 
-    def _divided(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
+    def _forward(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
         self.streamed.begin(sum(plan.counts))
         if self._prompts is not None and self.streamed.takes(sum(plan.counts)):
             captured = self._prompts.run(runner, plan)

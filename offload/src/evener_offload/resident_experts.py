@@ -135,7 +135,7 @@ class ResidentExperts(Placement):
             return why
         most = (lambda path: 0) if self._passing is None else self._passing.most
         self.captured = CapturedResidents(self._device, self.layer, captured, most)
-        self.replayed, self.divided = self.captured.replayed, self._run_eagerly
+        self.replayed, self.eager_forward = self.captured.replayed, self._run_eagerly
         self._eager = False
         self._prompts = captured_prompts(config, self._device)
         return None
@@ -166,8 +166,8 @@ class ResidentExperts(Placement):
         return passing
 
     def _run_eagerly(self, runner: Runner, plan: Plan, step: ForwardStep) -> torch.Tensor:
-        """``Placement.divided``, with all rows at once. Single prompts run from their captures, unless they are so
-        small that the host computes missing experts."""
+        """``Placement.eager_forward``, with all rows at once. Single prompts run from their captures, unless they are
+        so small that the host computes missing experts."""
         assert self.captured is not None, "it is set where this is"
         self.captured.before_eager_step()
         self._eager, hidden = True, None

@@ -96,7 +96,7 @@ def change(worker: Worker, action: str, folder: str) -> str | None:
                 cache.empty_cache()
         if action == "load":
             load_stage(source)
-            worker.pool = a.geometry.bind(worker.facts.blocks, a.device) if worker.pool is None else worker.pool
+            worker.pool = a.geometry.bind(worker.facts.slabs, a.device) if worker.pool is None else worker.pool
             worker.graphs = worker.step_graphs(a, worker.runner)
     except (EvenerError, OSError) as error:
         return str(error)

@@ -25,9 +25,9 @@ class Placement(ABC):
         packings: that backend's, by layout.
         layers: numbers of the layers.
         free: bytes that this rank may use there.
-        divided: (optional) runs the rows of a step in parts: takes the runner, the plan and the step of
-            ``evener.engine.worker`` and returns what ``Architecture.forward`` does. Each part must write a layer's
-            state before later ones read it. None: all rows at once. Steps that are captured do not use it.
+        eager_forward: (optional) computes steps that are not captured: takes the runner, the plan and the step of
+            ``evener.engine.worker`` and returns what ``Architecture.forward`` does. It may compute the rows in parts,
+            each of which must write a layer's state before later ones read it. None: ``Architecture.forward``.
         eager: (optional) why steps with it cannot be captured, as the end of a sentence that begins with "experts of 2
             layers are in host memory"; None: they can.
         replayed: (optional) told before each replay of a captured step how many of its rows, the first ones, are not
@@ -38,7 +38,7 @@ class Placement(ABC):
     packings: Mapping[str, Packing]
     layers: tuple[int, ...]
     free: int
-    divided: Callable[..., torch.Tensor] | None = None
+    eager_forward: Callable[..., torch.Tensor] | None = None
     eager: str | None = ""
     replayed: Callable[[int], None] | None = None
 

@@ -62,10 +62,9 @@ def load_weights(
 def _check_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> None:
     for name, twin in ties.items():
         if name in checkpoint.headers and not torch.equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
-            raise CheckpointError(
-                f"{checkpoint.path} stores both {name} and {twin}, and they differ, "
-                'but its config.json says that they are one; set "tie_word_embeddings": false in it'
-            )
+            raise CheckpointError(f"{checkpoint.path} stores both {name} and {twin}, and they differ, but its "
+                                  'config.json says that they are one; set "tie_word_embeddings": false in '
+                                  "it")  # fmt: skip
 
 
 class Ledger:
@@ -101,6 +100,10 @@ def _places(value: Any) -> Iterator[tuple[str, int]]:
 
 
 class _Loader:
+    """Reads what weights are made of. A tensor passes through some of these steps, in this order: it is read
+    (``_read``), cut to this rank's slice (``_cut``), moved to the device while others are read (``_moved``),
+    dequantized if it has to be, and put into the form that packings get (``_arranged``)."""
+
     def __init__(
         self, checkpoint: Checkpoint, scheme: QuantScheme, packings: Mapping[str, Packing], device: torch.device,
         shared: frozenset[str], uploader: Uploader | None,
@@ -109,7 +112,8 @@ class _Loader:
         self._shared, self._uploader = shared, uploader
         self._converted: dict[tuple[str, str, Slice | None], torch.Tensor] = {}
         self._ledger = Ledger()
-        self._ends: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        #: The names of tensors, each with its smallest and its largest number; see ``_note_extremes``.
+        self._extremes: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def load(self, declared: Sequence[Declared]) -> WeightBytes:
         # The largest first, mostly heads: while a weight is packed, the pages of its file are in memory too.
@@ -117,74 +121,13 @@ class _Loader:
         most = max(sizes.values(), default=0)
         order = sorted(declared, key=lambda item: sizes.get(id(item), 0) < most)
         counted = fill(order, self._tensor, self._matrices, self._packings, self._device, self._ledger)
-        wrong = dict.fromkeys(name for name, *ends in self._ends if not all(map(torch.isfinite, ends)))
+        wrong = dict.fromkeys(name for name, *both in self._extremes if not all(map(torch.isfinite, both)))
         if problem := finding("NaN or infinite somewhere, as stored or in the dtype of this run", list(wrong)):
             raise CheckpointError(f"in {self._checkpoint.path}, {problem}; fetch or convert the model again")
         return counted
 
-    def _note(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Remember the smallest and the largest number of ``tensor``, which are NaN or infinite if any number is;
-        returns ``tensor``. ``load`` checks them at the end: reading them here would wait for the device."""
-        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
-            # On the host, one pass; not every device has that op.
-            self._ends.append((name, *(torch.aminmax(tensor) if tensor.is_cpu else (tensor.amin(), tensor.amax()))))
-        return tensor
-
-    def _read(self, name: str) -> torch.Tensor:
-        tensor = self._checkpoint.tensor(name)
-        return tensor if name in self._checkpoint.copied else self._ledger.note_mapped(tensor)
-
-    def _convert(self, name: str, dtype: str, cut: Slice | None) -> torch.Tensor:
-        """A tensor or a slice of it, on the device in ``dtype``; a name that several weights read is converted once."""
-        if (key := (name, dtype, cut)) in self._converted:
-            return self._converted[key]
-        stored = scheme_of(name, self._scheme, self._checkpoint.headers).part(name, self._checkpoint.headers)
-        if stored is None or stored.format.plain:
-            whole = self._read(name)
-            part = whole if cut is None else whole.narrow(cut.axis, cut.span.start, cut.span.size)
-            tensor = self._moved(name, whole, part)
-        else:
-            tensor = self._scheme.dequantize(self._cut(self._filled(stored), cut), dtype)
-        tensor = self._note(name, tensor.to(device=self._device, dtype=getattr(torch, dtype)))
-        if name in self._shared:
-            self._converted[key] = tensor
-        return tensor
-
-    def _moved(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """``part`` of the stored tensor ``name``, contiguous; on the device if there is an uploader."""
-        if self._uploader is None:
-            return part.contiguous()
-        extent = self._checkpoint.extent(name) if part.is_contiguous() else None
-        if extent is not None:
-            extent = replace(extent, offset=extent.offset + part.data_ptr() - whole.data_ptr())
-        return self._uploader.move(name, part.contiguous(), extent)
-
     def _tensor(self, item: Weight) -> torch.Tensor:
         return item.join([self._convert(name, item.dtype, cut) for name, cut in item.pieces()])
-
-    def _part(self, part: WeightPart, cut: Slice | None, dtype: str) -> WeightPart:
-        if part.format.plain:
-            # Converting here, not in the packing, lets a tied head and its embedding share one converted tensor.
-            return replace(part, tensors={"weight": self._convert(part.name, dtype, cut)})
-        stored = part if cut is None else self._scheme.part(part.name, self._checkpoint.headers)
-        assert stored is not None, "check_match found it"
-        return self._arranged(self._cut(self._filled(stored), cut))
-
-    def _arranged(self, part: WeightPart) -> WeightPart:
-        for numbers in self._scheme.numbers(part):
-            self._note(part.name, numbers)
-        return self._scheme.arrange(part)
-
-    def _cut(self, stored: WeightPart, cut: Slice | None) -> WeightPart:
-        """A rank's slice of a stored part, still quantized."""
-        if cut is None:
-            return stored
-        piece = self._scheme.cut(stored, "in" if cut.axis else "out", cut.span.start, cut.span.stop)
-        return replace(piece, tensors={role: tensor.contiguous() for role, tensor in piece.tensors.items()})
-
-    def _filled(self, part: WeightPart) -> WeightPart:
-        roles = self._scheme.tensors(part.name, self._checkpoint.headers)
-        return replace(part, tensors={role: self._read(name) for role, name in roles.items()})
 
     def _matrices(self, item: LinearWeight) -> Iterator[list[WeightPart]]:
         """The parts of one matrix after another, read and converted one at a time."""
@@ -195,21 +138,88 @@ class _Loader:
         for expert in range(item.held.start, item.held.start + item.experts):
             yield [self._expert_part(item, part, cut, expert) for part, cut in item.pieces()]
 
+    def _part(self, part: WeightPart, cut: Slice | None, dtype: str) -> WeightPart:
+        if part.format.plain:
+            # Converting here, not in the packing, lets a tied head and its embedding share one converted tensor.
+            return replace(part, tensors={"weight": self._convert(part.name, dtype, cut)})
+        stored = part if cut is None else self._stored_part(part.name)
+        return self._arranged(self._cut(self._with_tensors(stored), cut))
+
     def _expert_part(self, item: StackedWeight, part: WeightPart, cut: Slice | None, expert: int) -> WeightPart:
-        name, whole = part.name.format(expert), "{}" not in part.name
-        stored = self._scheme.part(name, self._checkpoint.headers)
-        assert stored is not None, "check_match found it"
-        filled = self._filled(stored).tensors
-        read = {role: t[expert] if whole else t for role, t in filled.items()}
-        if stored.format.plain and whole and item.transposed:
-            read["weight"] = read["weight"].T
+        """One expert's matrix: from tensors of its own, or from tensors of all experts, whose name has no ``{}``."""
+        name, of_all = part.name.format(expert), "{}" not in part.name
+        stored = self._with_tensors(self._stored_part(name))
+        own = {role: tensor[expert] if of_all else tensor for role, tensor in stored.tensors.items()}
+        if stored.format.plain and of_all and item.transposed:
+            own["weight"] = own["weight"].T
             stored = replace(stored, rows=stored.columns, columns=stored.rows)
-        found = self._cut(replace(stored, tensors=read), cut)
+        found = self._cut(replace(stored, tensors=own), cut)
         if self._uploader is not None and stored.format.plain:
-            found = replace(found, tensors={"weight": self._moved(name, filled["weight"], found.tensors["weight"])})
+            moved = self._moved(name, stored.tensors["weight"], found.tensors["weight"])
+            found = replace(found, tensors={"weight": moved})
         if part.format.plain and not stored.format.plain:
             found = replace(found, tensors={"weight": self._scheme.dequantize(found, item.dtype)})
         return self._arranged(replace(part, name=name, tensors=found.tensors))
+
+    def _convert(self, name: str, dtype: str, cut: Slice | None) -> torch.Tensor:
+        """A tensor or a slice of it, on the device in ``dtype``; a name that several weights read is converted once."""
+        if (key := (name, dtype, cut)) in self._converted:
+            return self._converted[key]
+        values = self._values(name, dtype, cut).to(device=self._device, dtype=getattr(torch, dtype))
+        self._note_extremes(name, values)
+        if name in self._shared:
+            self._converted[key] = values
+        return values
+
+    def _values(self, name: str, dtype: str, cut: Slice | None) -> torch.Tensor:
+        """A tensor or a slice of it: as it is stored, or if it is quantized, dequantized to ``dtype``."""
+        stored = scheme_of(name, self._scheme, self._checkpoint.headers).part(name, self._checkpoint.headers)
+        if stored is not None and not stored.format.plain:
+            return self._scheme.dequantize(self._cut(self._with_tensors(stored), cut), dtype)
+        whole = self._read(name)
+        return self._moved(name, whole, whole if cut is None else whole.narrow(cut.axis, cut.span.start, cut.span.size))
+
+    def _stored_part(self, name: str) -> WeightPart:
+        stored = self._scheme.part(name, self._checkpoint.headers)
+        assert stored is not None, "check_match found it"
+        return stored
+
+    def _with_tensors(self, part: WeightPart) -> WeightPart:
+        """``part`` with its tensors as they are stored."""
+        roles = self._scheme.tensors(part.name, self._checkpoint.headers)
+        return replace(part, tensors={role: self._read(name) for role, name in roles.items()})
+
+    def _read(self, name: str) -> torch.Tensor:
+        tensor = self._checkpoint.tensor(name)
+        return tensor if name in self._checkpoint.copied else self._ledger.note_mapped(tensor)
+
+    def _cut(self, stored: WeightPart, cut: Slice | None) -> WeightPart:
+        """A rank's slice of a stored part, still quantized."""
+        if cut is None:
+            return stored
+        piece = self._scheme.cut(stored, "in" if cut.axis else "out", cut.span.start, cut.span.stop)
+        return replace(piece, tensors={role: tensor.contiguous() for role, tensor in piece.tensors.items()})
+
+    def _moved(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """``part`` of the stored tensor ``name``, contiguous; on the device if there is an uploader."""
+        if self._uploader is None:
+            return part.contiguous()
+        extent = self._checkpoint.extent(name) if part.is_contiguous() else None
+        if extent is not None:
+            extent = replace(extent, offset=extent.offset + part.data_ptr() - whole.data_ptr())
+        return self._uploader.move(name, part.contiguous(), extent)
+
+    def _arranged(self, part: WeightPart) -> WeightPart:
+        for numbers in self._scheme.numbers(part):
+            self._note_extremes(part.name, numbers)
+        return self._scheme.arrange(part)
+
+    def _note_extremes(self, name: str, tensor: torch.Tensor) -> None:
+        """Remember the smallest and the largest number of ``tensor``, which are NaN or infinite if any number is.
+        ``load`` checks them at the end: reading them here would wait for the device."""
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
+            # On the host, one pass; not every device has that op.
+            self._extremes.append((name, *(torch.aminmax(tensor) if tensor.is_cpu else (tensor.amin(), tensor.amax()))))
 
 
 def _normalize_rows(part: WeightPart) -> WeightPart:

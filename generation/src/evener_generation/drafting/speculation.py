@@ -158,7 +158,8 @@ class Speculation(Drafts):
             return
         lost = sum(text.lost for row in rows if (text := self._texts.get(row.request)) is not None)
         usual = usual and not (on and 2 * lost > len(rows))
-        now, decodes = self._clock(), all(row.samples and row.count == 1 + row.again + len(row.drafts) for row in rows)
+        now = self._clock()
+        decodes = all(row.samples and row.count == 1 + row.recomputed + len(row.drafts) for row in rows)
         if decodes and usual and self._last is not None and self._last[0] == on:
             self._payoff.record(len(rows), on, tokens, now - self._last[1])
         self._last = (on, now) if decodes else None

@@ -49,8 +49,7 @@ class HeldBlocks:
         blocks = {key: block for key in keys if (block := self._pool.find(key)) is not None}
         if not blocks or request in self._holds:
             return
-        for block in blocks.values():
-            self._pool.retain(block)
+        self._pool.retain(blocks.values())
         made = _Hold(request, blocks, time.monotonic() + self._seconds)
         with self._lock:
             self._holds[request] = made

@@ -360,8 +360,7 @@ class RemoteBlocks(Connector, CacheListener):
         keys = list(self._keys(fetch.digests[:found]))
         held = [block for key in keys if (block := self._pool.find(key)) is not None]
         missing = [key for key in keys if self._pool.find(key) is None]
-        for block in held:
-            self._pool.retain(block)
+        self._pool.retain(held)
         by_group = [[key for key in missing if key[0] == group] for group in range(len(state.specs))]
         counts = [(len(group), span) for group, span in zip(by_group, state.spans, strict=True)]
         taken = self._pool.allocate_all(counts)

@@ -23,13 +23,13 @@ class DecodingRequest(Protocol):
     Attributes:
         tokens: known ids: the prompt, and the sampled ids that were read.
         unread: number of tokens that submitted plans sample and whose ids were not read yet.
-        planned: number of tokens whose state is computed or will be by submitted plans.
+        computed: number of tokens whose state is computed, or will be by the plans in flight.
         limit: tokens that it may have in all; the last is sampled and never computed.
     """
 
     tokens: list[int]
     unread: int
-    planned: int
+    computed: int
     limit: int
 
     @property
@@ -44,7 +44,7 @@ class DecodingRequest(Protocol):
 
 class DraftedRow(Protocol):
     """What is read of a plan's row: ``count`` tokens of a request from position ``start`` on, the last of which are
-    ``drafts``. The first ``again`` are computed once more, because their state was not kept. The step samples after
+    ``drafts``. The first ``recomputed`` were computed before, but their state was not kept. The step samples after
     each of the last ``samples`` tokens."""
 
     @property
@@ -58,7 +58,7 @@ class DraftedRow(Protocol):
     @property
     def samples(self) -> int: ...
     @property
-    def again(self) -> int: ...
+    def recomputed(self) -> int: ...
 
 
 class Drafts:

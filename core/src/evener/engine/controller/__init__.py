@@ -4,7 +4,7 @@
 module          holds, in reading order
 ==============  ===========================================================
 ``scheduler``   continuous batching: makes the plan of each step
-``request``     a request as the scheduler sees it, and its part of a plan
+``request``     a request, its part of a plan, and its part of the result
 ``state``       block tables of requests, and the prefix cache
 ``blocks``      the pool: which blocks are free, held, or cached
 ``forks``       requests that start from another request's state

@@ -135,15 +135,16 @@ class BlockPool:
         """The block with this key, or None. Does not hold it."""
         return self._by_key.get(key)
 
-    def retain(self, block: int) -> None:
-        """Hold a block once more; a free one is taken out of the free blocks."""
-        if self._references[block] == 0:
-            slab, span = block // self.slab, self._spans[block // self.slab]
-            if slab in self._cached_slabs:
-                del self._cached_slabs[slab]
-                self._split_slab(slab, span)
-            del self._free_blocks[span][block]
-        self._references[block] += 1
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Hold each block once more; free ones are taken out of the free blocks. Null blocks are skipped."""
+        for block in filter(None, blocks):
+            if self._references[block] == 0:
+                slab, span = block // self.slab, self._spans[block // self.slab]
+                if slab in self._cached_slabs:
+                    del self._cached_slabs[slab]
+                    self._split_slab(slab, span)
+                del self._free_blocks[span][block]
+            self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one hold of each block. Null blocks are skipped."""

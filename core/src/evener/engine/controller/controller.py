@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import asdict
@@ -113,9 +113,13 @@ class Controller:
                 return [] if message.drain else self.scheduler.end_all("abort")
 
     def _submit_orders(self, orders: Iterable[Order]) -> list[FromController]:
+        return self._attempt(lambda: [self.executor.submit(order) for order in orders])
+
+    def _attempt(self, work: Callable[[], object]) -> list[FromController]:
+        """Do ``work`` with the workers, unless the engine is dead. Returns the events of ``die`` if one has died."""
         try:
-            for order in orders if not self.dead else ():
-                self.executor.submit(order)
+            if not self.dead:
+                work()
         except EngineError as error:
             return self.die(str(error))
         return []
@@ -153,13 +157,7 @@ class Controller:
 
     def check(self) -> list[FromController]:
         """While no step runs: check that the workers are alive. Returns the same events as ``step`` if one is not."""
-        if self.dead:
-            return []
-        try:
-            self.executor.check()
-        except EngineError as error:
-            return self.die(str(error))
-        return []
+        return self._attempt(self.executor.check)
 
     def die(self, reason: str) -> list[FromController]:
         """End every open request with this reason, because the engine cannot continue."""

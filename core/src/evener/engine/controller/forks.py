@@ -25,26 +25,26 @@ def start_from_parent(request: Request, parent: Request | None, least: int) -> N
     shared = shared_prefix_length(request.message.media, parent.message.media, min(shared, len(parent.tokens)))
     if parent.parent is not None and parent.shared >= shared:
         parent = parent.parent  # the copies of one plan run together, so none may read what another writes
-    if shared >= least and shared > parent.planned:
+    if shared >= least and shared > parent.computed:
         request.parent, request.shared = parent, shared
         parent.fork_points.add(shared)
 
 
 def open_state(state: StateManager, request: Request) -> list[BlockCopy] | None:
     """Give a request its block table, with the state that a parent or the prefix cache has of it. Sets its ``table``
-    and ``planned``.
+    and ``computed``.
 
     Returns the copies that the request's first plan has to make; None if the state does not come from a parent.
     """
     parent = request.parent
-    if parent is not None and parent.table is not None and parent.planned == request.shared and not request.exclusive:
+    if parent is not None and parent.table is not None and parent.computed == request.shared and not request.exclusive:
         made = state.fork(parent.table, request.shared) if parent.finish is None else None
         if made is not None:
             request.table, copies = made
             request.table.media = request.message.media
-            request.planned = request.shared
+            request.computed = request.shared
             return copies
-    request.table, request.planned = state.open(
+    request.table, request.computed = state.open(
         request.tokens, request.message.cache_salt, request.exclusive, reuse=not request.needs_whole_prompt,
         media=request.message.media,
     )  # fmt: skip

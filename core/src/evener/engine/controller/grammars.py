@@ -28,7 +28,7 @@ class Grammars:
     the class of a package."""
 
     #: The newest plan until its masks are made. Until then no other plan may be made.
-    owed: Plan | None = None
+    awaiting_masks: Plan | None = None
 
     def ready(self, request: Sequence) -> bool:
         """Whether the request may start: its grammar is compiled. The first call for a new grammar begins that."""

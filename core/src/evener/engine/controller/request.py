@@ -1,17 +1,17 @@
-"""A request as the scheduler sees it, and its part of a plan."""
+"""A request as the scheduler sees it, its part of a plan, and what the plan's result has for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from evener.contracts.outputs import FinishReason
 from evener.engine.controller.state import BlockTable
-from evener.engine.wire.messages import NewRequest
-from evener.engine.wire.plan import ScoredTokens, WantedOutputs
+from evener.engine.wire.messages import NewRequest, TokenLogprobs
+from evener.engine.wire.plan import Plan, ScoredTokens, StepResult, WantedOutputs
 from evener.sampling_params import MAX_LOGPROBS
 
 #: A token whose whole row of logits is copied to the host counts as so many in a step's budget: a row may take a
@@ -28,7 +28,8 @@ class Request:
         order: position in the order of arrival.
         tokens: known ids: the prompt, and the sampled ids that were read.
         unread: number of tokens that submitted plans sample and whose ids were not read yet.
-        planned: number of tokens whose state is computed or will be by submitted plans.
+        computed: number of tokens whose state is computed, or will be by the plans in flight; it may also be the prefix
+            cache's or a parent's.
         checked: number of tokens that plans have computed, accepted drafts included. Where their state was not kept,
             the next plan computes them again.
         unchecked: whether a plan in flight has drafts of it. How many are accepted decides where the next plan begins.
@@ -52,7 +53,7 @@ class Request:
     order: int
     tokens: list[int] = field(default_factory=list)
     unread: int = 0
-    planned: int = 0
+    computed: int = 0
     checked: int = 0
     unchecked: bool = False
     cached: int = 0
@@ -70,17 +71,13 @@ class Request:
     finish: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.message.prompt)
+        self.id, self.tokens = self.message.id, list(self.message.prompt)
         self.arrived = self.started = time.monotonic()
         self.prompt_length = len(self.tokens)
         self.limit = self.prompt_length + self.message.max_tokens
         self.stop_ids = frozenset(self.message.stop_token_ids)
         s = self.message.sampling
         self.plain = not (s.prompt_outputs or s.prompt_logprobs is not None or (s.logprobs or 0) > MAX_LOGPROBS)
-
-    @property
-    def id(self) -> str:
-        return self.message.id
 
     @property
     def length(self) -> int:
@@ -118,22 +115,22 @@ class Request:
         length = len(self.tokens) + self.unread
         if self.unchecked or length >= self.limit:
             return 0
-        if self.planned in self.fork_points:
+        if self.computed in self.fork_points:
             return 1  # leaves the step's budget to the forks
-        later = [p for p in self.fork_points if p > self.planned] if self.fork_points else ()
-        return (min(later) if later else length) - self.planned
+        later = [p for p in self.fork_points if p > self.computed] if self.fork_points else ()
+        return (min(later) if later else length) - self.computed
 
     @property
     def decodes(self) -> bool:
         """Whether exactly one token is left to compute, after which the next plan samples, and no fork needs a step to
         end there or later."""
-        forks = any(point >= self.planned for point in self.fork_points)
-        return self.tokens_to_compute > 0 and not forks and self.length - 1 == max(self.planned, self.checked)
+        forks = any(point >= self.computed for point in self.fork_points)
+        return self.tokens_to_compute > 0 and not forks and self.length - 1 == max(self.computed, self.checked)
 
     @property
     def waits_for_parent(self) -> bool:
         """Whether its parent has yet to compute the tokens that both share."""
-        return self.parent is not None and self.parent.finish is None and self.parent.planned < self.shared
+        return self.parent is not None and self.parent.finish is None and self.parent.computed < self.shared
 
 
 class PlannedRow(msgspec.Struct, frozen=True):
@@ -141,7 +138,7 @@ class PlannedRow(msgspec.Struct, frozen=True):
 
     Attributes:
         drafts: proposed ids, which are the last of these tokens.
-        again: how many of these tokens are computed once more, because their state was not kept (``Request.checked``).
+        recomputed: how many of these tokens were computed before, but their state was not kept (``Request.checked``).
         samples: the number of tokens that the row samples: one if it computes the last token that exists, and one
             after each proposed id.
     """
@@ -151,7 +148,7 @@ class PlannedRow(msgspec.Struct, frozen=True):
     count: int
     drafts: list[int]
     samples: int
-    again: int = 0
+    recomputed: int = 0
 
     @property
     def cost(self) -> int:
@@ -184,3 +181,52 @@ class PlannedRow(msgspec.Struct, frozen=True):
         kept = next((at for at, (id, draft) in enumerate(zip(ids, self.drafts, strict=False)) if id != draft), len(ids))
         stop = next((at for at, id in enumerate(ids) if id in self.request.stop_ids), len(ids))
         return ids[: min(kept, stop) + 1]
+
+
+def wanted_outputs(rows: Iterable[PlannedRow]) -> tuple[list[ScoredTokens], list[WantedOutputs]]:
+    """The prompt tokens to score in the rows of a plan, and the outputs that are wanted of the rows."""
+    scores, outputs = list[ScoredTokens](), list[WantedOutputs]()
+    for index, row in enumerate(rows):
+        if not row.request.plain:
+            scores += (scored := list(row.scores(index)))
+            outputs += row.outputs(index, scored)
+    return scores, outputs
+
+
+class RowResult(msgspec.Struct, frozen=True):
+    """What a step's result has for one row.
+
+    Attributes:
+        row: with the drafts that the worker proposed, if it did.
+        ids: the sampled ids that the request gets.
+        logprobs: of those ids that want any; scores: of the prompt tokens to score, None if there are none.
+        vector: the row's vector, of a model that embeds; outputs: the outputs that are wanted of the row.
+    """
+
+    row: PlannedRow
+    ids: list[int]
+    logprobs: Sequence[TokenLogprobs]
+    scores: list[TokenLogprobs] | None
+    vector: bytes
+    outputs: bytes
+
+
+def results_by_row(plan: Plan, rows: Sequence[PlannedRow], result: StepResult) -> list[RowResult]:
+    """What ``result`` has for each of the plan's ``rows``."""
+    found, first = list[RowResult](), 0
+    drafts, vectors, scores = iter(result.drafts), iter(result.pooled), iter(result.scores)
+    outputs = list(zip(plan.outputs, result.outputs, strict=True))
+    logprobs = dict(zip(plan.sampling.logprobs, result.logprobs, strict=True))
+    scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
+    for index, row in enumerate(rows):
+        if row.drafts and result.drafts:
+            row = msgspec.structs.replace(row, drafts=next(drafts))
+        ids = row.accepted(result.ids[first : first + row.samples])
+        named = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs] if logprobs else ()
+        vector = next(vectors, b"") if row.samples else b""
+        # The worker returns logits of each sample, also of those that the request does not get.
+        parts = [part[: len(part) // of.count * len(ids)] if of.kind == "sampled" else part
+                 for of, part in outputs if of.row == index] if outputs else ()  # fmt: skip
+        found.append(RowResult(row, ids, named, scored.get(index), vector, b"".join(parts)))
+        first += row.samples
+    return found

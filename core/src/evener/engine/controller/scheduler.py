@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -54,32 +53,20 @@ from evener.engine.batching.step_limit import StepLimit
 from evener.engine.controller.forks import open_state, start_from_parent
 from evener.engine.controller.grammars import Grammars
 from evener.engine.controller.media import Media
-from evener.engine.controller.request import PlannedRow, Request
+from evener.engine.controller.request import PlannedRow, Request, RowResult, results_by_row, wanted_outputs
 from evener.engine.controller.state import StateManager
-from evener.engine.wire.messages import Finished, FromController, NewRequest, Sampling, Stats, TokenLogprobs, Tokens
-from evener.engine.wire.plan import (
-    Admission,
-    BlockCopy,
-    DraftedTokens,
-    Plan,
-    SamplePlan,
-    ScoredTokens,
-    StepResult,
-    TableUpdate,
-    WantedOutputs,
-)
+from evener.engine.wire.messages import Finished, FromController, NewRequest, Sampling, Stats, Tokens
+from evener.engine.wire.plan import Admission, BlockCopy, DraftedTokens, Plan, SamplePlan, StepResult, TableUpdate
 from evener.sampling_params import MAX_LOGPROBS
-
-#: A sort key of waiting requests; the smallest starts first. Equal keys keep the order of arrival.
-Policy = Callable[[Request], tuple[float, ...]]
 
 #: So many seconds of waiting count as much as a priority that is higher by one.
 AGING_SECONDS = 30.0
 
 
 def priority_and_age(request: Request) -> tuple[float, ...]:
-    """Higher priority first, then the order of arrival. Waiting counts too, so that nobody waits for ever: a request of
-    priority p starts as if it had arrived p * ``AGING_SECONDS`` earlier."""
+    """The sort key of waiting requests, of which the smallest starts first: higher priority first, then the order of
+    arrival. Waiting counts too, so that nobody waits for ever: a request of priority p starts as if it had arrived
+    p * ``AGING_SECONDS`` earlier."""
     return (request.arrived - AGING_SECONDS * request.message.priority, request.order)
 
 
@@ -126,7 +113,6 @@ class Scheduler:
         state: gives out blocks of state.
         max_requests: how many requests run at the same time (slots).
         step_tokens: token budget of a step.
-        policy: order in which waiting requests start.
         batches: how requests are divided among plans; default: for a single stage.
         media: plans when media are encoded and dropped.
         limit: how much of the budget a step may use; default: all of it.
@@ -137,12 +123,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, state: StateManager, max_requests: int, step_tokens: int, policy: Policy = priority_and_age,
-        batches: MicroBatches | None = None, media: Media | None = None, limit: StepLimit | None = None,
-        grammars: Grammars | None = None, drafts: Drafts | None = None, adapters: AdapterSlots | None = None,
-        connector: Connector | None = None,
+        self, state: StateManager, max_requests: int, step_tokens: int, batches: MicroBatches | None = None,
+        media: Media | None = None, limit: StepLimit | None = None, grammars: Grammars | None = None,
+        drafts: Drafts | None = None, adapters: AdapterSlots | None = None, connector: Connector | None = None,
     ) -> None:  # fmt: skip
-        self.state, self.step_tokens, self.policy, self.grammars = state, step_tokens, policy, grammars or Grammars()
+        self.state, self.step_tokens, self.grammars = state, step_tokens, grammars or Grammars()
         self.batches, self.limit, self.drafts = batches or MicroBatches(), limit or StepLimit(), drafts or Drafts()
         self.media, self.adapters = media or Media(), adapters or AdapterSlots()
         self.connector = connector or Connector()
@@ -198,9 +183,9 @@ class Scheduler:
             return f"the id {message.id!r} is already in use by an open request; choose another id"
         if not message.prompt or message.max_tokens < 1:
             return "a request needs at least one prompt token and max_tokens of at least 1"
-        needed = self.state.blocks_for(len(message.prompt) + message.max_tokens, self.step_tokens)
-        if needed > self.state.blocks - 1:
-            return (f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.blocks - 1}; "
+        needed = self.state.slabs_for(len(message.prompt) + message.max_tokens, self.step_tokens)
+        if needed > self.state.slabs - 1:
+            return (f"prompt and max_tokens need {needed} state blocks but the pool has {self.state.slabs - 1}; "
                     "send a shorter prompt, lower max_tokens, or restart with a larger infer.kv_memory")  # fmt: skip
         if problem := self.media.rejection_reason(message):
             return problem
@@ -222,9 +207,11 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """Make the next plan; None when nothing can be computed before another result is read, or nothing is left."""
+        if self.grammars.awaiting_masks:
+            return None
         # With pipeline stages, a request whose last token is not sampled yet is planned only if there is no other: the
         # first stage would wait for that token.
-        for early in () if self.grammars.owed else (False, True) if self.batches.stages > 1 else (False,):
+        for early in (False, True) if self.batches.stages > 1 else (False,):
             self.drafts.begin(len(self.running) + min(len(self.waiting), len(self._slots)))
             decoding = sum(request.tokens_to_compute == 1 for request in self.running if self.batches.stages > 1)
             quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
@@ -254,13 +241,13 @@ class Scheduler:
     def _continue_running(self, new: _NewPlan, early: bool) -> bool:
         """Plan rows of the running requests. Returns whether waiting ones may start: not after a preemption, and not if
         the budget did not reach for all."""
-        preempted = False
-        in_turn = [] if self.batches.stages == 1 else sorted(self.running, key=lambda request: request.last_plan)
-        for request in in_turn or list(self.running):
+        in_turn = list(self.running)
+        if self.batches.stages > 1:  # a plan takes a share of them: those whose last plan is the oldest come first
+            in_turn.sort(key=lambda request: request.last_plan)
+        for request in in_turn:
+            preempted, due = request.slot < 0, request.tokens_to_compute
             # An exclusive request has one plan in flight: with more, it could need more than the pool has.
-            if request.slot < 0 or not (due := request.tokens_to_compute) or (request.exclusive and self._in_flight):
-                continue
-            if self.drafts.waits(request):
+            if preempted or not due or (request.exclusive and self._in_flight) or self.drafts.waits(request):
                 continue
             if new.budget == 0:
                 return False
@@ -268,30 +255,35 @@ class Scheduler:
             count = self._allowed_tokens(request, due, new.budget) if due > 1 or request.message.media else 1
             if not count or not self._take_quota(new, request, due == 1, early):
                 continue
-            # The bound on what an exclusive request holds (``blocks_for``) is one without drafts.
+            # The bound on what an exclusive request holds (``slabs_for``) is one without drafts.
             proposed = [] if request.exclusive else self.drafts.propose(request, new.budget - count)
             drafted = proposed and self.grammars.fitting(request, proposed)
             if drafted and self._plan_row(new, request, count, drafted):
                 continue
-            while not self._plan_row(new, request, count):
-                if self.connector.give_back():
-                    continue
-                planned = [row.request for row in new.rows]
-                victim = next(r for r in reversed(self.running) if r not in planned)
-                # Its plans in flight are read first. That is soon: it gets no new row.
-                if self._is_in_flight(victim):
+            while not self._plan_row(new, request, count, []):
+                if not self._make_room(new, request):
                     return False
-                # With blocks of several sizes a fragmented pool may have no place for a request that would fit: it
-                # starts over in an empty pool.
-                victim.exclusive = victim is self.running[0] and not self._in_flight
-                self._preempt(victim)
-                preempted = True
-                if victim is request:
-                    return False
-        return not preempted
+        return len(self.running) == len(in_turn)  # a preempted request no longer runs
+
+    def _make_room(self, new: _NewPlan, request: Request) -> bool:
+        """Free blocks for a row of ``request``, which the pool had too few for. First the connector gives up those that
+        it holds for waiting requests; then the request that started last, of those without a row in the plan, is
+        preempted. False if ``request`` has to wait, because that one is in flight, or is ``request`` itself."""
+        if self.connector.give_back():
+            return True
+        has_row = [row.request for row in new.rows]
+        victim = next(r for r in reversed(self.running) if r not in has_row)
+        # Its plans in flight are read first. That is soon: it gets no new row.
+        if self._is_in_flight(victim):
+            return False
+        # With blocks of several sizes a fragmented pool may have no place for a request that would fit: it starts over
+        # in an empty pool.
+        victim.exclusive = victim is self.running[0] and not self._in_flight
+        self._preempt(victim)
+        return victim is not request
 
     def _admit_waiting(self, new: _NewPlan) -> None:
-        self.waiting.sort(key=self.policy)
+        self.waiting.sort(key=priority_and_age)
         while self._slots and new.budget and not any(r.exclusive for r in self.running):
             request = self.adapters.startable(filter(self._is_ready, self.waiting))
             if request is None or not self._take_quota(new, request, decodes=False):
@@ -303,7 +295,7 @@ class Scheduler:
             self.connector.started(request)
             request.slot, request.adapter = self._slots.pop(), self.adapters.start(request.message.adapter)
             count = self._allowed_tokens(request, request.tokens_to_compute, new.budget)
-            if not count or not self._plan_row(new, request, count, admit=True):
+            if not count or not self._plan_row(new, request, count, [], admit=True):
                 self._release(request)
                 if not count:
                     return  # this step has no more room for its media, or for a text that is not divided
@@ -322,7 +314,7 @@ class Scheduler:
 
     def _record_admission(self, new: _NewPlan, request: Request, copies: list[BlockCopy] | None) -> None:
         """Count how much state a request starts with, and plan the copies from its parent."""
-        reused, parent = request.planned, request.parent
+        reused, parent = request.computed, request.parent
         request.parent = None
         if copies is None or parent is None:
             self.stats.queried_tokens += request.length
@@ -337,16 +329,13 @@ class Scheduler:
             request.cached, request.started = reused, time.monotonic()
             self.stats.record_queue_time(request.started - request.arrived)
 
-    def _plan_row(
-        self, new: _NewPlan, request: Request, count: int, drafted: list[int] | None = None, admit: bool = False
-    ) -> bool:
+    def _plan_row(self, new: _NewPlan, request: Request, count: int, drafted: list[int], admit: bool = False) -> bool:
         """Add a row of ``count`` tokens and the ``drafted`` ones after them to the plan; False, with nothing changed,
         if the pool has too few blocks."""
         assert request.table is not None, "a running request has a table"
-        drafted = drafted or []
-        samples = 1 + len(drafted) if request.planned + count == len(request.tokens) + request.unread else 0
-        again, count = request.checked and max(0, request.checked - request.planned), count + len(drafted)
-        if (growth := self.state.grow(request.table, request.planned + count, len(drafted))) is None:
+        samples = 1 + len(drafted) if request.computed + count == len(request.tokens) + request.unread else 0
+        recomputed, count = request.checked and max(0, request.checked - request.computed), count + len(drafted)
+        if (growth := self.state.grow(request.table, request.computed + count, len(drafted))) is None:
             return False
         if admit:
             known, sampling = list(request.tokens), request.message.sampling
@@ -355,7 +344,7 @@ class Scheduler:
         elif growth.blocks:
             new.updates.append(TableUpdate(request.slot, growth.start, [list(b) for b in growth.blocks]))
         self.media.take(request, count)
-        new.rows.append(PlannedRow(request, request.planned, count, drafted, samples, again))
+        new.rows.append(PlannedRow(request, request.computed, count, drafted, samples, recomputed))
         new.budget = max(0, new.budget - (count if request.plain else new.rows[-1].cost))
         return True
 
@@ -378,20 +367,17 @@ class Scheduler:
         self.media.release(request)
         self.adapters.stop(request.message.adapter)
         self._slots.append(request.slot)
-        request.table, request.slot, request.planned, request.checked = None, -1, 0, 0
+        request.table, request.slot, request.computed, request.checked = None, -1, 0, 0
 
     def _build_plan(self, new: _NewPlan) -> Plan:
         # State providers may compute rows of one token with another kernel, so these come first.
         rows = new.rows
         rows.sort(key=lambda row: row.count > 1)
-        scores, outputs = list[ScoredTokens](), list[WantedOutputs]()
-        for index, row in enumerate(rows):
+        for row in rows:
             request = row.request
-            request.planned, request.last_plan = row.start + row.count - len(row.drafts), new.plan_id
+            request.computed, request.last_plan = row.start + row.count - len(row.drafts), new.plan_id
             request.unread, request.unchecked = request.unread + (row.samples > 0), bool(row.drafts)
-            if not request.plain:
-                scores += (scored := list(row.scores(index)))
-                outputs += row.outputs(index, scored)
+        scores, outputs = wanted_outputs(rows)
         wanted = [row.request.message.sampling for row in rows for _ in range(row.samples)]
         if wanted != self._wanted:  # they seldom differ from those of the plan before
             self._wanted, self._sampling = wanted, _sample_plan(wanted)
@@ -417,30 +403,17 @@ class Scheduler:
         """Apply the result of the oldest plan: append the sampled ids to their requests, let full blocks enter the
         prefix cache, and release requests that have ended. Returns the events for the front end."""
         submitted = self._in_flight.popleft()
-        plan = submitted.plan
-        assert plan.id == result.plan, f"plan {plan.id} is the oldest in flight, not {result.plan}"
-        scores, pooled = iter(result.scores), iter(result.pooled)
-        outputs = list(zip(plan.outputs, result.outputs, strict=True))
+        assert submitted.plan.id == result.plan, f"plan {submitted.plan.id} is the oldest in flight, not {result.plan}"
         self.connector.done(result.transfers)
         self.stats.counters.update({**result.counters, **self.connector.counters})
-        logprobs = dict(zip(plan.sampling.logprobs, result.logprobs, strict=True))
-        scored = {each.row: [next(scores) for _ in range(each.count)] for each in plan.scores}
+        found = results_by_row(submitted.plan, submitted.rows, result)
         events: list[FromController] = []
-        first, made, proposed = 0, 0, iter(result.drafts)
-        for index, row in enumerate(submitted.rows):
-            if row.drafts and result.drafts:
-                row = submitted.rows[index] = msgspec.structs.replace(row, drafts=next(proposed))
-            request, ids = row.request, row.accepted(result.ids[first : first + row.samples])
-            vector = next(pooled, b"") if result.pooled and row.samples else b""
-            parts = [part[: len(part) // of.count * len(ids)] if of.kind == "sampled" else part
-                     for of, part in outputs if of.row == index] if outputs else ()  # fmt: skip
-            if request.finish is None:
-                found = [logprobs[at] for at in range(first, first + len(ids)) if at in logprobs] if logprobs else ()
-                self._append_tokens(row, ids)
-                events += self._token_events(request, ids, found, scored.get(index), vector, b"".join(parts))
-            first, made = first + row.samples, made + len(ids)
-        self.drafts.record(submitted.rows, submitted.drafts, made)
-        self._release_finished(plan.id)
+        for each in found:
+            if each.row.request.finish is None:
+                self._append_tokens(each.row, each.ids)
+                events += self._token_events(each)
+        self.drafts.record([each.row for each in found], submitted.drafts, sum(len(each.ids) for each in found))
+        self._release_finished(result.plan)
         return events
 
     def _append_tokens(self, row: PlannedRow, ids: list[int]) -> None:
@@ -452,26 +425,27 @@ class Scheduler:
         request.outputs_read = max(request.outputs_read, computed)
         if row.drafts:
             request.unchecked, request.checked = False, len(request.tokens) - 1
-            computed = request.planned = self.state.kept(computed - len(row.drafts), request.checked)
+            computed = request.computed = self.state.kept(computed - len(row.drafts), request.checked)
             self.stats.drafts += row.drafts[0] > NOT_YET
             self.stats.drafted_tokens += sum(id > NOT_YET for id in row.drafts)
             self.stats.accepted_tokens += len(ids) - 1
         assert request.table is not None
         self.state.commit(request.table, request.tokens, computed)
 
-    def _token_events(
-        self, request: Request, ids: list[int], logprobs: Sequence[TokenLogprobs], scores: list[TokenLogprobs] | None,
-        vector: bytes, rows: bytes,
-    ) -> list[FromController]:  # fmt: skip
-        if not ids and scores is None and not rows:
+    def _token_events(self, found: RowResult) -> list[FromController]:
+        """What the front end is told of a row: new tokens and what comes with them, and the request's end if this was
+        its last token."""
+        request, ids, scores = found.row.request, found.ids, found.scores
+        if not ids and scores is None and not found.outputs:
             return []
         s = request.message.sampling
         request.scored += len(scores or ())
+        # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
+        wanted = len(s.logprob_ids) or s.logprobs or 0
         tokens = Tokens(
-            id=request.id, ids=[] if vector else ids, cached=request.cached, pooled=vector + rows,
+            id=request.id, ids=[] if found.vector else ids, cached=request.cached, pooled=found.vector + found.outputs,
             queued=request.started - request.arrived,
-            # The step computed as many likeliest tokens as its most demanding row wants; each gets what it asked for.
-            logprobs=[e.likeliest(len(s.logprob_ids) or s.logprobs or 0) for e in logprobs] if logprobs else None,
+            logprobs=[e.likeliest(wanted) for e in found.logprobs] if found.logprobs else None,
             prompt_logprobs=None if scores is None else [e.likeliest(s.prompt_logprobs or 0) for e in scores],
         )  # fmt: skip
         stopped = bool(ids) and ids[-1] in request.stop_ids

@@ -67,7 +67,7 @@ class StateManager:
         specs: one for each group.
         kinds: registered kinds by name.
         block_size: tokens of a block.
-        blocks: slabs in the pool, including the null slab; a slab is as large as the largest block of a group.
+        slabs: those of the pool, including the null slab; a slab is as large as the largest block of a group.
         prefix_cache: whether computed blocks can be found again.
         cuts: for each group how many of its blocks a slab holds; default: one each.
 
@@ -76,22 +76,21 @@ class StateManager:
     """
 
     def __init__(
-        self, specs: Sequence[StateSpec], kinds: Mapping[str, StateKind], block_size: int, blocks: int,
+        self, specs: Sequence[StateSpec], kinds: Mapping[str, StateKind], block_size: int, slabs: int,
         prefix_cache: bool = True, cuts: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.specs, self._kinds = tuple(specs), find_kinds(specs, kinds)
-        self.block_size = block_size
+        self.block_size, self.prefix_cache = block_size, prefix_cache
         self.cuts = tuple(cuts) or (1,) * len(self.specs)
         slab = math.lcm(*self.cuts)  # pages: the largest unit that divides every group's blocks
         self.spans = tuple(slab // cut for cut in self.cuts)
-        self.blocks, self.pool = blocks, BlockPool(blocks * slab, slab)
+        self.slabs, self.pool = slabs, BlockPool(slabs * slab, slab)
         #: Whether one step must compute all tokens of a request.
         self.undivided = any(kind.undivided for kind in self._kinds)
-        self.prefix_cache = prefix_cache
         #: Groups whose blocks can become dead. The first live block never moves back, so one position far ahead tells.
         self._mortal = [group for group in range(len(self.specs)) if self.first_live_block(group, 1 << 40)]
 
-    def blocks_for(self, tokens: int, step_tokens: int) -> int:
+    def slabs_for(self, tokens: int, step_tokens: int) -> int:
         """Slabs that a request of ``tokens`` tokens holds at most, if a step adds at most ``step_tokens`` of them."""
         return slabs_needed(self.specs, self._kinds, self.cuts, self.block_size, tokens, step_tokens)
 
@@ -122,12 +121,12 @@ class StateManager:
         hit = self.longest_hit(table.digests[:columns], self.pool.find)
         for group in range(len(self.specs)):
             first = self.first_live_block(group, hit * self.block_size)
-            for column in range(hit):
-                block = self.pool.find((group, table.digests[column])) if column >= first else 0
+            table.blocks[group] += [0] * first
+            for digest in table.digests[first:hit]:
+                block = self.pool.find((group, digest))
                 assert block is not None, "the prefix cache has every live block of a hit"
-                if block:
-                    self.pool.retain(block)
                 table.blocks[group].append(block)
+            self.pool.retain(table.blocks[group])
             table.first_live[group] = first
         table.cached_blocks = hit
         return table, hit * self.block_size
@@ -161,19 +160,26 @@ class StateManager:
         start = len(table.blocks[0]) if table.blocks else 0
         if tokens <= start * self.block_size:
             return Growth(start, ())
-        columns, ends = range(start, -(-tokens // self.block_size)), max(0, tokens - drafts - 1) // self.block_size
-        # The default ``needs`` takes every block and is not called: a long prompt has thousands of them.
-        needs = [columns if type(kind).needs is StateKind.needs else
-                 [at for at in columns if kind.needs(spec, at, at if at >= ends else columns[-1], self.block_size)]
-                 for spec, kind in zip(self.specs, self._kinds, strict=True)]  # fmt: skip
-        taken = self.pool.allocate_all([(len(group), span) for group, span in zip(needs, self.spans, strict=True)])
+        columns = range(start, -(-tokens // self.block_size))
+        first_end = max(0, tokens - drafts - 1) // self.block_size
+        written = [self._written_columns(group, columns, first_end) for group in range(len(self.specs))]
+        taken = self.pool.allocate_all([(len(own), span) for own, span in zip(written, self.spans, strict=True)])
         if taken is None:
             return None
-        parts = tuple(tuple(new if own is columns else map(dict(zip(own, new, strict=True)).get, columns, repeat(0)))
-                      for new, own in zip(taken, needs, strict=True))  # fmt: skip
-        for blocks, new in zip(table.blocks, parts, strict=True):
-            blocks.extend(new)
+        parts = tuple(_spread(columns, own, new) for own, new in zip(written, taken, strict=True))
+        for blocks, part in zip(table.blocks, parts, strict=True):
+            blocks.extend(part)
         return Growth(start, parts)
+
+    def _written_columns(self, group: int, columns: range, first_end: int) -> Sequence[int]:
+        """Those of the new ``columns`` of a group that steps write: the others need no block. The step may end in the
+        last of them, and with drafts in each from ``first_end`` on."""
+        spec, kind = self.specs[group], self._kinds[group]
+        # The default ``needs`` takes every block and is not called: a long prompt has thousands of them.
+        if type(kind).needs is StateKind.needs:
+            return columns
+        last = columns[-1]
+        return [at for at in columns if kind.needs(spec, at, at if at >= first_end else last, self.block_size)]
 
     def fork(self, table: BlockTable, computed: int) -> tuple[BlockTable, list[BlockCopy]] | None:
         """Make a second table over the same state of ``computed`` tokens. Full blocks are shared; a last block that is
@@ -188,12 +194,9 @@ class StateManager:
         copy = BlockTable(table.salt, [], live, table.digests[:full], cached, table.exclusive)
         copies = []
         for group, (blocks, last) in enumerate(zip(table.blocks, fresh, strict=True)):
-            shared = blocks[:full]
-            for block in shared:
-                if block:
-                    self.pool.retain(block)
+            self.pool.retain(blocks[:full])
             copies += [BlockCopy(group, blocks[full], target) for target in last]
-            copy.blocks.append([*shared, *last])
+            copy.blocks.append([*blocks[:full], *last])
         return copy, copies
 
     def commit(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
@@ -240,6 +243,13 @@ class StateManager:
             media = overlapping_items(table.media, column * size, (column + 1) * size) if table.media else ()
             key = b"".join([parent, ids[at : at + size], *(item.key for item in media)])
             table.digests.append(hashlib.sha256(key).digest())
+
+
+def _spread(columns: range, written: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
+    """The entries of a table's ``columns``: the ``blocks`` of those that are ``written``, else the null block."""
+    if len(written) == len(columns):
+        return tuple(blocks)
+    return tuple(map(dict(zip(written, blocks, strict=True)).get, columns, repeat(0)))
 
 
 def longest_prefix(kind: StateKind, spec: StateSpec, cached: Sequence[bool], block_size: int) -> int:

@@ -19,7 +19,7 @@ class WorkerFacts:
     Attributes:
         specs: one for each state group.
         cuts: for each group, how many of its blocks one slab of the pool holds.
-        blocks: slabs in the pool, including the null slab.
+        slabs: those of the pool, including the null slab.
         block_size: tokens of a block.
         max_reqs, max_seq_len, step_tokens: the resolved limits of the configuration.
         kept_slabs: how many slabs the connector can keep.
@@ -28,7 +28,7 @@ class WorkerFacts:
 
     specs: list[StateSpec]
     cuts: list[int]
-    blocks: int
+    slabs: int
     block_size: int
     max_reqs: int
     max_seq_len: int
@@ -56,7 +56,7 @@ def merge_facts(found: Sequence[WorkerFacts]) -> WorkerFacts:
                                   f"{rank}; run the same packages, backend and configuration on each")  # fmt: skip
     if len(found) == 1:
         return first
-    names = ("blocks", "max_reqs", "max_seq_len", "step_tokens", "kept_slabs")
+    names = ("slabs", "max_reqs", "max_seq_len", "step_tokens", "kept_slabs")
     least = {name: min(getattr(facts, name) for facts in found) for name in names}
     ranks = [RankInfo(**{name: getattr(f.info, name) for name in RankInfo.__struct_fields__}) for f in found]
     info = msgspec.structs.replace(first.info, max_model_len=least["max_seq_len"], ranks=ranks)

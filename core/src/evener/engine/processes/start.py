@@ -93,7 +93,7 @@ def set_up_controller(config: Config, executor: Executor, facts: WorkerFacts, st
     infer, kinds = config.infer, _kinds(facts, config)
     # Nobody reads vectors and scores while they are made.
     limit = limit_steps(config, facts.max_reqs, streaming and facts.info.pooling is None)
-    state = StateManager(facts.specs, kinds, facts.block_size, facts.blocks, infer.prefix_cache, facts.cuts)
+    state = StateManager(facts.specs, kinds, facts.block_size, facts.slabs, infer.prefix_cache, facts.cuts)
     media, batches = open_media(facts.info.media_rows, facts.step_tokens), MicroBatches.of(infer)
     found, lora, drafts = find_connector(config), find_adapters(infer.adapter_slots), find_drafts(infer)
     grammars = open_grammars(config, facts.info.vocab_size)

@@ -238,7 +238,7 @@ class Stats(msgspec.Struct, kw_only=True):
 class StatsReport(Stats, kw_only=True, tag="stats"):
     """How busy the engine is, between two steps: the counters, and the current numbers of ``waiting`` and ``running``
     requests, of pages in the pool (``blocks``) and of those that requests hold (``blocks_used``). What only the prefix
-    cache remembers is not in use."""
+    cache remembers is not in use. ``GET /stats`` has the same names; a page is a block if all blocks have one size."""
 
     waiting: int
     running: int

@@ -104,84 +104,107 @@ def assemble(
     Raises:
         EvenerError: a backend, package, checkpoint or option cannot be used; see the tree in ``evener.errors``.
     """
+    # What there is: the checkpoint, the backend, its device, and the class that runs the model.
     place = ranks or RankGroups()
     checkpoint = open_checkpoint(config.model)
-    config, divided = _divided_as_stored(config, checkpoint)
+    config, reasons = _divided_as_stored(config, checkpoint)
     loaded = search.load(config.options)
     device = loaded.open_device(place.device)
     family = find_architecture(loaded, checkpoint)
+
+    # The configuration with numbers in place of ``auto``. A model that generates nothing sets other limits.
     longest = family.longest_text(checkpoint.config)
     generates, infer = longest is None and checkpoint.architecture in loaded.architectures, config.infer
     pooling = choose_pooling(PoolingRequest(checkpoint, infer.task, infer.pooling, generates, longest), family)
     if longest is not None:
-        config, divided = pooling_part("limits")(config, longest)
+        config, reasons = pooling_part("limits")(config, longest)
     facts = facts_of(config.model, checkpoint.config, family.max_positions)
     of_device = DeviceFacts.of(device, loaded.backend.name, place.local_size)
     resolved = resolve_config(config, facts, of_device, serving=serving)
-    resolved = replace(resolved, reasons={**resolved.reasons, **divided})
+    resolved = replace(resolved, reasons={**resolved.reasons, **reasons})
     device.limit_threads(resolved.threads)
     device.select()
+
+    # The other ranks. Stages on unlike devices settle on one configuration.
     factory, agreement = communicator_factory(loaded.communicator(), device), ALONE
     if has_unlike_stages(config):
         place, agreement, resolved = stage_part("meet")(place, factory, device, resolved, of_device)
     ranks = place.open(factory)
     infer, world = resolved.config.infer, ranks.world
+
+    # The model, declared; all stages are, for the names of their weights, and so that block ids mean the same on each.
     stored = view_model(resolved, loaded, ranks, checkpoint, family)
     checkpoint, headers, scheme, _ = stored
-    # Other stages are declared too: their state, so that block ids mean the same on all, and their weights' names.
-    head = None if pooling is None else pooling.head
+    head, settings = (None, None) if pooling is None else (pooling.head, pooling.settings)
     declared = [declare_model(resolved, ranks, stored, stage, head) for stage in range(world.pp_size)]
+    builds = [each for each, _ in declared]
     build, model = declared[world.pp_rank]
     if headers and isinstance(checkpoint, CheckpointView):
         checkpoint.reslice(build.weights)
-    other_stages = [other for other, _ in declared if other is not build]
-    if infer.ep_size > 1 and not any(site.op == "moe_block" for each, _ in declared for site in each.sites):
+    if infer.ep_size > 1 and not any(site.op == "moe_block" for each in builds for site in each.sites):
         raise ConfigError(f"infer.ep_size={infer.ep_size}: {config.model} has no experts; leave infer.ep_size out")
+    linear = [weight for weight in build.weights if isinstance(weight, LinearWeight)]
+    if infer.quant_activations == "keep":
+        _keep_activations(linear)
     sampler = Sampler(build, model.vocab_size)
     encoders = [encoder for _, stage in declared for encoder in stage.encoders.values()]
     media_rows = max([resolved.step_tokens, *(encoder.rows for encoder in encoders)])
+
+    # Parts of packages, which change or add declarations: where experts are, how state is stored, what proposes drafts.
     resolver = _resolver(resolved, loaded, device, max([0, *(encoder.tokens for encoder in encoders)]))
-    linear = [w for w in build.weights if isinstance(w, LinearWeight)]
-    for weight in linear if infer.quant_activations == "keep" else ():
-        weight.parts = tuple(replace(part, format=replace(part.format, activation=None)) for part in weight.parts)
     placer = host_placement(resolved, device)
     auto = "auto" in (infer.cpu_layer_num, infer.resident_experts)
-    placement = placer(resolved, device, resolver, build, [b for b, _ in declared]) if placer and not auto else None
-    resolver.manifest.notes += choose_state([b for b, _ in declared], infer, checkpoint, headers, device, loaded)
+    placement = placer(resolved, device, resolver, build, builds) if placer and not auto else None
+    resolver.manifest.notes += choose_state(builds, infer, checkpoint, headers, device, loaded)
     drafter = installed_catalog().lazy_imports("worker drafter").get(infer.proposes)
     draft = drafter.load().declare(resolved, loaded, device, ranks, model, build) if drafter else None
-    drafting: list[Builder] = [draft.build] if draft else []
-    linear += [weight for each in drafting for weight in each.weights if isinstance(weight, LinearWeight)]
-    resolver.states([slot for each in (build, *other_stages, *drafting) for slot in each.slots])
-    resolver.packings([w for w in linear if w.placement is None])
+
+    # Providers of it all. Call sites come last: kernels read the layouts, and adapters compute some products instead.
+    other_stages = [each for each in builds if each is not build]
+    own: list[Builder] = [build, draft.build] if draft else [build]
+    resolver.states([slot for each in (build, *other_stages, *own[1:]) for slot in each.slots])
+    linear += [weight for each in own[1:] for weight in each.weights if isinstance(weight, LinearWeight)]
+    resolver.packings([weight for weight in linear if weight.placement is None])
     lora = find_adapters(infer.adapter_slots)
-    adapters = lora.worker(build, infer, [b for b, _ in declared]) if lora else AdapterStacks()
-    resolver.sites([site for each in (build, *drafting) for site in each.sites])
+    adapters = lora.worker(build, infer, builds) if lora else AdapterStacks()
+    resolver.sites([site for each in own for site in each.sites])
     last_rows = LastRows(model, resolver) if placement is None and pooling is None and not draft else None
+
+    # The pool, where a draft model has its state too.
     size = None if resolved.block_size == "auto" else resolved.block_size
-    more = [slot for each in drafting for slot in each.slots]
-    slots = [[*b.slots, *more] for b, _ in declared]
-    geometry = plan_geometry([*build.slots, *more], device.capabilities.alignment, size, slots, agreement)
-    stuck = [g.provider.name for g in geometry.groups if g.spec.per == "request" and not g.provider.drafts]
-    if stuck and infer.proposes != "none":
-        raise ConfigError(f"drafts of {infer.proposes!r} need recurrent state that leaves wrong drafts out, and "
-                          f"{stuck[0]} keeps none; set ops.attention=reference, or leave infer.drafter and "
-                          "infer.draft_model out")  # fmt: skip
+    slots = [[slot for part in (each, *own[1:]) for slot in part.slots] for each in builds]
+    geometry = plan_geometry(slots[world.pp_rank], device.capabilities.alignment, size, slots, agreement)
+    _check_drafts(infer.proposes, geometry)
     resolved = resolved.with_value("infer.block_size", geometry.block_size, "every state provider offers it")
     kinds = {p.value.name: p.value for p in loaded.state_kinds()}
     a = Assembly(
         resolved, loaded, device, checkpoint, headers, scheme, build, model, sampler, resolver, geometry, kinds,
-        ranks, media_rows, agreement, adapters, other_stages, None if pooling is None else pooling.settings, placement,
-        last_rows,
+        ranks, media_rows, agreement, adapters, other_stages, settings, placement, last_rows,
     )  # fmt: skip
     if draft:
         a = replace(a, draft=draft.beside(a))
     if placer is None or not auto:
         return a
+    # Only now is it known how many experts fit into the device's memory. With that number all is assembled once more.
     asked, key = placer.settled(a)
     a = assemble(replace(config, infer=asked), search, serving, ranks)
     reasons = {**a.config.reasons, f"infer.{key}": "what fits into the device's memory"}
     return replace(a, config=replace(a.config, reasons=reasons))
+
+
+def _keep_activations(linear: Sequence[LinearWeight]) -> None:
+    """Let linear layers take their inputs as they are, also where the checkpoint says that these are quantized."""
+    for weight in linear:
+        weight.parts = tuple(replace(part, format=replace(part.format, activation=None)) for part in weight.parts)
+
+
+def _check_drafts(proposes: str, geometry: Geometry) -> None:
+    """Refuse drafts where a provider of recurrent state would keep what wrong ones have written."""
+    stuck = [g.provider.name for g in geometry.groups if g.spec.per == "request" and not g.provider.drafts]
+    if stuck and proposes != "none":
+        raise ConfigError(f"drafts of {proposes!r} need recurrent state that leaves wrong drafts out, and {stuck[0]} "
+                          "keeps none; set ops.attention=reference, or leave infer.drafter and infer.draft_model "
+                          "out")  # fmt: skip
 
 
 def view_model(
@@ -212,8 +235,7 @@ def declare_model(
         "placement of experts", "ranks", "infer.ep_size", "evener-offload")(infer.ep_size)  # fmt: skip
     build = made(
         config.dtype, config.max_seq_len, (lambda name: scheme.part(name, headers)) if headers else None,
-        ranks.tp, absorb=infer.mla_absorb,
-        index_top=None if infer.index_topk == "auto" else infer.index_topk,
+        ranks.tp, absorb=infer.mla_absorb, index_top=None if infer.index_topk == "auto" else infer.index_topk,
         snapshot_every=infer.snapshot_every,
         state_dtype={"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}.get(infer.kv_dtype),
         stage=(stage, world.pp_size), partition=layer_partition(infer), predicts=infer.proposes == "mtp",
@@ -228,9 +250,8 @@ def declare_model(
 def _divided_as_stored(config: Config, checkpoint: Checkpoint) -> tuple[Config, Mapping[str, str]]:
     """The configuration with the division of layers that the checkpoint was split for, if it asks for none; and the
     reason."""
-    if config.infer.pp_size == 1 or config.infer.pp_layer_partition or config.load == "dummy":
-        return config, {}
-    if (stored := stored_partition(checkpoint)) is None:
+    needless = config.infer.pp_size == 1 or config.infer.pp_layer_partition or config.load == "dummy"
+    if needless or (stored := stored_partition(checkpoint)) is None:
         return config, {}
     infer = replace(config.infer, pp_layer_partition=tuple(map(str, stored)) or ("equal",))
     return replace(config, infer=infer), {"infer.pp_layer_partition": "as the checkpoint was split"}
@@ -322,13 +343,11 @@ def _resolver(config: ResolvedConfig, loaded: LoadedPackages, device: Device, en
     available = Candidates(
         schemas={p.value.name: p.value for p in loaded.op_schemas()},
         kernels=kernels, states=states, reference_state=ReferenceState(), reference_packing=PLAIN,
-        device=device.capabilities,
-        buckets=token_buckets(max(config.step_tokens, config.max_samples, encoded)),
+        device=device.capabilities, buckets=token_buckets(max(config.step_tokens, config.max_samples, encoded)),
         reference_ops="infer.op_impl=ref" if infer.op_impl == "ref" else "",
         reference_attention="infer.attn_type=ref" if infer.attn_type == "ref" else "",
-        forced=config.config.ops, max_fallback=config.config.max_fallback, version=core_version(),
-        sizes=Sizes(max(config.step_tokens, encoded), config.max_samples),
-        tuned=read_tuned(infer.tuning, bench, folders),
+        tuned=read_tuned(infer.tuning, bench, folders), forced=config.config.ops, version=core_version(),
+        max_fallback=config.config.max_fallback, sizes=Sizes(max(config.step_tokens, encoded), config.max_samples),
     )  # fmt: skip
     resolver = Resolver(available)
     resolver.manifest.notes += available.tuned.notes

@@ -106,41 +106,43 @@ def plan_geometry(
             is no multiple of it.
         ResolveError: a provider offers sizes that are not multiples of its smallest.
     """
-    layers: dict[tuple[StateSpec, AttentionSpec], list[StateSlot]] = {}
-    for slot in slots:
-        layers.setdefault((slot.spec, slot.attention), []).append(slot)
-    largest_counts = Counter[tuple[StateSpec, AttentionSpec]]()
-    providers: dict[tuple[StateSpec, AttentionSpec], StateProvider | None] = {}
-    for stage in stages or [slots]:
-        largest_counts |= Counter((slot.spec, slot.attention) for slot in stage)  # keeps the larger count
-        providers.update({(slot.spec, slot.attention): slot.provider for slot in stage})
-    layer_slots = _layer_slots(list(largest_counts.values()))
-    groups: list[Group] = []
-    sizes: dict[int, int] = {}
-    for (spec, attention), count in largest_counts.items():
-        provider, members = providers[spec, attention], layers.get((spec, attention), [])
+    groups, layers = _form_groups(slots, stages or [slots])
+    size = _block_size(groups, block_size, agreement)
+    if odd := [g.spec.every for g in groups if (g.spec.every or size) % size]:
+        raise ConfigError(f"infer.snapshot_every={odd[0]} must be a multiple of the block size, {size} tokens")
+    needs = [0 if g.provider.owns_memory else g.provider.bytes_per_block(g.spec, size) for g in groups]
+    *needs, alignment = agreement.most([*needs, alignment])
+    pooled = [index for index, g in enumerate(groups) if not g.provider.owns_memory]
+    # A request has many blocks of tokens but one live block of a recurrent state, however large that is: it gets no
+    # larger weight than the largest block of tokens.
+    common = max((needs[index] for index in pooled if groups[index].spec.per == "token"), default=1)
+    weights = [layers[index] * min(needs[index], common) for index in pooled]
+    slab, cuts = _cut_slab([needs[index] for index in pooled], weights, alignment) if pooled else (0, [])
+    for index, cut in zip(pooled, cuts, strict=True):
+        groups[index] = replace(groups[index], cut=cut)
+    return Geometry(tuple(groups), max((len(groups[index].slots) for index in pooled), default=0), size, slab)
+
+
+def _form_groups(slots: Sequence[StateSlot], stages: Sequence[Sequence[StateSlot]]) -> tuple[list[Group], list[int]]:
+    """The groups of all ``stages``, not yet cut, with those ``slots`` that this rank has of each, whose ``group`` is
+    set. And for each group the number of its layers on the stage that has the most."""
+    counts = Counter[tuple[StateSpec, AttentionSpec]]()
+    for stage in stages:
+        counts |= Counter((slot.spec, slot.attention) for slot in stage)  # keeps the larger count
+    providers = {(slot.spec, slot.attention): slot.provider for stage in stages for slot in stage}
+    layer_slots = _layer_slots(list(counts.values()))
+    groups, layers = list[Group](), list[int]()
+    for (spec, attention), count in counts.items():
+        provider = providers[spec, attention]
         assert provider is not None, "state slots are resolved before the geometry is planned"
+        members = [slot for slot in slots if (slot.spec, slot.attention) == (spec, attention)]
         for start in range(0, count, layer_slots):
             part = tuple(members[start : start + layer_slots])
             for slot in part:
                 slot.group = len(groups)
             groups.append(Group(spec, attention, provider, part))
-            sizes[id(groups[-1])] = min(layer_slots, count - start)
-    size = _block_size(groups, block_size, agreement)
-    if odd := [g.spec.every for g in groups if (g.spec.every or size) % size]:
-        raise ConfigError(f"infer.snapshot_every={odd[0]} must be a multiple of the block size, {size} tokens")
-    pooled = [g for g in groups if not g.provider.owns_memory]
-    needs = [0 if g.provider.owns_memory else g.provider.bytes_per_block(g.spec, size) for g in groups]
-    *needs, alignment = agreement.most([*needs, alignment])
-    needs = [need for need, g in zip(needs, groups, strict=True) if not g.provider.owns_memory]
-    # A request has many blocks of tokens but one live block of a recurrent state, however large that is: it gets no
-    # larger weight than the largest block of tokens.
-    common = max((need for g, need in zip(pooled, needs, strict=True) if g.spec.per == "token"), default=1)
-    weights = [sizes[id(g)] * min(need, common) for g, need in zip(pooled, needs, strict=True)]
-    slab, cuts = _cut_slab(needs, weights, alignment) if pooled else (0, [])
-    by_group = dict(zip(map(id, pooled), cuts, strict=True))
-    groups = [replace(g, cut=by_group.get(id(g), 1)) for g in groups]
-    return Geometry(tuple(groups), max((len(g.slots) for g in pooled), default=0), size, slab)
+            layers.append(min(layer_slots, count - start))
+    return groups, layers
 
 
 def _cut_slab(needs: Sequence[int], weights: Sequence[int], alignment: int) -> tuple[int, list[int]]:

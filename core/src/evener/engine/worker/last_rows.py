@@ -35,8 +35,7 @@ class LastRows:
     rows: torch.Tensor | None = None
 
     def __init__(self, model: Architecture, resolver: Resolver) -> None:
-        site = last_call(model)
-        if site is None:
+        if (site := last_call(model)) is None:
             return
         if site.op != "decoder_layer":
             site.table = tuple(partial(self._second, whole, site.table) for whole in site.table)

@@ -6,7 +6,7 @@ The byte counts come from other modules:
 weights         ``loading.estimate``: from file headers and packings
 workspace       ``resolution.footprint``: activations and kernels' scratch; ``StateProvider.workspace``
 tables          this module: rows of requests in ``device_tables``, and rows of encoders
-state           ``geometry``: bytes of one KV cache block over all layers
+state           ``geometry``: bytes of one slab of the KV cache over all layers
 free memory     the device
 ==============  ==============================================================================================
 
@@ -17,17 +17,16 @@ A start estimates the plan before a weight is read (``require_memory_plan``), ag
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from bisect import bisect_right
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from evener.config.resolve import ResolvedConfig
 from evener.contracts.declared import Declared
 from evener.contracts.device import MemoryInfo
-from evener.contracts.quant import DTYPE_BYTES
+from evener.contracts.quant import DTYPE_BYTES, Packing
 from evener.engine.facts.memory_plan import MemoryPlan, in_gib
 from evener.engine.inputs.device_tables import table_columns
 from evener.engine.wire.slabs import find_kinds, slabs_needed
@@ -85,10 +84,10 @@ def measured_plan(a: Assembly, plan: MemoryPlan, free: int) -> tuple[ResolvedCon
         MemoryPlanError: it holds no request, or not one of ``infer.max_seq_len`` tokens, if that is set.
     """
     config, plan = a.config, _after_warm_up(plan, free)
-    if _blocks_for(a, config, config.max_seq_len) < plan.blocks:
+    if _slabs_for(a, config, config.max_seq_len) < plan.blocks:
         return config, plan
     length = _longest_request(a, config, plan.blocks - 1)
-    if config.config.infer.max_seq_len == "auto" and _blocks_for(a, config, length) < plan.blocks:
+    if config.config.infer.max_seq_len == "auto" and _slabs_for(a, config, length) < plan.blocks:
         return config.with_value("infer.max_seq_len", length, "what a warm-up left for state holds no more"), plan
     raise MemoryPlanError(
         f"a warm-up left {in_gib(free)}, of which the largest step takes {in_gib(plan.workspace)}: too little for the "
@@ -122,9 +121,10 @@ class MemoryDemand:
         weights: as estimated from headers and packings.
         rows: bytes of the engine's device tables and of encoders' rows.
         workspace: bytes of activations and scratch of the largest step.
-        block_bytes: bytes of one block over all layers.
-        max_useful_blocks: blocks that all slots can hold at once.
-        min_blocks: blocks that one request of ``max_seq_len`` tokens needs.
+        block_bytes: bytes of one slab over all layers. Slabs are named blocks here, as in ``MemoryPlan``, which is
+            shown as JSON.
+        max_useful_blocks: slabs that all slots can hold at once.
+        min_blocks: slabs that one request of ``max_seq_len`` tokens needs.
         experts: bytes of each layer's experts on the device, in order.
         host, host_layers: as in ``MemoryPlan``; host_free: bytes that the host has free.
     """
@@ -171,25 +171,22 @@ def plan_memory(demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, 
         workspace=demand.workspace, state=0, blocks=0, block_bytes=demand.block_bytes, free=memory.free,
         host=demand.host, host_layers=demand.host_layers,
     ).with_blocks(min(max(0, budget) // demand.block_bytes, demand.max_useful_blocks + 1))  # fmt: skip
-    return dataclasses.replace(plan, problem=_problem(demand, memory, kv_bytes, plan, longest))
+    return replace(plan, problem=_problem(demand, memory, kv_bytes, plan, longest))
 
 
 def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
     """What ``config`` asks of the device of ``a``."""
     groups, size = a.geometry.groups, a.geometry.block_size
-    min_blocks = _blocks_for(a, config, config.max_seq_len)
+    min_blocks = _slabs_for(a, config, config.max_seq_len)
     columns = table_columns(-(-config.max_seq_len // size), len(groups), a.device.capabilities.alignment)
     attention = max(g.provider.workspace(g.spec, g.attention, config.step_tokens, config.max_seq_len) for g in groups)
     scratch = max(attention, a.resolver.footprint.workspace)
     here, placed = divide_weights(a)
-    packings, copied = a.resolver.packings_by_layout, a.checkpoint.copied if a.headers else frozenset()
-    estimate = partial(estimate_weights, headers=a.headers or None, scheme=a.scheme, copied=copied)
-    weights, place = estimate(here, packings, mappable=a.device.capabilities.host_memory), a.placement
-    there = estimate(placed, place.packings) if place else WeightEstimate(0, 0)
-    if (draft := a.draft) is not None:
-        copied = draft.checkpoint.copied if draft.headers else frozenset()
-        estimate = partial(estimate_weights, headers=draft.headers or None, scheme=draft.scheme, copied=copied)
-        weights += estimate(draft.build.weights, packings, mappable=a.device.capabilities.host_memory)
+    packings, mappable, place = a.resolver.packings_by_layout, a.device.capabilities.host_memory, a.placement
+    weights = _estimate(a, here, packings, mappable)
+    there = _estimate(a, placed, place.packings, mappable=True) if place else WeightEstimate(0, 0)
+    if a.draft is not None:
+        weights += _estimate(a.draft, a.draft.build.weights, packings, mappable)
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
     pooled = a.model.hidden_size if a.pooling is not None and a.pooling.pooling != "last" else 0
     # 40 bytes: the sampling parameters of a request, see ``DeviceTables``.
@@ -198,9 +195,15 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
         weights=weights, rows=rows, workspace=scratch + a.resolver.footprint.activations,
         block_bytes=max(1, a.geometry.block_bytes), max_useful_blocks=config.max_reqs * min_blocks,
         min_blocks=min_blocks, max_seq_len=config.max_seq_len, dtype=config.dtype,
-        experts=() if a.device.capabilities.host_memory else _expert_bytes(a), host=there.allocated + there.mapped,
+        experts=() if mappable else _expert_bytes(a), host=there.allocated + there.mapped,
         host_layers=len(place.layers) if place else 0, host_free=place.free if place else 0,
     )  # fmt: skip
+
+
+def _estimate(a: Assembly, declared: list[Declared], packings: Mapping[str, Packing], mappable: bool) -> WeightEstimate:
+    """The bytes of these weights of a model."""
+    copied = a.checkpoint.copied if a.headers else frozenset()
+    return estimate_weights(declared, packings, a.headers or None, a.scheme, copied=copied, mappable=mappable)
 
 
 def divide_weights(a: Assembly) -> tuple[list[Declared], list[Declared]]:
@@ -215,49 +218,60 @@ def _expert_bytes(a: Assembly) -> tuple[int, ...]:
     return tuple(estimate_weights([s["gate_up"], s["down"]], packings, None).allocated for s in sites)
 
 
-def _blocks_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
-    """Blocks that one request of ``length`` tokens needs."""
+def _slabs_for(a: Assembly, config: ResolvedConfig, length: int) -> int:
+    """Slabs that one request of ``length`` tokens needs."""
     specs, cuts = tuple(g.spec for g in a.geometry.groups), tuple(g.cut for g in a.geometry.groups)
     kinds, step_tokens = find_kinds(specs, a.kinds), min(config.step_tokens, length)
     return slabs_needed(specs, kinds, cuts, a.geometry.block_size, length, step_tokens)
 
 
-def _longest_request(a: Assembly, config: ResolvedConfig, blocks: int) -> int:
-    """The longest request, in whole blocks, that ``blocks`` can hold; the need grows with the length."""
+def _longest_request(a: Assembly, config: ResolvedConfig, slabs: int) -> int:
+    """The longest request, in whole blocks of tokens, that ``slabs`` can hold; the need grows with the length."""
     size = a.geometry.block_size
     counts = range(1, -(-config.max_seq_len // size) + 1)
-    return max(1, bisect_right(counts, blocks, key=lambda count: _blocks_for(a, config, count * size))) * size
+    return max(1, bisect_right(counts, slabs, key=lambda count: _slabs_for(a, config, count * size))) * size
 
 
 def _problem(
     demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, plan: MemoryPlan, longest: int
 ) -> str | None:
     """Why it does not fit, with the numbers and what to change; None if it does."""
-    weights, free = demand.weights, f"{in_gib(memory.free)} of {in_gib(memory.total)} are free"
     if demand.host > demand.host_free:
         return (f"the experts of {demand.host_layers} layers do not fit the host: they take {in_gib(demand.host)}, and "
                 f"{in_gib(demand.host_free)} are free; lower infer.cpu_layer_num")  # fmt: skip
-    more = weights.allocated + demand.rows + demand.workspace + demand.least_state - memory.free
-    count = demand.layers_to_move(more) if more > 0 else 0
-    layers = demand.host_layers + (count or 0)
-    move = f"infer.cpu_layer_num={layers} keeps the experts of {layers} layers on the host; " if count else ""
+    weights, free = demand.weights, f"{in_gib(memory.free)} of {in_gib(memory.total)} are free"
     # Mapped weights may come and go with the page cache, but each step reads all of them.
     if weights.allocated > memory.free or weights.allocated + weights.mapped > memory.total:
-        lighter = "dtype=bfloat16 halves them; " if demand.dtype == "float32" and not weights.mapped else ""
+        lighter = ["dtype=bfloat16 halves them"] if demand.dtype == "float32" and not weights.mapped else []
+        ways = "; ".join([*_move_advice(demand, memory), *lighter, "take a checkpoint that stores them in fewer bits"])
         return (f"the model does not fit: its weights take {in_gib(weights.allocated + weights.mapped)} in "
-                f"{demand.dtype}, and {free}; no key about state helps: {move}{lighter}take a checkpoint that stores "
-                "them in fewer bits, or a device with more memory (`evener doctor` lists what is here)")  # fmt: skip
-    left, need = memory.free - demand.fixed, demand.least_state
-    if plan.blocks > demand.min_blocks and plan.state <= left:
+                f"{demand.dtype}, and {free}; no key about state helps: {ways}, or a device with more memory (`evener "
+                "doctor` lists what is here)")  # fmt: skip
+    if plan.blocks > demand.min_blocks and plan.state <= memory.free - demand.fixed:
         return None
     allowed = f" and infer.kv_memory allows {in_gib(kv_bytes)} for state" if kv_bytes is not None else ""
-    advice = [f"infer.max_seq_len={longest} fits"] * (longest > 1) + [move[:-2]] * bool(move)
+    ways = ", or ".join(_state_advice(demand, memory, kv_bytes, longest))
+    return (f"the model does not fit: {in_gib(demand.fixed)} for weights, tables and workspace and "
+            f"{in_gib(demand.least_state)} for one request of infer.max_seq_len={demand.max_seq_len}, but "
+            f"{free}{allowed}; what to change: {ways}")  # fmt: skip
+
+
+def _move_advice(demand: MemoryDemand, memory: MemoryInfo) -> list[str]:
+    """That the experts of more layers can be on the host, if the device then has room for one request."""
+    count = demand.layers_to_move(demand.fixed + demand.least_state - memory.free) or 0
+    layers = demand.host_layers + count
+    return [f"infer.cpu_layer_num={layers} keeps the experts of {layers} layers on the host"] if count else []
+
+
+def _state_advice(demand: MemoryDemand, memory: MemoryInfo, kv_bytes: int | None, longest: int) -> list[str]:
+    """What to change if the weights fit, but not one request beside them."""
+    left, need = memory.free - demand.fixed, demand.least_state
+    advice = [f"infer.max_seq_len={longest} fits"] if longest > 1 else []
+    advice += _move_advice(demand, memory)
     if kv_bytes is not None and max(need, kv_bytes) > left:
         advice.append("lower infer.kv_memory" if kv_bytes > left >= need else "free memory elsewhere")
     elif kv_bytes is not None:
         advice.append(f"infer.kv_memory={-(-need >> 20)}MiB holds one")
     if demand.rows + demand.workspace > demand.weights.allocated:
         advice.append("lower infer.max_reqs and infer.step_tokens, which size tables and workspace")
-    return (f"the model does not fit: {in_gib(demand.fixed)} for weights, tables and workspace and {in_gib(need)} "
-            f"for one request of infer.max_seq_len={demand.max_seq_len}, but {free}{allowed}; what to change: "
-            + ", or ".join(advice or ["lower infer.max_reqs, infer.step_tokens or infer.max_seq_len"]))  # fmt: skip
+    return advice or ["lower infer.max_reqs, infer.step_tokens or infer.max_seq_len"]

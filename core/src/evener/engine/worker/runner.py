@@ -57,8 +57,8 @@ class Runner:
     ) -> None:  # fmt: skip
         self.device, self.model, self.sampler, self.tables, self.geometry = device, model, sampler, tables, geometry
         self.adapters, self.stages, self.media, self.results = adapters, stages, media, Results(device)
-        #: Runs a step's rows in parts, as ``Placement.divided``; None: all at once.
-        self.divided: Callable[..., torch.Tensor] | None = None
+        #: As ``Placement.eager_forward``; None: the model's own ``forward`` computes all rows at once.
+        self.eager_forward: Callable[..., torch.Tensor] | None = None
         #: Lets a step compute the last layer for the rows that it samples from only.
         self.last_rows: LastRows | None = None
         #: Told before each replay of a captured step how many of its rows are not padding.
@@ -103,8 +103,8 @@ class Runner:
             step.stream = self.stages.layer_input(self.stages.receive_stream(buffer))
         if plan.media is not None and self.media is not None:
             step.embedding_overrides = self.media.take(plan.media)
-        if self.divided:
-            return self.divided(self, plan, step), step, arrays
+        if self.eager_forward:
+            return self.eager_forward(self, plan, step), step, arrays
         if self.last_rows is None:
             return self.model.forward(step), step, arrays
         with self.last_rows.only(arrays.last if sampled_only and len(plan.samples) < layout.tokens else None):

@@ -52,9 +52,8 @@ def load_stage(a: Assembly) -> WeightBytes:
         CheckpointError: tensors are missing, unexpected or of a wrong shape; or no installed package makes weights.
     """
     here, placed = divide_weights(a)
-    there = WeightBytes()
-    if a.placement is not None:  # first: a placement may have tables of the device that hold some of them too
-        there = _load(a, placed, a.placement.packings, a.placement.torch_device, None)
+    place = a.placement  # its weights come first: it may have tables of the device that hold some of them too
+    there = WeightBytes() if place is None else _load(a, placed, place.packings, place.torch_device, None)
     loaded = _load(a, here, a.resolver.packings_by_layout, a.device.torch_device, a.device)
     a.checkpoint.close()  # nothing more is read, and its pages need not stay in memory
     for group in a.build.groups:

@@ -76,7 +76,7 @@ class Worker:
         self.runner = Runner(a.device, a.model, a.sampler, tables, a.geometry, a.adapters, stages, media)
         self.runner.before_step = positions.ensure
         if a.placement is not None:
-            self.runner.divided, self.runner.replayed = a.placement.divided, a.placement.replayed
+            self.runner.eager_forward, self.runner.replayed = a.placement.eager_forward, a.placement.replayed
         if a.pooling is not None:
             pooling_part("pooler")(a.pooling, resolved.max_reqs, self.runner)
         drafter = installed_catalog().lazy_imports("worker drafter").get(resolved.config.infer.proposes)
@@ -106,7 +106,7 @@ class Worker:
         self.mover = found and found.worker(a, self.pool)
         self._report(a, plan, loaded)
         self.facts = WorkerFacts(
-            specs=[g.spec for g in a.geometry.groups], cuts=[g.cut for g in a.geometry.groups], blocks=plan.blocks,
+            specs=[g.spec for g in a.geometry.groups], cuts=[g.cut for g in a.geometry.groups], slabs=plan.blocks,
             block_size=size, max_reqs=resolved.max_reqs, max_seq_len=resolved.max_seq_len,
             step_tokens=resolved.step_tokens, info=self._info(a, plan, loaded, time.monotonic() - began),
             kept_slabs=0 if self.mover is None else self.mover.slabs,
