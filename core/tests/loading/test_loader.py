@@ -51,7 +51,22 @@ class Blocked(PlainPacking):
         return type(packed)(self.layout, packed.shape, (packed.data.clone(),), packed.nbytes, packed.formats)
 
 
-PACKINGS = {"plain": PlainPacking(), "blocked": Blocked()}
+class WithCodes(PlainPacking):
+    """Keeps the weight, and makes a byte for each number beside it."""
+
+    layout = "with codes"
+
+    def nbytes(self, parts: Any, dtype: str) -> int:
+        return super().nbytes(parts, dtype) + sum(p.rows * p.columns for p in parts)
+
+    def pack(self, parts: Any, dtype: str, device: torch.device) -> Any:
+        packed = super().pack(parts, dtype, device)
+        codes = torch.zeros(packed.shape, dtype=torch.uint8)
+        data, nbytes = (packed.data, codes), packed.nbytes + codes.nbytes
+        return type(packed)(self.layout, packed.shape, data, nbytes, packed.formats)
+
+
+PACKINGS = {"plain": PlainPacking(), "blocked": Blocked(), "with codes": WithCodes()}
 
 
 def declare(config: Mapping[str, Any], dtype: str = "bfloat16", headers: Any = None, layout: str = "plain") -> Builder:
@@ -144,6 +159,21 @@ def test_a_packing_that_copies_a_tied_head_is_a_second_copy_that_the_estimate_co
     build, _ = load(folder, layout="blocked")
     estimate = estimate_weights(build.weights, PACKINGS, open_checkpoint(folder).headers)
     assert estimate.second_copies == 20 * 12 * 2
+
+
+def test_what_a_packing_makes_beside_a_tied_head_is_counted_and_the_head_once(write_folder: Write, config: Any) -> None:
+    checkpoint = open_checkpoint(write_folder(tensors_of(config)))
+    counted = []
+    for layout in ("plain", "with codes"):
+        build = declare(checkpoint.config, "bfloat16", checkpoint.headers)
+        head = next(w for w in build.weights if isinstance(w, LinearWeight) and "embed" in w.name)
+        head.layout = layout
+        estimate = estimate_weights(build.weights, PACKINGS, checkpoint.headers)
+        report = load_weights(build.weights, checkpoint, Unquantized(), PACKINGS, CPU, [build])
+        assert (estimate.allocated, estimate.mapped, estimate.second_copies) == (report.allocated, report.mapped, 0)
+        counted.append(report)
+    before, after = counted
+    assert after == WeightBytes(allocated=before.allocated + 20 * 12, mapped=before.mapped)
 
 
 def test_weights_are_not_mapped_on_a_device_with_its_own_memory(write_folder: Write, config: Any) -> None:

@@ -69,6 +69,9 @@ class ScreenedPacking(Packing):
         rows, columns = sum(part.rows for part in parts), parts[0].columns
         return PLAIN.nbytes(parts, dtype) + rows * (columns // 2 + _groups(columns) * 2) + columns * 2
 
+    def keeps_storage(self, parts: Sequence[WeightPart]) -> bool:
+        return PLAIN.keeps_storage(parts)
+
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
         plain = PLAIN.pack(parts, dtype, device)
         values = aligned(plain.data)

@@ -83,8 +83,9 @@ class ScreenedGreedy(Kernel):
         return _weight_refusal(call, s["weight"]) or _place_refusal(call) or self._driver.refusal()
 
     def workspace(self, call: OpCall) -> int:
+        s = cast(HeadStatic, call.static)
         # With a bias, all logits.
-        return 4 * call.static["vocab"] + self._head.workspace(replace(call, op="head"))
+        return 4 * s["vocab"] + self._head.workspace(replace(call, op="head"))
 
     def build(self, call: OpCall) -> OpFunction:
         search, all_logits = self.search(call), self._head.build(replace(call, op="head"))

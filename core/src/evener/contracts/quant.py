@@ -95,8 +95,8 @@ class Packing(ABC):
         return PackedWeight(self.layout, (count, *packed[0].shape), data, nbytes, packed[0].formats)
 
     def keeps_storage(self, parts: Sequence[WeightPart]) -> bool:
-        """(optional) Whether ``pack`` returns the parts' own storage, so that memory-mapped weights stay mapped.
-        Default: no."""
+        """(optional) Whether ``pack`` returns the parts' own storage, so that memory-mapped weights stay mapped. With
+        plain parts it may return more beside it. Default: no."""
         del parts
         return False
 

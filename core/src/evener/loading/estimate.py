@@ -79,17 +79,19 @@ class _ByteTotals:
             self._hold(name, (item.dtype, cut), nbytes, self._mapped(name, plain(item.dtype), cut))
 
     def add_linear(self, item: LinearWeight, packing: Packing) -> None:
+        nbytes = packing.nbytes(item.parts, item.dtype)
         if packing.keeps_storage(item.parts):
             for part, cut in item.pieces():
                 # A plain part is converted before it is packed, a quantized one is packed as stored.
                 form = plain(item.dtype) if part.format.plain else part.format
-                nbytes = packing.nbytes([part], item.dtype)
-                self._hold(part.name, (form.storage, cut), nbytes, self._mapped(part.name, form, cut))
-        elif len(item.parts) > 1:
-            self.allocated += packing.nbytes(item.parts, item.dtype)
-        else:
-            nbytes = packing.nbytes(item.parts, item.dtype)
+                plain_bytes = int(part.rows * part.columns * DTYPE_BYTES[item.dtype])
+                own = plain_bytes if part.format.plain else packing.nbytes([part], item.dtype)
+                self._hold(part.name, (form.storage, cut), own, self._mapped(part.name, form, cut))
+                nbytes -= own
+        elif len(item.parts) == 1:
             self._hold(item.parts[0].name, (f"packed:{packing.layout}", *item.slices), nbytes, False)
+            return
+        self.allocated += nbytes
 
     def _mapped(self, name: str, form: QuantFormat, cut: Slice | None) -> bool:
         """Whether the tensor ``name``, or some of its rows, is used as it is in its file."""
@@ -105,10 +107,7 @@ class _ByteTotals:
         held = self.held.setdefault(name, set())
         if key in held:
             return
-        if held:
-            self.second_copies += nbytes
+        self.second_copies += nbytes if held else 0
+        self.mapped += nbytes if mapped else 0
+        self.allocated += 0 if mapped else nbytes
         held.add(key)
-        if mapped:
-            self.mapped += nbytes
-        else:
-            self.allocated += nbytes

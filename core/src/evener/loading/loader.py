@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import astuple, dataclass, replace
@@ -62,9 +63,8 @@ def load_weights(
 def _check_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> None:
     for name, twin in ties.items():
         if name in checkpoint.headers and not torch.equal(checkpoint.tensor(name), checkpoint.tensor(twin)):
-            raise CheckpointError(f"{checkpoint.path} stores both {name} and {twin}, and they differ, but its "
-                                  'config.json says that they are one; set "tie_word_embeddings": false in '
-                                  "it")  # fmt: skip
+            what = f"stores both {name} and {twin}, and they differ, but its config.json says that they are one"
+            raise CheckpointError(f'{checkpoint.path} {what}; set "tie_word_embeddings": false in it')
 
 
 class Ledger:
@@ -81,22 +81,22 @@ class Ledger:
         return tensor
 
     def add(self, value: Any, nbytes: int) -> None:
-        """Count a value that was loaded."""
-        places = set(_places(value)) or {("", id(value))}  # data of another type counts by its identity
-        if places <= self._seen:
-            return
-        self._seen |= places
-        self.bytes += WeightBytes(mapped=nbytes) if places <= self._mapped else WeightBytes(allocated=nbytes)
+        """Count a value that was loaded, without its tensors that are counted already."""
+        places = _places(value) or {("", id(value)): nbytes}  # data of another type counts by its identity
+        new = {place: size for place, size in places.items() if place not in self._seen}
+        nbytes -= sum(places.values()) - sum(new.values())
+        self._seen |= new.keys()
+        mapped = sum(size for place, size in new.items() if place in self._mapped)
+        self.bytes += WeightBytes(mapped=mapped, allocated=nbytes - mapped)
 
 
-def _places(value: Any) -> Iterator[tuple[str, int]]:
-    """Device and address of a packed weight's tensors; nothing for data of another type."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            yield str(value.device), value.untyped_storage().data_ptr()
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _places(item)
+def _places(value: Any) -> Counter[tuple[str, int]]:
+    """Device and address of a packed weight's tensors, with their bytes; nothing for data of another type."""
+    if isinstance(value, (tuple, list)):
+        return sum(map(_places, value), Counter())
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return Counter({(str(value.device), value.untyped_storage().data_ptr()): value.nbytes})
+    return Counter()
 
 
 class _Loader:
