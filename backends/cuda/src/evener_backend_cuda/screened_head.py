@@ -3,7 +3,7 @@
 A greedy token needs one logit of the vocabulary: the largest. The head is the largest matrix of a step, and in bfloat16
 also where layers are quantized. ``screened_head.cu`` reads codes of four bits instead, from which each id's logit is
 known up to a bound. It then computes the logits of the ids whose bound reaches the best logit that is known, as a head
-does. The result is the id of the largest of all logits; that it is another one has a probability of 1e-18 for each id
+does. The result is the id of the largest of all logits; the chance that it is another one is less than 1e-12 a token
 (``screened.py`` says why). Every other use of the head reads the weight as it is.
 
 That a search by bounds gives the largest product is well known (Ram and Gray 2012, maximum inner-product search); so is
