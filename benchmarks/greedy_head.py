@@ -113,7 +113,7 @@ def measure(columns: int, rows: int, inputs: int, speed: float) -> dict[str, Any
     x = torch.randn(1, columns, device="cuda")
     codes = packed.nbytes - values.nbytes
     return {
-        "columns": columns, "rows": rows, "ours": round(microseconds(lambda: search(x, gain, packed, None)), 1),
+        "model": f"a head of {columns:,} x {rows:,}", "columns": columns, "rows": rows, "ours": round(microseconds(lambda: search(x, gain, packed, None)), 1),
         "theirs": round(microseconds(lambda: choose(all_logits(x, gain, as_plain, None))), 1),
         "reading": round(codes / speed / 1e6, 1), "wrong": wrong, "inputs": inputs,
         "candidates": [sorted(counted)[len(counted) // 2], max(counted)],
