@@ -2,9 +2,9 @@
 
     python benchmarks/greedy_head.py [COLUMNSxROWS ...] [--programs 256x3] [--inputs 300] [--out FILE.jsonl]
 
-``programs``: threads of one, and how many a multiprocessor has. A row has microseconds in a captured graph: ``ours`` of
-the search with the norm, ``theirs`` of norm, product and choice in several launches, ``reading`` the time in which the
-card reads the codes at its speed. ``wrong``: how many of ``inputs`` ids are not those of a product in float32; their
+``programs``: threads of one, and how many a multiprocessor has. A row has microseconds in a captured graph: ``search``
+with the norm, ``all_logits`` with norm, product and choice in several launches, ``reading`` the time in which the card
+reads the codes at its speed. ``wrong``: how many of ``inputs`` ids are not those of a product in float32; their
 logits are printed. ``candidates``: median and most ids whose logits were computed.
 """
 
@@ -113,8 +113,9 @@ def measure(columns: int, rows: int, inputs: int, speed: float) -> dict[str, Any
     x = torch.randn(1, columns, device="cuda")
     codes = packed.nbytes - values.nbytes
     return {
-        "model": f"a head of {columns:,} x {rows:,}", "columns": columns, "rows": rows, "ours": round(microseconds(lambda: search(x, gain, packed, None)), 1),
-        "theirs": round(microseconds(lambda: choose(all_logits(x, gain, as_plain, None))), 1),
+        "model": f"a head of {columns:,} x {rows:,}", "columns": columns, "rows": rows,
+        "search": round(microseconds(lambda: search(x, gain, packed, None)), 1),
+        "all_logits": round(microseconds(lambda: choose(all_logits(x, gain, as_plain, None))), 1),
         "reading": round(codes / speed / 1e6, 1), "wrong": wrong, "inputs": inputs,
         "candidates": [sorted(counted)[len(counted) // 2], max(counted)],
     }  # fmt: skip
