@@ -175,7 +175,7 @@ FAULTS = {
     "sum + DISTANCE * sqrtf(square)": "sum + (FAULT(1) ? 0.f : DISTANCE) * sqrtf(square)",
     "(float)(upper * 256 + lower)": "(float)((FAULT(2) ? 0 : upper * 256) + lower)",
     "key_of(logit[0] - mean.x)": "key_of(logit[0] - (FAULT(3) ? -mean.x : mean.x))",
-    "7.5f * factor * (float)total": "(FAULT(4) ? 7.f : 7.5f) * factor * (float)total",
+    "make_float4(factor, factor * total": "make_float4(factor, factor * total * (FAULT(4) ? 0.93f : 1.f)",
     "sums[0] = value_of(": "sums[0] = FAULT(5) ? __uint_as_float(0x7f800000u) : value_of(",
     "key = its > key ? its : key;": "key = its > key != FAULT(6) ? its : key;",
     "if (key) atomicMax(launch.found, key);": "if (key && !FAULT(7)) atomicMax(launch.found, key);",
@@ -215,13 +215,13 @@ def test_a_planted_fault_gives_other_ids(faulty: tuple[EmulatedDriver, list[Head
             asked.search.found.zero_()  # where a fault left something
 
 
-def test_codes_are_right_on_average_and_never_further_off_than_a_scale() -> None:
+def test_codes_are_right_on_average_and_never_further_off_than_half_a_scale() -> None:
     values = (numbers(4096, 256, scale=0.02) + numbers(256, seed=1)).bfloat16()
     matrix = packed(values).data
     error = (decoded(matrix) - values.float()).view(4096, -1, GROUP) / matrix.scales.float()[..., None]
-    assert float(error.abs().max()) < 1
-    assert abs(float(error.mean())) < 5 * math.sqrt(1 / 6 / error.numel())
-    assert 0.16 < float(error.square().mean()) < 0.18, "a number is between two values, anywhere: 1/6"
+    assert float(error.abs().max()) < 0.5001
+    assert abs(float(error.mean())) < 5 * math.sqrt(1 / 12 / error.numel())
+    assert float(error.square().mean()) == pytest.approx(1 / 12, rel=0.02), "evenly distributed"
     assert all(torch.equal(a, b) for a, b in zip(matrix, packed(values.clone()).data, strict=True))
 
 
@@ -240,7 +240,7 @@ def test_no_logit_is_further_above_its_codes_than_the_distance() -> None:
     above = x @ (values.float() - decoded(matrix)).T
     squares = x.view(64, -1, GROUP).square().sum(2) @ matrix.scales.float().square().T
     apart, rounding = distance(256, CHANCE)
-    assert 1.5 < float((above / squares.sqrt()).max()) < apart < 4
+    assert 1 < float((above / squares.sqrt()).max()) < apart < 2.4
     assert 0 < rounding < 1e-4
     assert distance(256, 1e-9)[0] < apart
 
@@ -378,6 +378,6 @@ def test_a_head_with_a_bias_computes_all_logits(folder: Path) -> None:
 
 def test_the_structure_of_the_argument_is_that_of_the_source() -> None:
     assert [name for name, _ in Screen._fields_] == [
-        "x", "norm", "values", "mean", "codes", "scales", "found", "id", "report"
+        "x", "norm", "dither", "values", "mean", "codes", "scales", "found", "id", "report"
     ]  # fmt: skip
     assert isinstance(packed(numbers(8, 128).bfloat16()).data, ScreenedMatrix)

@@ -34,7 +34,7 @@
 #define SHARED (AT_KEYS + WARPS * 8)
 
 struct Screen {
-    const float *x, *norm;       // [HIDDEN]: the stream, and the norm's weight
+    const float *x, *norm, *dither;  // [HIDDEN]: the stream, the norm's weight, and what is added to codes
     const u16 *values, *mean;    // [ROWS, HIDDEN]; [HIDDEN], the mean of all rows
     const unsigned char* codes;  // [ROWS, HIDDEN / 2]
     const u16* scales;           // [ROWS, GROUPS]
@@ -45,8 +45,8 @@ struct Screen {
     u32* report;
 };
 
-// A chunk's record has what its bytes of x mean: a factor, 7.5 times their sum times the factor, and the sum of the squares
-// of x.
+// A chunk's record has what its bytes of x mean: a factor, the sum of x times what codes have too much (7.5 and the dither),
+// and the sum of the squares of x.
 
 __device__ __forceinline__ float widen(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float widen_high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
@@ -186,13 +186,15 @@ __device__ __forceinline__ float2 enter(const Screen& launch) {
             squares += __shfl_xor_sync(~0u, squares, bit);
         }
         const float into = most > 0.f ? LARGEST / most : 0.f;
+        const float4 dither = there ? *(const float4*)(launch.dither + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+        const float more[EACH] = {7.5f + dither.x, 7.5f + dither.y, 7.5f + dither.z, 7.5f + dither.w};
         u32 upper = 0, lower = 0;
-        int total = 0;
+        float total = 0.f;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             const int whole = (int)rintf(y[e] * into), above = whole + 128 >> 8;
             upper |= (u32)(above & 255) << 8 * e, lower |= (u32)(whole - above * 256 & 255) << 8 * e;
-            total += whole;
+            total = fmaf((float)whole, more[e], total);
         }
 #pragma unroll
         for (int bit = 1; bit < CHUNK / EACH; bit *= 2) total += __shfl_xor_sync(~0u, total, bit);
@@ -202,7 +204,7 @@ __device__ __forceinline__ float2 enter(const Screen& launch) {
         *(u32*)(shared + ((four / 4) * CHUNKS + chunk) * 16 + four % 4 * 4) = upper;
         *(u32*)(shared + ((2 + four / 4) * CHUNKS + chunk) * 16 + four % 4 * 4) = lower;
         const float factor = most / LARGEST;
-        if (four == 0) *(float4*)(shared + AT_RECORDS + chunk * 16) = make_float4(factor, 7.5f * factor * (float)total, squares, 0.f);
+        if (four == 0) *(float4*)(shared + AT_RECORDS + chunk * 16) = make_float4(factor, factor * total, squares, 0.f);
     }
     program_totals(sums);  // and everybody has written
     return make_float2(sums[0], sums[1]);

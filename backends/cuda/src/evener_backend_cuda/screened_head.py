@@ -36,8 +36,7 @@ from evener_kernels_triton.tuning import Tuning
 
 #: As in screened_head.cu: threads of a program, and programs of a multiprocessor.
 THREADS, RESIDENT = 256, 3
-#: The most that the chance to miss the largest logit of a step may be. The bound is not tight: errors of codes have two
-#: thirds of the variance that it allows for, so the chance is rather 1e-18.
+#: The most that the chance to miss the largest logit of a step may be.
 CHANCE = 1e-12
 _MOST_COLUMNS = 16_384
 #: All weights of fewer rows are read as fast.
@@ -50,7 +49,7 @@ class Screen(ctypes.Structure):
     """``Screen`` of screened_head.cu."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in (
-        "x", "norm", "values", "mean", "codes", "scales", "found", "id", "report",
+        "x", "norm", "dither", "values", "mean", "codes", "scales", "found", "id", "report",
     )]  # fmt: skip
 
 
@@ -123,8 +122,8 @@ class Search:
         x, norm = aligned(x), aligned(norm)
         best = torch.empty(1, dtype=torch.int32, device=x.device)
         tensors = {
-            "x": x, "norm": norm, "values": weight.values, "mean": weight.mean, "codes": weight.codes,
-            "scales": weight.scales, "found": self.found, "id": best,
+            "x": x, "norm": norm, "dither": weight.dither, "values": weight.values, "mean": weight.mean,
+            "codes": weight.codes, "scales": weight.scales, "found": self.found, "id": best,
         }  # fmt: skip
         for name, tensor in tensors.items():
             setattr(self._argument, name, tensor.data_ptr())
