@@ -334,7 +334,7 @@ def test_without_fallbacks_allowed_an_op_that_only_the_reference_serves_is_an_er
 
 
 def test_max_fallback_none_accepts_a_model_whose_ops_all_have_kernels() -> None:
-    kernels = Fast("decoder_layer"), Fast("head"), Fast("embedding")
+    kernels = Fast("decoder_layer"), Fast("head"), Fast("greedy"), Fast("embedding")
     resolver, _ = resolved(*kernels, states=[Picky("best")], max_fallback="none")
     assert not resolver.manifest.fallbacks()
 
