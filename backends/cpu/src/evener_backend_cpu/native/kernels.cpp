@@ -3,6 +3,7 @@
 #include "answer.h"
 #include "quant_rows.h"
 #include "sampling.h"
+#include "screened.h"
 
 static Scratch& scratch() {
   static thread_local Scratch s;
@@ -191,6 +192,26 @@ template <class T> static int greedy(const T* x, int64_t rows, int64_t n, int32_
   return DONE;
 }
 
+// The id of the largest logit of one token, whose stream is ``x``. ``few``: with more candidates than these all logits are computed, and with
+// fewer than none at once. ``candidates``: how many there were, or -1.
+static int largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset, float certainty, int64_t few,
+                   int32_t* id, int64_t* candidates, int64_t threads) {
+  PASS(check_screened(s, threads));
+  for (const void* each : {(const void*)x, (const void*)norm, (const void*)id, (const void*)candidates}) PASS(check_pointer("an argument", each));
+  SearchRoom room(s->rows, s->columns, threads);
+  char* base = scratch().reserve(room.total);
+  if (!base) return NO_MEMORY;
+  Asking asking;
+  *candidates = -1;
+  long found = search(*s, asking, x, norm, eps, offset, certainty, bias ? -1 : few, base, room, threads, candidates);
+  if (found >= 0) return *id = (int32_t)found, DONE;
+  float* logits = (float*)(base + room.bounds);
+  Matrix w{s->values, nullptr};
+  WorkQueue queue;
+  Pool::run(threads, [&](long, long n) { gemm_parallel<bf16, float>(queue, n, asking.x, {}, 1, w, bias, s->rows, s->columns, logits); });
+  return greedy<float>(logits, 1, s->rows, id);
+}
+
 template <class T>
 static int sample(const T* x, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
                   const int32_t* seed, const int32_t* position, int32_t* ids, int64_t threads) {
@@ -288,6 +309,16 @@ extern "C" {
   int evener_mask_##S(T* x, int64_t rows, int64_t n, const uint32_t* words, int64_t threads) { return mask<T>(x, rows, n, words, threads); }
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
+
+int64_t evener_largest_scratch(int64_t rows, int64_t columns, int64_t threads) { return SearchRoom(rows, columns, threads).total; }
+int evener_largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset, float certainty, int64_t few,
+                   int32_t* id, int64_t* candidates, int64_t threads) {
+  return largest(s, x, norm, bias, eps, offset, certainty, few, id, candidates, threads);
+}
+int evener_code_rows(const Screened* s, const bf16* from, int64_t threads) {
+  PASS(check_screened(s, threads));
+  return code_rows(*s, from, threads);
+}
 
 Aside* evener_aside_make() { return Aside::make(); }
 int evener_aside_end(Aside* aside, int64_t* nanoseconds) {
