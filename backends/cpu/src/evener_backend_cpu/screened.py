@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,11 +32,8 @@ from evener_backend_cpu.native_library import Native, Screened
 LAYOUT = "cpu.screened"
 #: Columns are a multiple of this, and no more than that.
 UNIT, MOST_COLUMNS = 64, 16_384
-#: Rows that the columns' means and spreads are taken from. They need not be exact.
-_SAMPLE = 4096
 #: Bytes that a row has beside its codes, and a column: the scale; mean, spread and dither.
 _ROW_BYTES, _COLUMN_BYTES = 4, 12
-_SEED = 20
 
 
 class ScreenedMatrix(NamedTuple):
@@ -96,7 +94,9 @@ class ScreenedPacking(Packing):
         return PLAIN.nbytes(parts, dtype) + rows * (columns // 2 + _ROW_BYTES) + columns * _COLUMN_BYTES
 
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
-        return self._coded(self._device.plain.pack(parts, dtype, device))
+        if self._arena is None or len(parts) > 1:
+            return self._coded(self._device.plain.pack(parts, dtype, device))
+        return self._copied(PLAIN.pack(parts, dtype, device), self._arena)
 
     def saved(self, packed: PackedWeight) -> Sequence[torch.Tensor]:
         """The matrix alone: codes are made as fast as they are read."""
@@ -107,18 +107,24 @@ class ScreenedPacking(Packing):
     ) -> PackedWeight:
         if count:
             raise ValueError(f"the packing {self.layout} holds one matrix, not {count}")
-        return self._coded(self._device.plain.restored(tensors, parts, 0, dtype, device))
+        plain = PLAIN.restored(tensors, parts, 0, dtype, device)
+        return self._coded(plain) if self._arena is None else self._copied(plain, self._arena)
 
-    def _coded(self, plain: PackedWeight) -> PackedWeight:
+    def _copied(self, plain: PackedWeight, arena: Arena) -> PackedWeight:
+        """The weight in the device's memory."""
+        source = plain.data
+        return self._coded(replace(plain, data=arena.take(source.shape, source.dtype)), source)
+
+    def _coded(self, plain: PackedWeight, source: torch.Tensor | None = None) -> PackedWeight:
+        """The weight with codes. ``source``: what to copy into it before."""
         native, values = self._device.native, plain.data
         assert isinstance(native, Native), "packings are used after supports"
         rows, columns = values.shape
         codes = self._room((rows, columns // 2), torch.uint8)
         scales = self._room((rows,), torch.float32)
-        of_columns = _columns(values)
-        where = [t.data_ptr() for t in (values, codes, scales, *of_columns)]
-        struct = Screened(*where, rows, columns)
-        native.code_rows(ctypes.addressof(struct), None, self._device.threads)
+        of_columns = torch.empty(3, columns)
+        struct = Screened(*(t.data_ptr() for t in (values, codes, scales, *of_columns)), rows, columns)
+        native.code_rows(ctypes.addressof(struct), None if source is None else source.data_ptr(), self._device.threads)
         data = ScreenedMatrix(values, codes, scales, of_columns, struct)
         return PackedWeight(self.layout, plain.shape, data, data.nbytes, plain.formats)
 
@@ -137,14 +143,3 @@ def decoded(matrix: ScreenedMatrix) -> torch.Tensor:
     mean, spread, dither = matrix.columns
     whole = torch.cat((matrix.codes & 15, matrix.codes >> 4), dim=1).float()
     return (whole - 7.5 - dither) * (matrix.scales[:, None] * spread) + mean
-
-
-def _columns(values: torch.Tensor) -> torch.Tensor:
-    """Mean, spread and dither of the columns; equal for equal matrices. The spread is the root of the standard
-    deviation: columns with large numbers keep some of their size, since there x is often small."""
-    some = values[:: max(1, len(values) // _SAMPLE)].float()
-    mean = some.mean(0)
-    spread = (some - mean).square_().mean(0).sqrt_().sqrt_()
-    spread.clamp_(min=max(float(spread.mean()) * 0.01, 1e-6))
-    dither = torch.rand(len(mean), generator=torch.Generator().manual_seed(_SEED)) - 0.5
-    return torch.stack((mean, spread, dither))

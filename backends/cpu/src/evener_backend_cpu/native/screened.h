@@ -33,6 +33,31 @@ static int check_screened(const Screened* s, long threads) {
   return check_size("the number of threads", threads, 1, MOST_THREADS);
 }
 
+// Rows that the columns' means and spreads are taken from. They need not be exact.
+static const long SAMPLED_ROWS = 1024;
+
+// Mean, spread and dither of the columns; the same for the same matrix. The spread is the root of the standard deviation: where numbers are
+// large, x often is small, so that these columns are not worth all of a row's scale. None is so small that its inverse is large.
+static void describe_columns(const bf16* from, long rows, long columns, float* mean, float* spread, float* dither) {
+  const long step = rows > SAMPLED_ROWS ? rows / SAMPLED_ROWS : 1, count = (rows + step - 1) / step;
+  std::vector<float> sums(columns), squares(columns);
+  for (long r = 0; r < rows; r += step)
+    for (long k = 0; k < columns; k += 16) {
+      v16 x = load(from + r * columns + k);
+      store(&sums[k], load(&sums[k]) + x), store(&squares[k], add_product(load(&squares[k]), x, x));
+    }
+  double all = 0;
+  for (long k = 0; k < columns; k++) {
+    mean[k] = sums[k] / (float)count;
+    float variance = squares[k] / (float)count - mean[k] * mean[k];
+    spread[k] = sqrtf(sqrtf(variance > 0 ? variance : 0));
+    dither[k] = ((float)(hash32((uint32_t)k + 20) >> 8) + 0.5f) * 0x1p-24f - 0.5f;
+    all += spread[k];
+  }
+  const float least = fmaxf((float)(all / columns) * 0.01f, 1e-6f);
+  for (long k = 0; k < columns; k++) spread[k] = spread[k] > least ? spread[k] : least;
+}
+
 // Codes of one row. ``from``: the numbers; ``per``: 1 / spread; ``at``: the dither and half of the codes' range, so that the code is what is
 // below it; ``left``: room for a row.
 static void code_row(const bf16* from, const float* mean, const float* per, const float* at, long columns, float* left, uint8_t* codes, float* scale) {
@@ -40,7 +65,7 @@ static void code_row(const bf16* from, const float* mean, const float* per, cons
   for (long k = 0; k < columns; k += 16) {
     v16 x = (load(from + k) - load(mean + k)) * load(per + k);
     store(left + k, x);
-    most = vmax(most, vmax(x, -x));
+    most = vmax(most, (v16)((u16x)x & 0x7fffffffu));
   }
   // A little more than it has to be, so that no number is rounded over the last code; and never so small that its inverse is infinite.
   float size = max16(most) * (1.000002f / CODE_REACH), own = size > 1e-30f ? size : 1e-30f, into = 1.f / own;
@@ -59,9 +84,10 @@ static void code_row(const bf16* from, const float* mean, const float* per, cons
   }
 }
 
-// Fills codes and scales. ``from``: what to copy into ``values`` before, or null.
+// Fills all but the values. ``from``: what to copy there before, or null. Rows are copied when they are coded, since then they are in a cache.
 static int code_rows(const Screened& s, const bf16* from, long threads) {
   const long K = s.columns;
+  describe_columns(from ? from : s.values, s.rows, K, (float*)s.mean, (float*)s.spread, (float*)s.dither);
   std::vector<float> per(K), at(K);
   for (long k = 0; k < K; k++) per[k] = 1.f / s.spread[k], at[k] = s.dither[k] + (CODE_REACH + 0.5f);
   Pool::run(threads, [&](long tid, long n) {
