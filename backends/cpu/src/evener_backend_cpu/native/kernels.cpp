@@ -178,38 +178,8 @@ static int mix(const T* x, const float* weights, T* y, int64_t rows, int64_t top
 
 template <class T> static int greedy(const T* x, int64_t rows, int64_t n, int32_t* ids) {
   PASS(check_rows(x, n, ids, rows, n, 1));
-  for (long r = 0; r < rows; r++) {
-    const T* row = x + r * n;
-    v16 best = splat(-INFINITY);
-    long i = 0;
-    for (; i + 16 <= n; i += 16) best = vmax(load(row + i), best);
-    float top = max16(best);
-    for (; i < n; i++) top = wide(row[i]) > top ? wide(row[i]) : top;
-    long at = 0;
-    while (at < n && !(wide(row[at]) == top)) at++;
-    ids[r] = at < n ? (int32_t)at : 0;
-  }
+  for (long r = 0; r < rows; r++) ids[r] = largest_of(x + r * n, n);
   return DONE;
-}
-
-// The id of the largest logit of one token, whose stream is ``x``. ``few``: with more candidates than these all logits are computed, and with
-// fewer than none at once. ``candidates``: how many there were, or -1.
-static int largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset, float certainty, int64_t few,
-                   int32_t* id, int64_t* candidates, int64_t threads) {
-  PASS(check_screened(s, threads));
-  for (const void* each : {(const void*)x, (const void*)norm, (const void*)id, (const void*)candidates}) PASS(check_pointer("an argument", each));
-  SearchRoom room(s->rows, s->columns, threads);
-  char* base = scratch().reserve(room.total);
-  if (!base) return NO_MEMORY;
-  Asking asking;
-  *candidates = -1;
-  long found = search(*s, asking, x, norm, eps, offset, certainty, bias ? -1 : few, base, room, threads, candidates);
-  if (found >= 0) return *id = (int32_t)found, DONE;
-  float* logits = (float*)(base + room.bounds);
-  Matrix w{s->values, nullptr};
-  WorkQueue queue;
-  Pool::run(threads, [&](long, long n) { gemm_parallel<bf16, float>(queue, n, asking.x, {}, 1, w, bias, s->rows, s->columns, logits); });
-  return greedy<float>(logits, 1, s->rows, id);
 }
 
 template <class T>
@@ -313,7 +283,7 @@ EXPORT(bf16, bf16)
 int64_t evener_largest_scratch(int64_t rows, int64_t columns, int64_t threads) { return SearchRoom(rows, columns, threads).total; }
 int evener_largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset, float certainty, int64_t few,
                    int32_t* id, int64_t* candidates, int64_t threads) {
-  return largest(s, x, norm, bias, eps, offset, certainty, few, id, candidates, threads);
+  return largest(s, x, norm, bias, eps, offset, certainty, few, id, candidates, threads, scratch());
 }
 int evener_code_rows(const Screened* s, const bf16* from, int64_t threads) {
   PASS(check_screened(s, threads));

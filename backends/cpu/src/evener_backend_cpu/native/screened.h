@@ -348,3 +348,24 @@ static long search(const Screened& s, Asking& a, const float* x, const float* no
   for (long t = 0; t < threads; t++) best.take(bests[t].value, bests[t].id);
   return *candidates > few || !(fabsf(best.value) < INFINITY) ? -1 : best.id;
 }
+
+// The id of the largest logit of one token, whose stream is ``x``. ``few``: with more candidates than these all logits are computed, and with
+// fewer than none at once. ``candidates``: how many there were, or -1.
+static int largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset, float certainty, int64_t few,
+                   int32_t* id, int64_t* candidates, int64_t threads, Scratch& memory) {
+  PASS(check_screened(s, threads));
+  for (const void* each : {(const void*)x, (const void*)norm, (const void*)id, (const void*)candidates}) PASS(check_pointer("an argument", each));
+  SearchRoom room(s->rows, s->columns, threads);
+  char* base = memory.reserve(room.total);
+  if (!base) return NO_MEMORY;
+  Asking asking;
+  *candidates = -1;
+  long found = search(*s, asking, x, norm, eps, offset, certainty, bias ? -1 : few, base, room, threads, candidates);
+  if (found >= 0) return *id = (int32_t)found, DONE;
+  float* logits = (float*)(base + room.bounds);
+  Matrix w{s->values, nullptr};
+  WorkQueue queue;
+  Pool::run(threads, [&](long, long n) { gemm_parallel<bf16, float>(queue, n, asking.x, {}, 1, w, bias, s->rows, s->columns, logits); });
+  *id = largest_of(logits, s->rows);
+  return DONE;
+}
