@@ -19,8 +19,8 @@ static int planted = 0;
 #include "screened.h"
 extern "C" {
 void plant(int number) { planted = number; }
-int evener_largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset, float certainty, int64_t few,
-                   int32_t* id, int64_t* candidates, int64_t threads) {
+int evener_largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset,
+                   float certainty, int64_t few, int32_t* id, int64_t* candidates, int64_t threads) {
   static thread_local Scratch memory;
   return largest(s, x, norm, bias, eps, offset, certainty, few, id, candidates, threads, memory);
 }

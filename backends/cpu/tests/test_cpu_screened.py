@@ -35,7 +35,9 @@ def head(rows: int, columns: int, **changes: Any) -> LinearWeight:
     return replace(weight, **changes)
 
 
-def greedy_call(device: CpuDevice, rows: int, columns: int, weight: LinearWeight | None = None, **changes: Any) -> OpCall:
+def greedy_call(
+    device: CpuDevice, rows: int, columns: int, weight: LinearWeight | None = None, **changes: Any
+) -> OpCall:
     """The call of one token."""
     static = {
         "hidden": columns, "dtype": "bfloat16", "eps": EPS, "offset": 0.0, "norm": "rms", "vocab": rows,
@@ -71,7 +73,7 @@ class Head:
         self, device: CpuDevice, values: torch.Tensor, library: Any = None, gain: torch.Tensor | None = None,
         offset: float = 0.0,
     ) -> None:  # fmt: skip
-        rows, columns = values.shape
+        columns = values.shape[1]
         self.values, self.weight, self.offset, self.threads = values, packed(device, values), offset, device.threads
         self.matrix: ScreenedMatrix = self.weight.data
         self.gain = torch.ones(columns) if gain is None else gain
@@ -266,9 +268,7 @@ def test_codes_are_right_on_average_and_never_further_off_than_half_a_scale(devi
 
 def test_rows_of_equal_numbers_have_codes_too(device: CpuDevice) -> None:
     values = torch.zeros(300, 256).bfloat16()
-    assert torch.equal(decoded(packed(device, values).data), torch.zeros(300, 256)) or bool(
-        decoded(packed(device, values).data).abs().max() < 1e-30
-    )
+    assert float(decoded(packed(device, values).data).abs().max()) < 1e-30
     values[7] = 1.0
     again = decoded(packed(device, values).data)
     assert torch.isfinite(again).all() and float((again - values.float()).abs().max()) < 0.2
@@ -291,7 +291,8 @@ def test_the_packing_says_how_much_it_takes_and_saves_the_matrix_alone(huge: str
     values = numbers(64, 128).bfloat16()
     part = WeightPart("head", 64, 128, plain("bfloat16"), {"weight": values})
     made, bare = device.screened.pack([part], "bfloat16", CPU), replace(part, tensors={})
-    assert made.nbytes == device.screened.nbytes([part], "bfloat16") == made.data.nbytes == 64 * (256 + 64 + 4) + 12 * 128
+    wanted = 64 * (256 + 64 + 4) + 12 * 128
+    assert made.nbytes == device.screened.nbytes([part], "bfloat16") == made.data.nbytes == wanted
     assert torch.equal(made.data.values, values) and made.shape == (64, 128)
     saved = device.screened.saved(made)
     assert saved is not None and len(saved) == 1

@@ -35,8 +35,8 @@ descriptor = Descriptor(
             type=bool,
             default=True,
             help="Find the greedy token of one request from codes of four bits for a head in bfloat16, and compute the "
-            "logits of the ids alone that can be the largest: same token, about a quarter of the head's bytes are read. "
-            "The codes take a quarter of the head's memory.",
+            "logits of the ids alone that can be the largest: same token, a quarter of the head's bytes are read. The "
+            "codes take a quarter of the head's memory.",
         ),
         "compiler": Option(
             type=str, default=None, help="C++ compiler; default: the first found of $CXX, g++, clang++ and c++."

@@ -6,11 +6,11 @@ The code of a weight is a whole number q from 0 to 15. A weight w of row i and c
 
 The means of the columns change every logit by the same number. ``spread`` makes columns alike, so that one scale serves
 a row. ``dither`` is drawn at random from -1/2 to 1/2, once for each column, and added before a number is rounded to its
-code. Then the error of a weight, in units of ``spread * scale``, is spread evenly over -1/2 to 1/2, whatever the weight
-is, and independent of those of other columns (subtractive dither: Schuchman 1964). So the error of a logit is a sum of
-such numbers, and it is more than ``t * scale[i]`` with a probability of at most ``exp(-6 t² / Σ (spread x)²)``, since an
-even distribution over a length of 1 has the moments of a Gaussian of variance 1/12 or less. ``native/screened.h`` uses
-that, and adds bounds for all that is rounded.
+code. Then the error of a weight, in units of ``spread * scale``, is evenly distributed from -1/2 to 1/2, whatever the
+weight is, and independent of those of other columns (subtractive dither: Schuchman 1964). So the error of a logit is a
+sum of such numbers times ``spread * x``, and it is more than ``t * scale[i]`` with a probability of at most
+``exp(-6 t² / Σ (spread x)²)``, since no moment of an even distribution of length 1 is larger than that of a Gaussian of
+variance 1/12. ``native/screened.h`` uses that, and adds bounds for all that is rounded.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class _Device(Protocol):
 
 
 class ScreenedPacking(Packing):
-    """Packs matrices in bfloat16 with their codes, in memory from ``arena`` if there is one. The matrix itself is packed
-    as the device packs plain ones."""
+    """Packs matrices in bfloat16 with their codes, in memory from ``arena`` if there is one. The matrix itself lies
+    where the device puts plain ones."""
 
     layout = LAYOUT
 

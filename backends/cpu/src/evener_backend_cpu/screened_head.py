@@ -110,8 +110,8 @@ class ScreenedGreedy(NativeKernel):
 
 
 class ScreenedLinear(NativeLinear):
-    """The product alone, which reads the matrix as it is. It decides which weights have codes: heads, whose products are
-    float32."""
+    """The product alone, which reads the matrix as it is. It decides which weights have codes: heads, whose products
+    are float32."""
 
     priority = 150
 
