@@ -142,4 +142,5 @@ def decoded(matrix: ScreenedMatrix) -> torch.Tensor:
     """float32 [rows, columns]: what the codes stand for."""
     mean, spread, dither = matrix.columns
     whole = torch.cat((matrix.codes & 15, matrix.codes >> 4), dim=1).float()
-    return (whole - 7.5 - dither) * (matrix.scales[:, None] * spread) + mean
+    numbers: torch.Tensor = (whole - 7.5 - dither) * (matrix.scales[:, None] * spread) + mean
+    return numbers
