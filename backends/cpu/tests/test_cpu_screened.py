@@ -171,6 +171,15 @@ def test_logits_that_overflow_are_all_computed(device: CpuDevice) -> None:
     assert bool(logits.isinf().any()) and asked.found(x) == int(logits.nan_to_num(-math.inf, math.inf).argmax())
 
 
+def test_a_row_whose_numbers_are_too_large_for_a_scale_is_compared(device: CpuDevice) -> None:
+    values, x = numbers(8201, 128, scale=0.02).bfloat16(), numbers(1, 128)
+    values[4101] = 0
+    values[4101, 7] = 3e38
+    x[0, 7] = 1e-35
+    asked = Head(device, values)
+    assert asked.found(x) == 4101 == int(asked.logits(x).argmax()) and asked.candidates > 0
+
+
 def test_with_too_many_candidates_all_logits_are_computed(device: CpuDevice) -> None:
     values, x = near_ties(8201, 576)
     asked = Head(device, values)

@@ -136,8 +136,10 @@ struct Asking {
     }
     memset(upper + K, 0, 64), memset(lower + K, 0, 64);
     middle = (float)-shift;
-    // How far the sums of a head may be from those of real numbers, as a part of the sum of the sizes of all products.
-    const double adding = (double)(K / 16 + 32) * 0x1p-23;
+    // How far the sums of a head may be from those of real numbers, in whatever order it adds, as a part of the sum of the sizes of all products.
+    const double adding = (double)(K + 64) * 0x1p-24;
+    // Of x as integers nothing is left out that is more than ``lost`` of its numbers times 8, the largest code less its middle and dither. What is
+    // rounded in float32, here and in codes and bounds, is less than 2^-15 of a scale for each.
     apart = (float)((certainty * sqrt(squares) + 8 * lost + (0x1p-15 + 8 * adding) * sizes) * 1.00001);
     rounding = adding * mean_sizes + 1e-30;
     return true;
@@ -267,6 +269,7 @@ struct Search {
         v4 sum = sums(lanes[0], lanes[1], lanes[2], lanes[3]), scale{};
         memcpy(&scale, s.scales + r, some * sizeof(float));
         v4 about = scale * (sum * a.factor + a.middle), bound = about + scale * a.apart;
+        bound = bound == bound ? bound : v4{} + INFINITY;  // the row's numbers are too large for a scale
         memcpy(bounds + r, &bound, some * sizeof(float));
         for (long i = 0; i < some; i++)
           if (about[i] > best) best = about[i], id = r + i;
