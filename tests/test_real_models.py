@@ -189,6 +189,20 @@ def test_bf16_log_probabilities_and_perplexity_stay_close_to_float32(
     assert drift < 0.005
 
 
+def test_a_search_of_the_largest_logit_gives_the_tokens_of_all_logits(model_dir: Path) -> None:
+    """Its bounds hold for real weights, and it is what one request's steps use."""
+    prompt, answers = text_ids(model_dir)[:30], []
+    for searched in (True, False):
+        settings = {"dtype": "bfloat16", "infer.max_seq_len": 128, "infer.max_reqs": 1, "cpu.screened_head": searched}
+        for client in engine(model_dir, **settings):
+            executor = client.controller.executor
+            assert isinstance(executor, InlineExecutor)
+            rows = [row for row in executor.worker.facts.info.manifest.ops if row.op == "vocab_greedy"]
+            assert any("screened_greedy" in row.provider for row in rows) == searched
+            answers += generate(client, [prompt], 48)
+    assert answers[0] == answers[1] and len(answers[0]) > 8
+
+
 @pytest.mark.slow
 def test_gemma_with_a_long_context_holds_only_its_windows_blocks_and_still_gets_prefix_hits(gemma_dir: Path) -> None:
     ids = text_ids(gemma_dir)

@@ -36,6 +36,7 @@ from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import NativeGroupedLinear, NativeMixExperts, NativeRoutedExperts
 from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.primitives import PRIMITIVES, NativeEmbedding
+from evener_backend_cpu.screened_head import ScreenedGreedy
 from evener_backend_cpu.state import PagedState
 
 CPU = torch.device("cpu")
@@ -70,6 +71,7 @@ class Cases:
         yield from self._layers()
         yield self._experts()
         yield self._routed()
+        yield self._search()
 
     def _size(self, most: int) -> int:
         return self._rng.randint(1, self._rng.choice((1, 4, most)))
@@ -267,6 +269,23 @@ class Cases:
             return run(x, ids, weights, own, out=torch.empty_like(x), rows=max(0, len(x) - 1))
 
         return f"routed_experts {kind}", run_into if into else run, make
+
+    def _search(self) -> Case:
+        rows, columns = self._size(3000), 64 * self._size(5)
+        matrix = self._draw(rows, columns, dtype=torch.bfloat16)
+        part = WeightPart("w", rows, columns, stored_as("bfloat16"), {"weight": matrix})
+        weight = self._device.screened.pack([part], "bfloat16", CPU)
+        static = {"vocab": rows, "hidden": columns, "eps": 1e-5, "offset": 0.0}
+        call = OpCall("vocab_greedy", static, Bucket(1, 1), self._device.capabilities)
+        run = ScreenedGreedy(self._device).build(call)
+        bias = self._draw(rows, dtype=torch.bfloat16) if self._rng.random() < 0.3 else None
+        strange = self._rng.choice((1.0, 1.0, 0.0, float("nan"), float("inf"), 1e38))
+
+        def make() -> tuple[Any, ...]:
+            x, norm = (self._draw(*shape, dtype=torch.float32) for shape in ((1, columns), (columns,)))
+            return x * strange, norm, weight, bias
+
+        return "vocab_greedy", run, make
 
 
 class Breaker:

@@ -31,6 +31,13 @@ descriptor = Descriptor(
             choices=("auto", "off"),
             help="Copy weights into huge pages if the system has them, or leave them mapped from their files.",
         ),
+        "screened_head": Option(
+            type=bool,
+            default=True,
+            help="Find the greedy token of one request from codes of four bits for a head in bfloat16, and compute the "
+            "logits of the ids alone that can be the largest: same token, a quarter of the head's bytes are read. The "
+            "codes take a quarter of the head's memory.",
+        ),
         "compiler": Option(
             type=str, default=None, help="C++ compiler; default: the first found of $CXX, g++, clang++ and c++."
         ),
@@ -54,6 +61,7 @@ descriptor = Descriptor(
         "mlp_block",
         "moe_block",
         "decoder_layer",
+        "vocab_greedy",
     ),
     states=("cpu.paged",),
 )

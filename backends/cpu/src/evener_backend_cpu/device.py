@@ -15,6 +15,7 @@ from evener.ops.reference.linear import PLAIN
 from evener_backend_cpu import huge_pages, isa, memory
 from evener_backend_cpu.block_packing import BlockPacking
 from evener_backend_cpu.native_library import Aside, Native, load
+from evener_backend_cpu.screened import ScreenedPacking
 from evener_backend_cpu.stored_packing import StoredPacking
 
 
@@ -23,8 +24,9 @@ class CpuDevice(Device):
 
     Attributes:
         native: the compiled kernels, or the reason why there are none.
-        plain, blocks, stored: the packings of unquantized weights, of block-quantized ones, and of those of one byte an
-            element with scales beside them.
+        plain, blocks, stored, screened: the packings of unquantized weights, of block-quantized ones, of those of one
+            byte an element with scales beside them, and of heads with codes beside them.
+        screens: whether the user wants heads with codes.
         threads: threads that compute a step.
     """
 
@@ -51,6 +53,7 @@ class CpuDevice(Device):
         self.plain: Packing = PLAIN if arena is None else huge_pages.HugePacking(arena)
         self.blocks = BlockPacking(self, arena)
         self.stored = StoredPacking(self, arena)
+        self.screened, self.screens = ScreenedPacking(self, arena), bool(options.get("screened_head", True))
         self._options, self._processor = options, processor
         self._native: Native | Unavailable | None = None
         self._aside: Aside | None = None

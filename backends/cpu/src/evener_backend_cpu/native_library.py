@@ -108,6 +108,16 @@ class Matrix(ctypes.Structure):
     _fields_ = [("plain", _P), ("blocks", _P)]
 
 
+class Screened(ctypes.Structure):
+    """``struct Screened`` of screened.h."""
+
+    _fields_ = [
+        *((name, _P) for name in ("values", "codes", "scales", "mean", "spread", "dither")),
+        ("rows", _I),
+        ("columns", _I),
+    ]
+
+
 class Layer(ctypes.Structure):
     """``struct Layer`` of layer.h."""
 
@@ -205,6 +215,11 @@ class Native:
         self.tile_bytes.restype, self.tile_bytes.argtypes = _I, (_I, _I)
         self.pack.restype, self.pack.argtypes = ctypes.c_int, (_I, _P, _I, _I, _I, _P, _I)
         self.pack.errcheck = self._check
+        self.code_rows, self.largest = self._library.evener_code_rows, self._library.evener_largest
+        self.code_rows.argtypes, self.code_rows.errcheck = (_P, _P, _I), self._check
+        self.largest.argtypes, self.largest.errcheck = (_P, _P, _P, _P, _F, _F, _F, _I, _P, _P, _I), self._check
+        self.largest_scratch = self._library.evener_largest_scratch
+        self.largest_scratch.restype, self.largest_scratch.argtypes = _I, (_I, _I, _I)
 
     def aside(self) -> Aside:
         """A thread for one call of ``routed_aside`` at a time. It ends with the object.

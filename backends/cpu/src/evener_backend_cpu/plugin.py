@@ -15,6 +15,7 @@ from evener_backend_cpu.composites import COMPOSITES
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import EXPERTS
 from evener_backend_cpu.primitives import PRIMITIVES
+from evener_backend_cpu.screened_head import SCREENED
 from evener_backend_cpu.state import PagedState
 
 
@@ -27,7 +28,7 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """Every kernel; without a compiler each refuses with the reason."""
-    return [kind(_own(device)) for kind in (*PRIMITIVES, NativeAdapters, *EXPERTS, *COMPOSITES)]
+    return [kind(_own(device)) for kind in (*PRIMITIVES, NativeAdapters, *EXPERTS, *COMPOSITES, *SCREENED)]
 
 
 @hookimpl

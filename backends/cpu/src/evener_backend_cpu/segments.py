@@ -14,6 +14,7 @@ from evener.backend.native_code import Unavailable
 from evener.contracts.quant import DTYPE_BYTES, PackedWeight, Packing, WeightPart
 from evener_backend_cpu.huge_pages import Arena
 from evener_backend_cpu.native_library import DTYPES, Blocks, Matrix, Native, Ordered, Segment, Stored
+from evener_backend_cpu.screened import ScreenedMatrix
 
 _PLAIN = 0
 #: In place of a saved tensor that is not there: no weight has its shape.
@@ -49,7 +50,7 @@ def addresses(weight: PackedWeight) -> tuple[int | None, int | None]:
     """Addresses of a plain matrix and of the struct of one in segments; one of them is None."""
     if isinstance(weight.data, SegmentData):
         return None, ctypes.addressof(weight.data.struct)
-    tensor: torch.Tensor = weight.data
+    tensor: torch.Tensor = weight.data.values if isinstance(weight.data, ScreenedMatrix) else weight.data
     assert tensor.is_contiguous(), "the plain packing returns contiguous weights"
     return tensor.data_ptr(), None
 

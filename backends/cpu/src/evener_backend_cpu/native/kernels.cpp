@@ -3,6 +3,7 @@
 #include "answer.h"
 #include "quant_rows.h"
 #include "sampling.h"
+#include "screened.h"
 
 static Scratch& scratch() {
   static thread_local Scratch s;
@@ -177,17 +178,7 @@ static int mix(const T* x, const float* weights, T* y, int64_t rows, int64_t top
 
 template <class T> static int greedy(const T* x, int64_t rows, int64_t n, int32_t* ids) {
   PASS(check_rows(x, n, ids, rows, n, 1));
-  for (long r = 0; r < rows; r++) {
-    const T* row = x + r * n;
-    v16 best = splat(-INFINITY);
-    long i = 0;
-    for (; i + 16 <= n; i += 16) best = vmax(load(row + i), best);
-    float top = max16(best);
-    for (; i < n; i++) top = wide(row[i]) > top ? wide(row[i]) : top;
-    long at = 0;
-    while (at < n && !(wide(row[at]) == top)) at++;
-    ids[r] = at < n ? (int32_t)at : 0;
-  }
+  for (long r = 0; r < rows; r++) ids[r] = largest_of(x + r * n, n);
   return DONE;
 }
 
@@ -288,6 +279,16 @@ extern "C" {
   int evener_mask_##S(T* x, int64_t rows, int64_t n, const uint32_t* words, int64_t threads) { return mask<T>(x, rows, n, words, threads); }
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
+
+int64_t evener_largest_scratch(int64_t rows, int64_t columns, int64_t threads) { return SearchRoom(rows, columns, threads).total; }
+int evener_largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset, float certainty, int64_t few,
+                   int32_t* id, int64_t* candidates, int64_t threads) {
+  return largest(s, x, norm, bias, eps, offset, certainty, few, id, candidates, threads, scratch());
+}
+int evener_code_rows(const Screened* s, const bf16* from, int64_t threads) {
+  PASS(check_screened(s, threads));
+  return code_rows(*s, from, threads);
+}
 
 Aside* evener_aside_make() { return Aside::make(); }
 int evener_aside_end(Aside* aside, int64_t* nanoseconds) {

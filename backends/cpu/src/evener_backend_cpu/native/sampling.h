@@ -44,6 +44,18 @@ INLINE v16 gumbel(uint32_t key, u16x ids) {
   return -vlog(-vlog(u));
 }
 
+// The first id of the largest number of a row; 0 if none is a number.
+template <class T> static int32_t largest_of(const T* row, long n) {
+  v16 best = splat(-INFINITY);
+  long i = 0;
+  for (; i + 16 <= n; i += 16) best = vmax(load(row + i), best);
+  float top = max16(best);
+  for (; i < n; i++) top = wide(row[i]) > top ? wide(row[i]) : top;
+  long at = 0;
+  while (at < n && !(wide(row[at]) == top)) at++;
+  return at < n ? (int32_t)at : 0;
+}
+
 struct Candidate {
   float score;
   int32_t id;

@@ -39,7 +39,13 @@ INLINE void store_lower(uint16_t* p, u16x x) { *(h16u*)p = (h16u)__builtin_conve
 
 // ``mask``: a comparison's.
 INLINE v16 pick(i16x mask, v16 a, v16 b) { return (v16)(((i16x)a & mask) | ((i16x)b & ~mask)); }
-INLINE v16 vmax(v16 a, v16 b) { return pick(a > b, a, b); }
+INLINE v16 vmax(v16 a, v16 b) {
+#ifdef __AVX512F__
+  return (v16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return pick(a > b, a, b);
+#endif
+}
 INLINE float max16(v16 a) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)a);
