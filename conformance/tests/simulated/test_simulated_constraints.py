@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -173,7 +174,7 @@ def test_a_host_read_inside_a_kernel_ends_the_engine(start_one: Any, monkeypatch
 
     run = start_one(**{"simulated.graphs": False})
     monkeypatch.setattr(Sampler, "adjust", curious)
-    sampled = [replace(each, sampling=Sampling(temperature=1.0)) for each in ONE]
+    sampled = [msgspec.structs.replace(each, sampling=Sampling(temperature=1.0)) for each in ONE]
     with pytest.raises(RuntimeError, match=r"Tensor\.item: .* while a step was submitted"):
         run.play(sampled)
 

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from evener.contracts.quant import PackedWeight, Packing, WeightPart
 from evener.ops.reference.linear import PLAIN
 
-#: Columns that the kernel reads at a time, in 16 bytes of codes; and columns that have one scale, as the last ones have.
+#: Columns that the kernel reads at a time, in 16 bytes of codes; and columns that have one scale, as the last ones do.
 CHUNK, GROUP = 32, 128
-#: The middle of the codes, and the largest distance to it of a weight in scales: with the dither and rounding, codes are
+#: The middle of the codes, and the largest distance to it of a weight, in scales: with dither and rounding codes are
 #: from 0 to 15.
 _MIDDLE, _REACH = 7.5, 7
 #: Rows that are coded at a time, which bounds the memory of it.
