@@ -147,7 +147,8 @@ def test_qwen3_8b_of_four_bits_stays_packed_on_the_cpu(
     assert found["packings"]["cpu.blocks"] == 36 * 4 and not found["dequantized"]
     numbers = 36 * (4096 * (4096 * 2 + 2 * 1024) + 3 * 4096 * 12288)
     plain = 2 * 151936 * 4096 * 2
-    assert numbers * 4.5 / 8 + plain < held(found) < numbers * 4.8 / 8 + plain * 1.01
+    codes = 151936 * 4096 / 2  # of the head, beside it
+    assert numbers * 4.5 / 8 + plain < held(found) < numbers * 4.8 / 8 + plain * 1.01 + codes
 
 
 @pytest.mark.slow
