@@ -323,6 +323,8 @@ def test_parts_become_one_matrix(device: CpuDevice) -> None:
 def test_without_huge_pages_the_weight_itself_is_not_copied() -> None:
     device, values = CpuDevice(0, {"huge_pages": "off"}), numbers(64, 128).bfloat16()
     assert packed(device, values).data.values.data_ptr() == values.data_ptr(), "it stays mapped from its file"
+    part = WeightPart("head", 64, 128, plain("bfloat16"))
+    assert device.screened.keeps_storage([part]) and not device.screened.keeps_storage([part, part])
 
 
 CUT = (Slice(0, Span(0, 9000, 18_000)),)

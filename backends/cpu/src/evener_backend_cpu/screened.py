@@ -98,6 +98,9 @@ class ScreenedPacking(Packing):
             return self._coded(self._device.plain.pack(parts, dtype, device))
         return self._copied(PLAIN.pack(parts, dtype, device), self._arena)
 
+    def keeps_storage(self, parts: Sequence[WeightPart]) -> bool:
+        return self._arena is None and PLAIN.keeps_storage(parts)
+
     def saved(self, packed: PackedWeight) -> Sequence[torch.Tensor]:
         """The matrix alone: codes are made as fast as they are read."""
         return (packed.data.values,)

@@ -340,8 +340,10 @@ class _PackingCheck:
         """A copy although ``keeps_storage`` promises none."""
         if any(p.format.plain and p.format != plain(self._dtype) for p in parts):
             return []  # it is converted first, which copies
-        stored = [t for p in parts for t in p.tensors.values()]
-        if all(shares_memory(t, stored) for t in tensors_in(packed.data)):
+        stored, held = [t for p in parts for t in p.tensors.values()], list(tensors_in(packed.data))
+        # Beside plain parts there may be more, such as codes of them.
+        kept, among = (stored, held) if all(p.format.plain for p in parts) else (held, stored)
+        if not held or all(shares_memory(t, among) for t in kept):
             return []
         return ["keeps_storage(parts) says that the parts' own storage is kept, and pack made a copy"]
 
