@@ -10,14 +10,16 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import cast
 
 import torch
 
+from evener_backend_cuda.capability import capabilities
 from evener_backend_cuda.compiled import CompiledKernel, Driver, Place
+from evener_conformance.reference.device import HostDevice
 
 HERE = Path(__file__).parent / "emulator"
 #: Functions of a card, which those of host.h stand for.
@@ -30,6 +32,13 @@ _KERNEL_FLAGS = (
 )  # fmt: skip
 #: When nobody can go on, each wait gives up at its next look, and says so. ``looks``: as in one_token.cu.
 _PATIENCE = "(emulator::stuck?looks:0u)"
+
+
+def hopper(units: int = 132) -> HostDevice:
+    """The host, with the capabilities of a Hopper GPU of so many multiprocessors."""
+    device = HostDevice(0)
+    device.capabilities = replace(capabilities((9, 0), units, 232_448), host_memory=True)
+    return device
 
 
 def sha256(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from emulated import hopper
 
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import QuantFormat, Rounding, block_format
@@ -30,7 +31,6 @@ from evener_backend_cuda.plugin import evener_kernels
 from evener_conformance.kit.composites import TinyModel
 from evener_conformance.kit.families import families
 from evener_conformance.kit.subject import open_subject
-from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.features import number_of
 from evener_kernels_triton.packed import PACKED
 from evener_kernels_triton.state import LAYOUT, PagedState
@@ -100,13 +100,6 @@ def layer(
 
 def call(static: dict[str, Any], bucket: Bucket = Bucket(1, 1), device: Any = HOPPER) -> OpCall:  # noqa: B008
     return OpCall("decoder_layer", static, bucket, device, state_layout=LAYOUT)
-
-
-def hopper() -> HostDevice:
-    """The host, with another device's capabilities."""
-    device = HostDevice(0)
-    device.capabilities = replace(HOPPER, host_memory=True)
-    return device
 
 
 def kernel(missing: str | None = None) -> tuple[OneTokenLayer, NoDriver]:

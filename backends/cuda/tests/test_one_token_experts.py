@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from emulated import EmulatedDriver, Schedule
+from emulated import EmulatedDriver, Schedule, hopper
 
 from evener.contracts.ops import Bucket, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
@@ -58,13 +58,6 @@ def tiny_tensors(one_thread: None) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("emulated")
-
-
-def hopper() -> HostDevice:
-    """The host, with another device's capabilities."""
-    device = HostDevice(0)
-    device.capabilities = replace(HOPPER, host_memory=True)
-    return device
 
 
 def family(experts: MoEConfig, hidden: int = 512, **more: Any) -> Family:

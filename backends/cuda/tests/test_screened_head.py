@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import EmulatedDriver, Schedule
+from emulated import EmulatedDriver, Schedule, hopper
 
 from evener.contracts.declared import LinearWeight, Slice, Span
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction
@@ -21,7 +21,6 @@ from evener_backend_cuda.compiled import Driver
 from evener_backend_cuda.plugin import evener_kernels
 from evener_backend_cuda.screened import GROUP, SCREENED, ScreenedMatrix, decoded, distance
 from evener_backend_cuda.screened_head import CHANCE, Screen, ScreenedGreedy, ScreenedHead, ScreenedLinear
-from evener_conformance.reference.device import HostDevice
 
 #: Few multiprocessors, so that a launch has nine programs.
 UNITS = 3
@@ -37,13 +36,6 @@ def tiny_tensors(one_thread: None) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("emulated")
-
-
-def hopper() -> HostDevice:
-    """The host, with another device's capabilities."""
-    device = HostDevice(0)
-    device.capabilities = replace(HOPPER, host_memory=True)
-    return device
 
 
 def head(rows: int, columns: int, **changes: Any) -> LinearWeight:
@@ -77,7 +69,7 @@ class Head:
     ) -> None:
         rows, columns = values.shape
         call = greedy_call(rows, columns, offset=offset)
-        kernel = ScreenedGreedy(hopper(), driver)
+        kernel = ScreenedGreedy(hopper(UNITS), driver)
         assert kernel.supports(call) is None
         self.values, self.weight, self.offset = values, packed(values), offset
         self.gain = torch.ones(columns) if gain is None else gain
@@ -281,7 +273,7 @@ def refusal(call: OpCall, missing: str | None = None, off: str | None = None) ->
         def refusal(self) -> str | None:
             return missing
 
-    return ScreenedGreedy(hopper(), NoCompiler(), off).supports(call)
+    return ScreenedGreedy(hopper(UNITS), NoCompiler(), off).supports(call)
 
 
 CUT = (Slice(0, Span(0, 9000, 18_000)),)
@@ -313,7 +305,7 @@ def test_it_needs_a_compiler_and_the_users_consent() -> None:
     assert refusal(call, missing="there is no NVRTC") == "there is no NVRTC"
     kinds = ScreenedGreedy, ScreenedHead, ScreenedLinear
     for wanted in (True, False):
-        kernels = [k for k in evener_kernels(hopper(), {"screened_head": wanted}) if isinstance(k, kinds)]
+        kernels = [k for k in evener_kernels(hopper(UNITS), {"screened_head": wanted}) if isinstance(k, kinds)]
         assert [k.op for k in kernels] == ["vocab_greedy", "head", "linear"]
         calls = [
             replace(call, op=k.op, static={**call.static, "rows": 9000, "columns": 1024, "out": "float32"})
@@ -353,7 +345,7 @@ def test_other_uses_of_the_head_read_the_weight_as_it_is() -> None:
     values = numbers(9000, 128).bfloat16()
     given, call = packed(values), replace(greedy_call(9000, 128), op="head", bucket=Bucket(5, 8))
     slow, fast = Recorded("is slow"), Recorded()
-    kernel = ScreenedHead(hopper())
+    kernel = ScreenedHead(hopper(UNITS))
     kernel._inner = slow, fast
     assert kernel.supports(call) is None and kernel.workspace(call) == 77
     kernel.build(call)("x", "norm", given, None)
@@ -367,7 +359,7 @@ def test_other_uses_of_the_head_read_the_weight_as_it_is() -> None:
 
 def test_a_head_with_a_bias_computes_all_logits(folder: Path) -> None:
     driver, inner = EmulatedDriver(folder), Recorded()
-    kernel = ScreenedGreedy(hopper(), driver)
+    kernel = ScreenedGreedy(hopper(UNITS), driver)
     kernel._head._inner = (inner,)
     call = greedy_call(8192, 128)
     run = kernel.build(call)
