@@ -61,10 +61,10 @@ def test_whatever_a_plan_changes_is_one_upload(device: CountingDevice) -> None:
     # A row that ends behind token 8 has its two proposed tokens at 7 and 8; the worker writes the second.
     assert tables.tokens[1, 6:9].tolist() == [0, 11, 0]
     # Each group numbers its blocks in its own size.
-    assert tables.blocks[:, 2, 0].tolist() == [3, 2] and tables.blocks[:, 1, :3].tolist() == [[0, 5, 6], [0, 4, 5]]
+    assert tables.blocks[2, :, 0].tolist() == [3, 2] and tables.blocks[1, :, :3].tolist() == [[0, 5, 6], [0, 4, 5]]
     assert tables.floats[2, :2].tolist() == [0.5, 0.25] and tables.ints[2].tolist() == [7, 5 - 2**31, 3, 1]
     assert tables.floats[1].tolist() == [1.0] * 6 and tables.ints[1, 3] == -1, "nobody wrote this row"
-    assert not tables.tokens[3].any() and not tables.blocks[:, 3].any(), "the spare row has the null block only"
+    assert not tables.tokens[3].any() and not tables.blocks[3].any(), "the spare row has the null block only"
 
 
 def test_a_plan_that_changes_nothing_uploads_nothing(device: CountingDevice) -> None:
@@ -99,6 +99,25 @@ def test_each_group_gets_its_own_aligned_slots_and_block_table(device: CountingD
                 tensor.data_ptr() - getattr(steps[0], "slot_mapping" if tensor.dim() == 1 else "block_table").data_ptr()
             )
             assert apart % device.capabilities.alignment == 0
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_step_on_the_cpu_copies_only_what_its_requests_use_of_the_block_tables(
+    device: CountingDevice, groups: int
+) -> None:
+    # torch.index_select copies a whole tensor first if it selects along the second of its dimensions.
+    tables = DeviceTables(device, 64, 30_000, (1,) * groups, BLOCK)
+    group = SimpleNamespace(slots=[object()], provider=Recorder(), spec=None, attention=None)
+    geometry: Any = SimpleNamespace(block_size=BLOCK, groups=[group] * groups, spans=(1,) * groups)
+    nothing: Any = None
+    runner = Runner(device, nothing, nothing, tables, geometry, nothing)
+    layout = StepLayout(Plan(id=1, slots=[2], starts=[1_000], counts=[1], samples=[0]), tables)
+    arrays = layout.upload(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        runner._metas(layout, arrays)
+    allocated = [event.self_cpu_memory_usage for event in profile.events()]
+    used = groups * 4 * (1_000 // BLOCK + 1)
+    assert used <= max(allocated) < 4 * used
 
 
 class Splitter(ReferenceState):
@@ -167,7 +186,7 @@ def test_places_are_those_of_the_tables(device: CountingDevice) -> None:
     places = tables.places(slots, positions)
     at = torch.from_numpy(places.token)
     assert tables.ids(at).tolist() == tables.tokens[slots, positions].tolist()
-    assert torch.equal(tables.blocks_at(torch.from_numpy(places.block)), tables.blocks[:, slots, positions // BLOCK])
+    assert torch.equal(tables.blocks_at(torch.from_numpy(places.block)), tables.blocks[slots, :, positions // BLOCK].T)
     assert places.offset.tolist() == [3, 1, 0, 0]
     assert tables.adapters(at, torch.from_numpy(positions)).tolist() == [7, 9, 8, 9]
     tables.put(at, torch.tensor([1, 2, 3, 4], dtype=torch.int32))

@@ -44,7 +44,7 @@ class DeviceTables:
 
     Attributes:
         tokens: int32 [slots + 1, length + 1], known and sampled ids by position.
-        blocks: int32 [groups, slots + 1, columns]. A block is numbered as the group's provider numbers it: the plan's
+        blocks: int32 [slots + 1, groups, columns]. A block is numbered as the group's provider numbers it: the plan's
             block id divided by the group's span.
         floats: float32 [slots + 1, 6]: temperature, top_p, min_p, repetition, frequency and presence penalty.
         ints: int32 [slots + 1, 4]: top_k, seed, prompt length, slot of the adapter or -1.
@@ -59,10 +59,10 @@ class DeviceTables:
         self._flat, apart = self._rows.view(-1), columns * (len(spans) - 1)
         # All groups' blocks by one index: each group's begin ``columns`` behind those of the group before.
         self._flat_blocks = self._flat.as_strided(
-            (len(spans), len(self._flat) - length - 1 - apart), (columns, 1), length + 1
+            (len(self._flat) - length - 1 - apart, len(spans)), (1, columns), length + 1
         )
         self.tokens = self._rows[:, : length + 1]
-        self.blocks = self._rows[:, length + 1 : self._end].unflatten(1, (len(spans), columns)).transpose(0, 1)
+        self.blocks = self._rows[:, length + 1 : self._end].unflatten(1, (len(spans), columns))
         self.floats, self.ints = self._rows.view(torch.float32)[:, self._end : -4], self._rows[:, -4:]
         self.floats.fill_(1)
         self.ints[:, 3] = -1
@@ -93,7 +93,8 @@ class DeviceTables:
 
     def blocks_at(self, at: torch.Tensor) -> torch.Tensor:
         """Blocks int32 [groups, n] at ``Places.block``."""
-        return self._flat_blocks.index_select(1, at)
+        # Along the second dimension torch would first copy the whole table, on the CPU.
+        return self._flat_blocks.index_select(0, at).t()
 
     def adapters(self, at: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The slots of adapters, or -1, int32 [n], of tokens at ``Places.token`` and ``positions``."""

@@ -148,7 +148,8 @@ class Runner:
         slots = found.new_empty(len(found), aligned(shape.tokens, alignment))[:, : shape.tokens]
         torch.add(arrays.offsets, found, alpha=size, out=slots)
         columns = table_columns(-(-shape.max_kv // size), len(found), alignment)
-        tables = self.tables.blocks[:, :, :columns].index_select(1, arrays.slots)
+        # Requests are the first dimension of the selection: see ``DeviceTables.blocks_at``.
+        tables = self.tables.blocks[:, :, :columns].index_select(0, arrays.slots).transpose(0, 1).contiguous()
         for slot_mapping, table, group in zip(slots, tables, self.geometry.groups, strict=True):
             if not group.slots:
                 metas.append(None)
