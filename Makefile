@@ -88,8 +88,8 @@ serve: $(SERVED)  ## serve a real model until Ctrl-C (PORT=21002, MODEL=folder, 
 kernels: install  ## compile what the tests share, the CPU backend's kernels and the simulated device: a minute or two (ISA=...: of that level)
 	@$(PY) scripts/compile_kernels.py
 
-# One more than two cores: quick tests also wait, for processes and for time to pass.
-test: JOBS = 3
+# One more than two cores: tests also wait, for processes and for time to pass.
+test test-slow: JOBS = 3
 test: model kernels  ## the tests, about eight minutes on two cores (ISA=avx2: as on a processor without AVX-512)
 	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
