@@ -46,6 +46,7 @@ descriptor = Descriptor(
         "embedding",
         "linear",
         "grouped_linear",
+        "partial_attention",
         "routed_experts",
         "add_adapters",
         "rms_norm",
@@ -63,5 +64,5 @@ descriptor = Descriptor(
         "decoder_layer",
         "vocab_greedy",
     ),
-    states=("cpu.paged",),
+    states=("cpu.paged", "cpu.latent"),
 )

@@ -14,6 +14,7 @@ from evener_backend_cpu.adapters import NativeAdapters
 from evener_backend_cpu.composites import COMPOSITES
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import EXPERTS
+from evener_backend_cpu.latent import FlashPartialAttention, LatentState
 from evener_backend_cpu.primitives import PRIMITIVES
 from evener_backend_cpu.screened_head import SCREENED
 from evener_backend_cpu.state import PagedState
@@ -28,13 +29,14 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """Every kernel; without a compiler each refuses with the reason."""
-    return [kind(_own(device)) for kind in (*PRIMITIVES, NativeAdapters, *EXPERTS, *COMPOSITES, *SCREENED)]
+    kinds = (*PRIMITIVES, FlashPartialAttention, NativeAdapters, *EXPERTS, *COMPOSITES, *SCREENED)
+    return [kind(_own(device)) for kind in kinds]
 
 
 @hookimpl
 def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
-    """The paged state."""
-    return [PagedState(_own(device))]
+    """The paged state, and that of latent attention."""
+    return [PagedState(_own(device)), LatentState(_own(device))]
 
 
 def _own(device: Device) -> CpuDevice:
