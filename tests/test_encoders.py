@@ -266,4 +266,4 @@ def test_an_encoder_s_rows_are_not_read_as_logits(tmp_path: Path) -> None:
 
 
 def test_the_kit_leaves_a_package_s_own_kind_of_state_to_the_package_s_tests() -> None:
-    assert {provided.value.name for provided in open_subject("cpu").states} == {"cpu.paged"}
+    assert {provided.value.name for provided in open_subject("cpu").states} == {"cpu.paged", "cpu.latent"}

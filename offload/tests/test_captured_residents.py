@@ -125,7 +125,8 @@ def test_an_expert_is_worth_a_slot_if_it_was_chosen_clearly_more_often(configure
     long_answer(controller, 4)
     found = captured(controller)
     path, layer = next(iter(placed(controller).layer.items()))
-    layer.exchange([(each, None) for each in range(90, 90 + 8 - len(layer.residents.slots))])
+    left_out = [each for each in range(layer.experts) if each not in layer.residents.slots]
+    layer.exchange([(each, None) for each in left_out[: 8 - len(layer.residents.slots)]])
     held = list(layer.residents.slots)
     absent = [each for each in range(layer.experts) if each not in held]
     assert len(held) == 8
