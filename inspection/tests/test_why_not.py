@@ -164,13 +164,13 @@ def test_an_op_that_nobody_accelerates_is_served_by_the_reference_where_a_model_
     site: Site, ask: Any, tiny: str
 ) -> None:
     site.add("kernels", "swift", 'ops=("rms_norm",)', module=KERNEL)
-    nobody, op = ask("layer_norm")
-    assert (nobody["what"], nobody["name"], nobody["verdict"]) == ("kernels for op", "layer_norm", "none")
-    assert "the reference" in nobody["reasons"][0] and "evener why-not layer_norm MODEL" in nobody["reasons"][0]
+    nobody, op = ask("activate")
+    assert (nobody["what"], nobody["name"], nobody["verdict"]) == ("kernels for op", "activate", "none")
+    assert "the reference" in nobody["reasons"][0] and "evener why-not activate MODEL" in nobody["reasons"][0]
     assert op["what"] == "op"
     of_norm = [(each["what"], each["verdict"]) for each in ask("rms_norm")]
     assert ("kernels for op", "chosen") in of_norm and ("kernels for op", "none") not in of_norm
-    uncalled, op = ask("layer_norm", tiny)
+    uncalled, op = ask("activate", tiny)
     assert (uncalled["what"], uncalled["package"], uncalled["verdict"]) == ("op", tiny, "not called")
     assert op["what"] == "op"
 

@@ -275,15 +275,16 @@ class Cases:
         matrix = self._draw(rows, columns, dtype=torch.bfloat16)
         part = WeightPart("w", rows, columns, stored_as("bfloat16"), {"weight": matrix})
         weight = self._device.screened.pack([part], "bfloat16", CPU)
-        static = {"vocab": rows, "hidden": columns, "eps": 1e-5, "offset": 0.0}
+        kind, norms = self._rng.choice((("rms", 1), ("layer", 1), ("biased_layer", 2), ("bare_layer", 0)))
+        static = {"vocab": rows, "hidden": columns, "eps": 1e-5, "offset": 0.0, "norm": kind}
         call = OpCall("vocab_greedy", static, Bucket(1, 1), self._device.capabilities)
         run = ScreenedGreedy(self._device).build(call)
         bias = self._draw(rows, dtype=torch.bfloat16) if self._rng.random() < 0.3 else None
         strange = self._rng.choice((1.0, 1.0, 0.0, float("nan"), float("inf"), 1e38))
 
         def make() -> tuple[Any, ...]:
-            x, norm = (self._draw(*shape, dtype=torch.float32) for shape in ((1, columns), (columns,)))
-            return x * strange, norm, weight, bias
+            x, norm = (self._draw(*shape, dtype=torch.float32) for shape in ((1, columns), (norms * columns,)))
+            return x * strange, norm if norms else None, weight, bias
 
         return "vocab_greedy", run, make
 

@@ -16,8 +16,11 @@ from evener.backend.native_code import Unavailable
 from evener.contracts.declared import LinearWeight, Slice, Span
 from evener.contracts.ops import Bucket, OpCall
 from evener.contracts.quant import PackedWeight, QuantFormat, WeightPart, plain
+from evener.ops.composites import head as reference_head
+from evener.ops.reference import norm as reference_norm
 from evener_backend_cpu import descriptor, isa
 from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.layer_norm import LayerNorm
 from evener_backend_cpu.levels import LEVELS
 from evener_backend_cpu.native_library import Native
 from evener_backend_cpu.plugin import evener_kernels
@@ -332,9 +335,9 @@ STORED_PART = WeightPart("head", 9000, 1024, QuantFormat("float8_e4m3fn", 128, 1
 
 
 @pytest.mark.parametrize("rows, columns, weight, changes, reason", [
-    (9000, 1024, None, {"cap": 30.0}, "neither a factor nor a soft cap"),
-    (9000, 1024, None, {"logit_scale": 0.5}, "neither a factor nor a soft cap"),
-    (9000, 1024, None, {"norm": "layer"}, "has an RMS norm"),
+    (9000, 1024, None, {"cap": 30.0}, "no soft cap"),
+    (9000, 1024, None, {"logit_scale": 3.0}, "factors that are powers of two"),
+    (9000, 1024, None, {"logit_scale": -0.5}, "factors that are powers of two"),
     (9000, 1024, {"out": None}, {}, "is for heads that one rank has"),
     (9000, 1024, {"slices": CUT}, {}, "is for heads that one rank has"),
     (8000, 1024, None, {}, "is for 8192 rows or more, not 8000"),
@@ -386,6 +389,64 @@ def test_a_step_is_a_search_unless_the_last_ones_had_too_many_candidates() -> No
     assert not patience.tries() and patience.tries()
     patience.note(helped=True)
     assert patience.tries() and patience.tries()
+
+
+@pytest.mark.parametrize("norm, offset, factor", [
+    ("layer", 0.0, 0.0625), ("layer", 1.0, 1.0), ("biased_layer", 0.0, 4.0), ("bare_layer", 0.0, 1.0)])  # fmt: skip
+def test_heads_behind_other_norms_and_with_a_factor_are_searched(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch, norm: str, offset: float, factor: float
+) -> None:
+    rows, columns = LEAST_ROWS + 5, 192
+    values, x = near_ties(rows, columns, seed=7)
+    weight, gain = packed(device, values), numbers(2 * columns, seed=5, scale=0.1) + 1 - offset
+    given = {"layer": gain[:columns], "biased_layer": gain, "bare_layer": None}[norm]
+    call = greedy_call(device, rows, columns, norm=norm, offset=offset, logit_scale=factor)
+    kernel, native, found = ScreenedGreedy(device), device.native, list[int]()
+    assert kernel.supports(call) is None and {"norm", "logit_scale"} <= kernel.non_default
+    assert isinstance(native, Native)
+    real = native.largest
+
+    def largest(*arguments: Any) -> Any:
+        assert arguments[2] is None, "the stream is normed already"
+        result = real(*arguments)
+        found.append(ctypes.c_int64.from_address(arguments[9]).value)
+        return result
+
+    monkeypatch.setattr(native, "largest", largest)
+    run = kernel.build(call)
+
+    def parts(op: str, /, **static: Any) -> Any:
+        if op == "linear":
+            return ScreenedLinear(device).build(replace(call, op="linear", static={**call.static, **static}))
+        return getattr(reference_norm, op)(static, parts)
+
+    linear = {"rows": rows, "columns": columns}
+    head_of = reference_head({**call.static, "dtype": "bfloat16"}, lambda op, **s: parts(op, **(linear | s)))
+    for step in (x, -x, numbers(1, columns, seed=8)):
+        want = int(head_of(step.clone(), given, weight, None).argmax())
+        assert run(step.clone(), given, weight, None).tolist() == [want]
+    assert len(found) == 3 and all(0 < count < rows * FEW for count in found), "by a search, not by all logits"
+
+
+def test_an_rms_norm_without_a_weight_is_an_error(device: CpuDevice) -> None:
+    values, x = near_ties(LEAST_ROWS, 64)
+    run = ScreenedGreedy(device).build(greedy_call(device, *values.shape))
+    with pytest.raises(ValueError, match="has a weight"):
+        run(x, None, packed(device, values), None)
+
+
+def test_layer_norms_are_those_of_the_reference(device: CpuDevice) -> None:
+    call = OpCall("layer_norm", {"hidden": 96, "dtype": "bfloat16", "eps": EPS}, Bucket(1, 64), device.capabilities)
+    kernel = LayerNorm(device)
+    assert kernel.supports(call) is None
+    run, want = kernel.build(call), reference_norm.layer_norm(call.static, lambda op, /, **static: None)
+    weight, bias = numbers(96, seed=1).bfloat16(), numbers(96, seed=2)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = (numbers(5, 3, 96) * 3 + 2).to(dtype)
+        for gain, added in ((None, None), (weight, None), (weight.float(), bias)):
+            got = run(x, gain, added)
+            assert got.dtype is dtype
+            torch.testing.assert_close(got, want(x, gain, added), rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
 
 
 def test_the_kernel_searches_and_knows_when_to_leave_it(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:

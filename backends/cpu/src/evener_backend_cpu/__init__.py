@@ -51,6 +51,7 @@ descriptor = Descriptor(
         "add_adapters",
         "rms_norm",
         "add_rms_norm",
+        "layer_norm",
         "rotary",
         "act_and_mul",
         "mix_experts",

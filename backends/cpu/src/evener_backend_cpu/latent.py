@@ -98,7 +98,8 @@ class LatentState(ReferenceState):
 
     name = "cpu.latent"
     kinds = frozenset({"latent"})
-    priority = 100
+    # Below that of ``cpu.paged``: so no model without latent state lists this as refused.
+    priority = 50
 
     def __init__(self, device: CpuDevice) -> None:
         self._device = device

@@ -14,6 +14,7 @@ from evener_backend_cpu.adapters import NativeAdapters
 from evener_backend_cpu.composites import COMPOSITES
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import EXPERTS
+from evener_backend_cpu.layer_norm import LayerNorm
 from evener_backend_cpu.latent import FlashPartialAttention, LatentState
 from evener_backend_cpu.primitives import PRIMITIVES
 from evener_backend_cpu.screened_head import SCREENED
@@ -29,7 +30,7 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
     """Every kernel; without a compiler each refuses with the reason."""
-    kinds = (*PRIMITIVES, FlashPartialAttention, NativeAdapters, *EXPERTS, *COMPOSITES, *SCREENED)
+    kinds = (*PRIMITIVES, LayerNorm, FlashPartialAttention, NativeAdapters, *EXPERTS, *COMPOSITES, *SCREENED)
     return [kind(_own(device)) for kind in kinds]
 
 

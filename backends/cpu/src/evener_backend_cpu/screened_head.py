@@ -13,7 +13,8 @@ screening for a softmax (Chen et al. 2019), which learns what to leave out and m
 from __future__ import annotations
 
 import ctypes
-from typing import cast
+import math
+from typing import Any, cast
 
 import torch
 
@@ -21,8 +22,10 @@ from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import HeadStatic
+from evener.ops.norms import any_norm
 from evener_backend_cpu.arguments import optional, require, require_weight
 from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.layer_norm import layer_norm
 from evener_backend_cpu.primitives import NativeKernel, NativeLinear
 from evener_backend_cpu.screened import certainty
 
@@ -58,10 +61,12 @@ class Patience:
 
 
 class ScreenedGreedy(NativeKernel):
-    """The id of the largest logit of one token."""
+    """The id of the largest logit of one token. The search itself has an RMS norm; torch computes others before it. A
+    factor that is a power of two changes neither the order of logits nor which are equal, so it is left out."""
 
     op = "vocab_greedy"
     priority = 150
+    non_default = frozenset({"norm", "logit_scale"})
 
     def __init__(self, device: CpuDevice) -> None:
         super().__init__(device)
@@ -71,8 +76,9 @@ class ScreenedGreedy(NativeKernel):
         if call.bucket.high != 1:
             return f"computes one token, not {call.bucket}"
         s = cast(HeadStatic, call.static)
-        if s["cap"] or s["logit_scale"] != 1.0 or s["norm"] != "rms":
-            return "has an RMS norm, and neither a factor nor a soft cap"
+        factor = s["logit_scale"]
+        if s["cap"] or not factor > 0 or math.frexp(factor)[0] != 0.5:
+            return f"has no soft cap, and factors that are powers of two: not {s['cap']} and {factor}"
         return _refusal(self.device, call, s["weight"])
 
     def workspace(self, call: OpCall) -> int:
@@ -83,16 +89,23 @@ class ScreenedGreedy(NativeKernel):
         s, device, function, patience = cast(HeadStatic, call.static), self.device, self.native.largest, Patience()
         rows, columns, eps, offset, least = s["vocab"], s["hidden"], s["eps"], s["offset"], certainty(CHANCE)
         few = int(rows * FEW)
+        other = None if s["norm"] == "rms" else any_norm({**s, "dtype": "float32"}, _layer_norm)
 
-        def run(x: torch.Tensor, norm: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-            x, norm = x.contiguous(), norm.contiguous()
+        def run(
+            x: torch.Tensor, norm: torch.Tensor | None, weight: PackedWeight, bias: torch.Tensor | None
+        ) -> torch.Tensor:
+            if other is not None:
+                x, norm = other(x, norm), None
+            elif norm is None:
+                raise ValueError("an RMS norm has a weight")
+            x = x.contiguous()
             require_weight("the head", weight, (rows, columns), torch.bfloat16)
             found, candidates = torch.empty(1, dtype=torch.int32), ctypes.c_int64()
             tries = bias is None and patience.tries()
             function(
                 ctypes.addressof(weight.data.struct),
                 require("the stream", x, torch.float32, (1, columns)),
-                require("the norm", norm, torch.float32, (columns,)),
+                optional("the norm", norm if norm is None else norm.contiguous(), torch.float32, (columns,)),
                 optional("the bias", bias, torch.bfloat16, (rows,)),
                 eps,
                 offset,
@@ -121,6 +134,12 @@ class ScreenedLinear(NativeLinear):
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         return super()._unsupported_reason(call) or _refusal(self.device, call, call.static["weight"])
+
+
+def _layer_norm(op: str, /, **static: Any) -> OpFunction:
+    """As ``Use``, for the only op that a norm other than RMS needs."""
+    assert op == "layer_norm", op
+    return layer_norm(static["hidden"], static["eps"])
 
 
 def _refusal(device: CpuDevice, call: OpCall, weight: LinearWeight) -> str | None:

@@ -109,11 +109,13 @@ struct Asking {
   double mean, rounding;        // what the mean row adds to all logits; a bound of how inexact sums with it are
   static long bytes(long columns) { return columns * 4 + 2 * 64; }
 
-  // False if there are no bounds: x is zero, or has something that is no number.
+  // ``norm``: the weight of an RMS norm; null: ``from`` is normed. False if there are no bounds: x is zero, or has something that is no number.
   bool enter(const Screened& s, const float* from, const float* norm, float eps, float offset, float certainty, char* room) {
     const long K = s.columns;
     x = (bf16*)room, upper = (int8_t*)(room + 2 * K), lower = upper + K + 64;
-    norm_row(from, norm, x, K, eps, offset);
+    if (norm) norm_row(from, norm, x, K, eps, offset);
+    else
+      for (long k = 0; k < K; k++) put(x + k, from[k]);
     float most = 0.f;
     for (long k = 0; k < K; k++) {
       float y = fabsf(wide(x[k]) * s.spread[k]);
@@ -352,12 +354,12 @@ static long search(const Screened& s, Asking& a, const float* x, const float* no
   return *candidates > few || !(fabsf(best.value) < INFINITY) ? -1 : best.id;
 }
 
-// The id of the largest logit of one token, whose stream is ``x``. ``few``: with more candidates than these all logits are computed, and with
+// The id of the largest logit of one token, whose stream is ``x``; if ``norm`` is null, it is normed. ``few``: with more candidates than these all logits are computed, and with
 // fewer than none at once. ``candidates``: how many there were, or -1.
 static int largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset, float certainty, int64_t few,
                    int32_t* id, int64_t* candidates, int64_t threads, Scratch& memory) {
   PASS(check_screened(s, threads));
-  for (const void* each : {(const void*)x, (const void*)norm, (const void*)id, (const void*)candidates}) PASS(check_pointer("an argument", each));
+  for (const void* each : {(const void*)x, (const void*)id, (const void*)candidates}) PASS(check_pointer("an argument", each));
   SearchRoom room(s->rows, s->columns, threads);
   char* base = memory.reserve(room.total);
   if (!base) return NO_MEMORY;

@@ -66,22 +66,29 @@ def vocab_embedding(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def vocab_greedy(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Each rank has one logit far above the others; peers have the same, so the first rank wins; a bias, a cap. And one
-    rank alone, also with a vocabulary that is large enough for kernels which search it."""
+    rank alone, also with a vocabulary that is large enough for kernels which search it: with each kind of norm, and with
+    a factor."""
     make = InputFactory(dtype, generator)
-    for size, rank, rows, held, hidden, cap, biased in (
-        (2, 0, 5, 40, 48, None, False), (3, 1, 9, 33, 48, 30.0, True), (2, 1, 1, 24, 48, None, False),
-        (2, 0, 0, 8, 48, None, False), (1, 0, 3, 40, 48, None, True), (1, 0, 1, 8321, 128, None, False),
-        (1, 0, 1, 8321, 128, None, True), (1, 0, 5, 8321, 128, None, False),
+    for size, rank, rows, held, hidden, cap, biased, kind, factor in (
+        (2, 0, 5, 40, 48, None, False, "rms", 1.0), (3, 1, 9, 33, 48, 30.0, True, "rms", 1.0),
+        (2, 1, 1, 24, 48, None, False, "rms", 1.0), (2, 0, 0, 8, 48, None, False, "rms", 1.0),
+        (1, 0, 3, 40, 48, None, True, "rms", 1.0), (1, 0, 1, 8321, 128, None, False, "rms", 1.0),
+        (1, 0, 1, 8321, 128, None, True, "rms", 1.0), (1, 0, 5, 8321, 128, None, False, "rms", 1.0),
+        (1, 0, 1, 8321, 128, None, False, "layer", 0.0625), (1, 0, 1, 8321, 128, None, False, "biased_layer", 1.0),
+        (1, 0, 1, 8321, 128, None, False, "bare_layer", 3.0),
     ):  # fmt: skip
         matrix = make.noise(held, hidden, scale=0.02) + 2 * torch.eye(held, hidden).to(getattr(torch, dtype))
         parts = (WeightPart("head", held, hidden, plain(dtype), {"weight": matrix}),)
         bare = (WeightPart("head", held, hidden, plain(dtype)),)
         static = {
             "communicator": MirrorCommunicator(size, rank) if size > 1 else None, "hidden": hidden, "dtype": dtype,
-            "eps": EPS, "offset": 0.0, "norm": "rms", "vocab": size * held, "cap": cap, "logit_scale": 1.0,
+            "eps": EPS, "offset": 0.0, "norm": kind, "vocab": size * held, "cap": cap, "logit_scale": factor,
             "weight": LinearWeight("head", bare, held, hidden, dtype, out="float32"),
         }  # fmt: skip
         x = make.noise(rows, hidden, dtype="float32", scale=0.1)
         x += 9 * torch.eye(hidden)[make.ids(min(held, hidden), rows).long()]
         bias = make.noise(held, scale=0.1) if biased else None
-        yield OpCase(static, (x, make.noise(hidden, dtype="float32", scale=0.05, shift=1.0), parts, bias))
+        gain = make.noise(hidden, dtype="float32", scale=0.05, shift=1.0)
+        if kind == "biased_layer":
+            gain = torch.cat((gain, make.noise(hidden, dtype="float32", scale=0.05)))
+        yield OpCase(static, (x, None if kind == "bare_layer" else gain, parts, bias))
