@@ -276,7 +276,12 @@ class Cases:
         part = WeightPart("w", rows, columns, stored_as("bfloat16"), {"weight": matrix})
         weight = self._device.screened.pack([part], "bfloat16", CPU)
         kind, norms = self._rng.choice((("rms", 1), ("layer", 1), ("biased_layer", 2), ("bare_layer", 0)))
-        static = {"vocab": rows, "hidden": columns, "eps": 1e-5, "offset": 0.0, "norm": kind}
+        cap, factor = self._rng.choice(((None, 1.0), (30.0, 1.0), (None, 0.3)))
+        static = {
+            "vocab": rows, "hidden": columns, "dtype": "bfloat16", "eps": 1e-5, "offset": 0.0, "norm": kind, "cap": cap,
+            "logit_scale": factor, "communicator": None,
+            "weight": LinearWeight("w", (part,), rows, columns, "bfloat16", out="float32"),
+        }  # fmt: skip
         call = OpCall("vocab_greedy", static, Bucket(1, 1), self._device.capabilities)
         run = ScreenedGreedy(self._device).build(call)
         bias = self._draw(rows, dtype=torch.bfloat16) if self._rng.random() < 0.3 else None

@@ -20,9 +20,10 @@ static int planted = 0;
 extern "C" {
 void plant(int number) { planted = number; }
 int evener_largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset,
-                   float certainty, int64_t few, int32_t* id, int64_t* candidates, int64_t threads) {
+                   float certainty, int64_t few, int32_t* id, int64_t* candidates, int64_t threads, float factor,
+                   float cap) {
   static thread_local Scratch memory;
-  return largest(s, x, norm, bias, eps, offset, certainty, few, id, candidates, threads, memory);
+  return largest(s, x, norm, bias, eps, offset, certainty, few, id, candidates, threads, factor, cap, memory);
 }
 int evener_code_rows(const Screened* s, const bf16* from, int64_t threads) {
   PASS(check_screened(s, threads));
@@ -58,6 +59,6 @@ class SearchLibrary:
         self.plant: Any = library.plant
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         self.largest: Any = library.evener_largest
-        self.largest.argtypes = (*(pointer,) * 4, *(number,) * 3, size, pointer, pointer, size)
+        self.largest.argtypes = (*(pointer,) * 4, *(number,) * 3, size, pointer, pointer, size, number, number)
         self.code_rows: Any = library.evener_code_rows
         self.code_rows.argtypes = pointer, pointer, size

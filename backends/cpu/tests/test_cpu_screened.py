@@ -84,6 +84,8 @@ class Head:
         if library:
             self._library.code_rows(ctypes.addressof(self.matrix.struct), None, 2)
         self.candidates = 0
+        #: Factor and soft cap.
+        self.shaping = 1.0, 0.0
 
     def found(self, x: torch.Tensor, few: int | None = None, bias: torch.Tensor | None = None) -> int:
         """The id; ``few``: see ``largest`` of screened.h, default: any number of candidates."""
@@ -92,6 +94,7 @@ class Head:
             ctypes.addressof(self.matrix.struct), x.data_ptr(), self.gain.data_ptr(),
             None if bias is None else bias.data_ptr(), EPS, self.offset, certainty(CHANCE),
             len(self.values) if few is None else few, best.data_ptr(), ctypes.addressof(candidates), self.threads,
+            *self.shaping,
         )  # fmt: skip
         assert result == 0
         self.candidates = candidates.value
@@ -199,7 +202,7 @@ def test_with_too_many_candidates_all_logits_are_computed(device: CpuDevice) -> 
 FAULTS = {
     "bound = about + scale * a.apart": "bound = about + scale * (FAULT(1) ? 0.f : a.apart)",
     "(double)y * (CODE_REACH + s.dither[k])": "(double)y * (CODE_REACH + (FAULT(2) ? 0 : s.dither[k]))",
-    "known - a.mean - a.rounding": "known - (FAULT(3) ? -a.mean : a.mean) - a.rounding",
+    "shaping.alike(known) - a.mean;": "shaping.alike(known) - (FAULT(3) ? -a.mean : a.mean);",
     "const float y = wide(x[k]) * s.spread[k];": "const float y = wide(x[k]) * (FAULT(4) ? 1.f : s.spread[k]);",
     "known = bests[t].known > known ? bests[t].known : known": "known = FAULT(5) ? INFINITY : bests[t].known",
     "other == value && (id < 0 || its < id)": "other == value && (id < 0 || (its < id) != FAULT(6))",
@@ -335,9 +338,9 @@ STORED_PART = WeightPart("head", 9000, 1024, QuantFormat("float8_e4m3fn", 128, 1
 
 
 @pytest.mark.parametrize("rows, columns, weight, changes, reason", [
-    (9000, 1024, None, {"cap": 30.0}, "no soft cap"),
-    (9000, 1024, None, {"logit_scale": 3.0}, "factors that are powers of two"),
-    (9000, 1024, None, {"logit_scale": -0.5}, "factors that are powers of two"),
+    (9000, 1024, None, {"cap": -30.0}, "no negative soft cap"),
+    (9000, 1024, None, {"logit_scale": -0.5}, "factors above 0"),
+    (9000, 1024, None, {"cap": 30.0, "logit_scale": 0.3, "norm": "layer"}, "None"),
     (9000, 1024, {"out": None}, {}, "is for heads that one rank has"),
     (9000, 1024, {"slices": CUT}, {}, "is for heads that one rank has"),
     (8000, 1024, None, {}, "is for 8192 rows or more, not 8000"),
@@ -428,6 +431,45 @@ def test_heads_behind_other_norms_and_with_a_factor_are_searched(
     assert len(found) == 3 and all(0 < count < rows * FEW for count in found), "by a search, not by all logits"
 
 
+def shaped_call(device: CpuDevice, rows: int, columns: int, factor: float, cap: float | None) -> OpCall:
+    return greedy_call(device, rows, columns, logit_scale=factor, cap=cap)
+
+
+@pytest.mark.parametrize("factor, cap", [(0.3, None), (3.0, None), (1.0, 30.0), (0.7, 5.0), (2.0, 0.01)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_id_behind_a_factor_and_a_soft_cap_is_that_of_all_logits(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch, factor: float, cap: float | None, threads: int
+) -> None:
+    rows, columns = LEAST_ROWS + 3, 128
+    monkeypatch.setattr(device, "threads", threads)
+    values, close = near_ties(rows, columns, seed=3)
+    values[4000:4050] = values[50:100]
+    asked = Head(device, values)
+    run = ScreenedGreedy(device).build(shaped_call(device, rows, columns, factor, cap))
+    for x in (close, close * 1e-3, close * 30, values[57:58].float(), numbers(1, columns, seed=2)):
+        logits = asked.logits(x) * factor
+        want = int((torch.tanh(logits / cap) * cap if cap else logits).argmax())
+        assert run(x.clone(), asked.gain, asked.weight, None).tolist() == [want]
+
+
+def test_rows_that_a_soft_cap_makes_equal_are_told_apart_by_all_logits(device: CpuDevice) -> None:
+    values, x = near_ties(LEAST_ROWS, 128)
+    values[77], values[5000] = 300 * x[0], 301 * x[0]
+    asked = Head(device, values.bfloat16())
+    assert asked.found(x) == 5000
+    asked.shaping = 1.0, 1e6
+    assert asked.found(x) == 5000, "far below the cap"
+    asked.shaping = 1.0, 1.0
+    assert asked.found(x) == -1, "both are the cap"
+    run = ScreenedGreedy(device).build(shaped_call(device, *values.shape, 1.0, 1.0))
+    capped = torch.tanh(asked.logits(x))
+    assert capped[77] == capped[5000] == 1
+    assert run(x, asked.gain, asked.weight, None).tolist() == [int(capped.argmax())]
+    asked.shaping = -1.0, 0.0
+    with pytest.raises(ValueError, match="a factor is above 0"):
+        asked.found(x)
+
+
 def test_an_rms_norm_without_a_weight_is_an_error(device: CpuDevice) -> None:
     values, x = near_ties(LEAST_ROWS, 64)
     run = ScreenedGreedy(device).build(greedy_call(device, *values.shape))
@@ -446,7 +488,9 @@ def test_layer_norms_are_those_of_the_reference(device: CpuDevice) -> None:
         for gain, added in ((None, None), (weight, None), (weight.float(), bias)):
             got = run(x, gain, added)
             assert got.dtype is dtype
-            torch.testing.assert_close(got, want(x, gain, added), rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
+            torch.testing.assert_close(
+                got, want(x, gain, added), rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5
+            )
 
 
 def test_the_kernel_searches_and_knows_when_to_leave_it(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ class Native:
         self.pack.errcheck = self._check
         self.code_rows, self.largest = self._library.evener_code_rows, self._library.evener_largest
         self.code_rows.argtypes, self.code_rows.errcheck = (_P, _P, _I), self._check
-        self.largest.argtypes, self.largest.errcheck = (_P, _P, _P, _P, _F, _F, _F, _I, _P, _P, _I), self._check
+        self.largest.argtypes, self.largest.errcheck = (_P, _P, _P, _P, _F, _F, _F, _I, _P, _P, _I, _F, _F), self._check
         self.largest_scratch = self._library.evener_largest_scratch
         self.largest_scratch.restype, self.largest_scratch.argtypes = _I, (_I, _I, _I)
 

@@ -14,8 +14,8 @@ from evener_backend_cpu.adapters import NativeAdapters
 from evener_backend_cpu.composites import COMPOSITES
 from evener_backend_cpu.device import CpuDevice
 from evener_backend_cpu.experts import EXPERTS
-from evener_backend_cpu.layer_norm import LayerNorm
 from evener_backend_cpu.latent import FlashPartialAttention, LatentState
+from evener_backend_cpu.layer_norm import LayerNorm
 from evener_backend_cpu.primitives import PRIMITIVES
 from evener_backend_cpu.screened_head import SCREENED
 from evener_backend_cpu.state import PagedState

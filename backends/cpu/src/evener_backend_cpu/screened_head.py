@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from evener.contracts.declared import LinearWeight
-from evener.contracts.ops import OpCall, OpFunction
+from evener.contracts.ops import OpCall, OpFunction, Use
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import HeadStatic
+from evener.ops.composites import head
 from evener.ops.norms import any_norm
+from evener.ops.ranks import vocab_greedy
+from evener.ops.reference.basic import softcap
 from evener_backend_cpu.arguments import optional, require, require_weight
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.layer_norm import layer_norm
-from evener_backend_cpu.primitives import NativeKernel, NativeLinear
+from evener_backend_cpu.layer_norm import LayerNorm
+from evener_backend_cpu.primitives import NativeGreedy, NativeKernel, NativeLinear, NativeRmsNorm
 from evener_backend_cpu.screened import certainty
 
 #: Of missing the id that has the largest logit, in one step.
@@ -61,8 +66,11 @@ class Patience:
 
 
 class ScreenedGreedy(NativeKernel):
-    """The id of the largest logit of one token. The search itself has an RMS norm; torch computes others before it. A
-    factor that is a power of two changes neither the order of logits nor which are equal, so it is left out."""
+    """The id of the largest logit of one token. The search itself has an RMS norm; torch computes others before it.
+
+    Factors above 0 and soft caps keep the order of logits, but they can make some equal, of which the lowest id is
+    wanted. So where rounding may have made the best ones equal, all logits are computed.
+    """
 
     op = "vocab_greedy"
     priority = 150
@@ -76,36 +84,40 @@ class ScreenedGreedy(NativeKernel):
         if call.bucket.high != 1:
             return f"computes one token, not {call.bucket}"
         s = cast(HeadStatic, call.static)
-        factor = s["logit_scale"]
-        if s["cap"] or not factor > 0 or math.frexp(factor)[0] != 0.5:
-            return f"has no soft cap, and factors that are powers of two: not {s['cap']} and {factor}"
+        if not s["logit_scale"] > 0 or (s["cap"] or 0) < 0:
+            return f"has factors above 0 and no negative soft cap, not {s['logit_scale']} and {s['cap']}"
         return _refusal(self.device, call, s["weight"])
 
     def workspace(self, call: OpCall) -> int:
         s = cast(HeadStatic, call.static)
-        return int(self.native.largest_scratch(s["vocab"], s["hidden"], self.device.threads))
+        # Of a head with a cap, all logits may be there twice.
+        logits = 8 * s["vocab"] if _shaping(s) else 0
+        return int(self.native.largest_scratch(s["vocab"], s["hidden"], self.device.threads)) + logits
 
     def build(self, call: OpCall) -> OpFunction:
         s, device, function, patience = cast(HeadStatic, call.static), self.device, self.native.largest, Patience()
         rows, columns, eps, offset, least = s["vocab"], s["hidden"], s["eps"], s["offset"], certainty(CHANCE)
-        few = int(rows * FEW)
-        other = None if s["norm"] == "rms" else any_norm({**s, "dtype": "float32"}, _layer_norm)
+        few, shaping = int(rows * FEW), _shaping(s)
+        factor, cap = shaping or (1.0, 0.0)
+        other = None if s["norm"] == "rms" else any_norm({**s, "dtype": "float32"}, self._use(call))
+        all_logits = vocab_greedy(s, self._use(call)) if shaping else None
 
         def run(
             x: torch.Tensor, norm: torch.Tensor | None, weight: PackedWeight, bias: torch.Tensor | None
         ) -> torch.Tensor:
             if other is not None:
-                x, norm = other(x, norm), None
+                normed, gain = other(x, norm).contiguous(), None
             elif norm is None:
                 raise ValueError("an RMS norm has a weight")
-            x = x.contiguous()
+            else:
+                normed, gain = x.contiguous(), norm.contiguous()
             require_weight("the head", weight, (rows, columns), torch.bfloat16)
             found, candidates = torch.empty(1, dtype=torch.int32), ctypes.c_int64()
             tries = bias is None and patience.tries()
             function(
                 ctypes.addressof(weight.data.struct),
-                require("the stream", x, torch.float32, (1, columns)),
-                optional("the norm", norm if norm is None else norm.contiguous(), torch.float32, (columns,)),
+                require("the stream", normed, torch.float32, (1, columns)),
+                optional("the norm", gain, torch.float32, (columns,)),
                 optional("the bias", bias, torch.bfloat16, (rows,)),
                 eps,
                 offset,
@@ -114,12 +126,27 @@ class ScreenedGreedy(NativeKernel):
                 found.data_ptr(),
                 ctypes.addressof(candidates),
                 device.threads,
+                factor,
+                cap,
             )
             if tries:
                 patience.note(0 <= candidates.value <= few)
+            if all_logits is not None and int(found) < 0:
+                return all_logits(x, norm, weight, bias)  # type: ignore[no-any-return]
             return found
 
         return run
+
+    def _use(self, call: OpCall) -> Use:
+        """The ops that a head is made of, as they serve the heads of several tokens."""
+
+        def use(op: str, /, **static: Any) -> OpFunction:
+            if op in _PLAIN:
+                return _PLAIN[op](static, use)
+            kinds = {kind.op: kind for kind in (NativeRmsNorm, LayerNorm, ScreenedLinear, NativeGreedy)}
+            return kinds[op](self.device).build(replace(call, op=op, static=static))
+
+        return use
 
 
 class ScreenedLinear(NativeLinear):
@@ -136,10 +163,15 @@ class ScreenedLinear(NativeLinear):
         return super()._unsupported_reason(call) or _refusal(self.device, call, call.static["weight"])
 
 
-def _layer_norm(op: str, /, **static: Any) -> OpFunction:
-    """As ``Use``, for the only op that a norm other than RMS needs."""
-    assert op == "layer_norm", op
-    return layer_norm(static["hidden"], static["eps"])
+#: Of a head's ops those that no kernel here serves.
+_PLAIN: Mapping[str, Callable[[Any, Use], OpFunction]] = {"head": head, "softcap": softcap}
+
+
+def _shaping(s: HeadStatic) -> tuple[float, float] | None:
+    """The factor and the soft cap of a head, or 0; None if all logits are compared as well without them. A factor that
+    is a power of two makes no numbers equal."""
+    factor, cap = s["logit_scale"], s["cap"] or 0.0
+    return None if not cap and math.frexp(factor)[0] == 0.5 else (factor, cap)
 
 
 def _refusal(device: CpuDevice, call: OpCall, weight: LinearWeight) -> str | None:

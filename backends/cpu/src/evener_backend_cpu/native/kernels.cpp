@@ -282,8 +282,8 @@ EXPORT(bf16, bf16)
 
 int64_t evener_largest_scratch(int64_t rows, int64_t columns, int64_t threads) { return SearchRoom(rows, columns, threads).total; }
 int evener_largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset, float certainty, int64_t few,
-                   int32_t* id, int64_t* candidates, int64_t threads) {
-  return largest(s, x, norm, bias, eps, offset, certainty, few, id, candidates, threads, scratch());
+                   int32_t* id, int64_t* candidates, int64_t threads, float factor, float cap) {
+  return largest(s, x, norm, bias, eps, offset, certainty, few, id, candidates, threads, factor, cap, scratch());
 }
 int evener_code_rows(const Screened* s, const bf16* from, int64_t threads) {
   PASS(check_screened(s, threads));

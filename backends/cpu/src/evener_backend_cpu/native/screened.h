@@ -231,12 +231,31 @@ struct CodePieces {
   }
 };
 
-// The best logit so far, and the lowest of its ids; -1: none.
+// What becomes of the products of a head: they are multiplied by a factor above 0, and a soft cap of more than 0 follows. Neither changes their
+// order, but rounding can make some of them equal.
+struct Shaping {
+  float factor, cap;
+  bool none() const { return factor == 1.f && !(cap > 0.f); }
+  // Products below this are less than ``v`` afterwards, too, whoever computes factor and cap in float32: each step of that is exact to 2^-20.
+  double alike(float v) const {
+    if (none()) return v;
+    const double slack = 0x1p-18, y = (double)v * factor;
+    if (!(cap > 0.f)) return (y - slack * fabs(y)) / factor;
+    const double t = tanh(y / cap), least = t - slack * fabs(t);
+    return least <= -1 ? -(double)INFINITY : cap * atanh(least) / factor;
+  }
+};
+
+// The best logit so far, and the lowest of its ids; -1: none. ``next``: the largest of other rows.
 struct alignas(64) Best {
-  float value = -INFINITY, known = -INFINITY;
+  float value = -INFINITY, known = -INFINITY, next = -INFINITY;
   long id = -1;
   void take(float other, long its) {
-    if (its >= 0 && (other > value || (other == value && (id < 0 || its < id)))) value = other, id = its;
+    if (its < 0 || its == id) return;
+    const bool better = other > value || (other == value && (id < 0 || its < id));
+    const float less = better ? value : other;
+    next = less > next ? less : next;
+    if (better) value = other, id = its;
   }
 };
 
@@ -245,6 +264,7 @@ struct Search {
   const Asking& a;
   float* bounds;  // [rows]
   Best* bests;    // [threads]
+  Shaping shaping;
   long few;       // more candidates than these are not compared
   SharedPieces pieces_taken;
   WorkQueue queue;
@@ -306,7 +326,8 @@ struct Search {
     barrier.wait(threads);
     float known = -INFINITY;
     for (long t = 0; t < threads; t++) known = bests[t].known > known ? bests[t].known : known;
-    const float least = nextafterf((float)(known - a.mean - a.rounding - 0x1p-22 * fabs(known - a.mean)), -INFINITY);
+    const double reached = shaping.alike(known) - a.mean;
+    const float least = nextafterf((float)(reached - a.rounding - 0x1p-22 * fabs(reached)), -INFINITY);
     // Two lists: what is in the second is on its way from memory.
     long ids[2][COMPARED], have = 0, ready = 0, mine = 0, from, to;
     int now = 0;
@@ -324,7 +345,7 @@ struct Search {
     }
     count.fetch_add(mine, std::memory_order_relaxed);
     flush(), flush();
-    bests[tid].value = best.value, bests[tid].id = best.id;
+    bests[tid].value = best.value, bests[tid].next = best.next, bests[tid].id = best.id;
   }
 };
 
@@ -340,33 +361,40 @@ struct SearchRoom {
   }
 };
 
-// The id, or -1: there are no bounds, or more than ``few`` candidates, so all logits have to be computed. ``a.x`` is the normed x in any case.
-static long search(const Screened& s, Asking& a, const float* x, const float* norm, float eps, float offset, float certainty, long few, char* base,
-                   const SearchRoom& room, long threads, int64_t* candidates) {
+// The id, or -1: there are no bounds, or more than ``few`` candidates, or several rows that ``shaping`` may make equal, so all logits have to be
+// computed. ``a.x`` is the normed x in any case.
+static long search(const Screened& s, Asking& a, const float* x, const float* norm, float eps, float offset, float certainty, Shaping shaping, long few,
+                   char* base, const SearchRoom& room, long threads, int64_t* candidates) {
   if (!a.enter(s, x, norm, eps, offset, certainty, base) || few < 0) return -1;
   Best* bests = (Best*)(base + room.bests);
   for (long t = 0; t < threads; t++) bests[t] = Best{};
-  Search run{s, a, (float*)(base + room.bounds), bests, few};
+  Search run{s, a, (float*)(base + room.bounds), bests, shaping, few};
   Pool::run(threads, [&](long tid, long n) { run(tid, n, (bf16*)(base + room.sides + tid * room.side)); });
   *candidates = run.count.load();
   Best best;
-  for (long t = 0; t < threads; t++) best.take(bests[t].value, bests[t].id);
+  for (long t = 0; t < threads; t++) {
+    best.take(bests[t].value, bests[t].id);
+    best.next = bests[t].next > best.next ? bests[t].next : best.next;
+  }
+  if (!shaping.none() && best.next >= shaping.alike(best.value)) return -1;
   return *candidates > few || !(fabsf(best.value) < INFINITY) ? -1 : best.id;
 }
 
 // The id of the largest logit of one token, whose stream is ``x``; if ``norm`` is null, it is normed. ``few``: with more candidates than these all logits are computed, and with
-// fewer than none at once. ``candidates``: how many there were, or -1.
+// fewer than none at once; if there is a factor or a cap, the caller computes them, and the id is -1. ``candidates``: how many there were, or -1.
 static int largest(const Screened* s, const float* x, const float* norm, const bf16* bias, float eps, float offset, float certainty, int64_t few,
-                   int32_t* id, int64_t* candidates, int64_t threads, Scratch& memory) {
+                   int32_t* id, int64_t* candidates, int64_t threads, float factor, float cap, Scratch& memory) {
   PASS(check_screened(s, threads));
+  REQUIRE(factor > 0 && cap >= 0, "a factor is above 0, and a cap is not below: %g and %g", (double)factor, (double)cap);
   for (const void* each : {(const void*)x, (const void*)id, (const void*)candidates}) PASS(check_pointer("an argument", each));
   SearchRoom room(s->rows, s->columns, threads);
   char* base = memory.reserve(room.total);
   if (!base) return NO_MEMORY;
   Asking asking;
   *candidates = -1;
-  long found = search(*s, asking, x, norm, eps, offset, certainty, bias ? -1 : few, base, room, threads, candidates);
-  if (found >= 0) return *id = (int32_t)found, DONE;
+  const Shaping shaping{factor, cap};
+  long found = search(*s, asking, x, norm, eps, offset, certainty, shaping, bias ? -1 : few, base, room, threads, candidates);
+  if (found >= 0 || !shaping.none()) return *id = (int32_t)found, DONE;
   float* logits = (float*)(base + room.bounds);
   Matrix w{s->values, nullptr};
   WorkQueue queue;

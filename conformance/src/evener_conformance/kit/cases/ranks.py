@@ -66,8 +66,8 @@ def vocab_embedding(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
 
 def vocab_greedy(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
     """Each rank has one logit far above the others; peers have the same, so the first rank wins; a bias, a cap. And one
-    rank alone, also with a vocabulary that is large enough for kernels which search it: with each kind of norm, and with
-    a factor."""
+    rank alone, also with a vocabulary that is large enough for kernels which search it: with each kind of norm, with a
+    factor, and with a cap."""
     make = InputFactory(dtype, generator)
     for size, rank, rows, held, hidden, cap, biased, kind, factor in (
         (2, 0, 5, 40, 48, None, False, "rms", 1.0), (3, 1, 9, 33, 48, 30.0, True, "rms", 1.0),
@@ -75,7 +75,7 @@ def vocab_greedy(dtype: str, generator: torch.Generator) -> Iterator[OpCase]:
         (1, 0, 3, 40, 48, None, True, "rms", 1.0), (1, 0, 1, 8321, 128, None, False, "rms", 1.0),
         (1, 0, 1, 8321, 128, None, True, "rms", 1.0), (1, 0, 5, 8321, 128, None, False, "rms", 1.0),
         (1, 0, 1, 8321, 128, None, False, "layer", 0.0625), (1, 0, 1, 8321, 128, None, False, "biased_layer", 1.0),
-        (1, 0, 1, 8321, 128, None, False, "bare_layer", 3.0),
+        (1, 0, 1, 8321, 128, 30.0, False, "bare_layer", 3.0),
     ):  # fmt: skip
         matrix = make.noise(held, hidden, scale=0.02) + 2 * torch.eye(held, hidden).to(getattr(torch, dtype))
         parts = (WeightPart("head", held, hidden, plain(dtype), {"weight": matrix}),)
