@@ -15,6 +15,8 @@ from emulated import EmulatedDriver, Schedule, hopper
 from evener.contracts.declared import LinearWeight, Slice, Span
 from evener.contracts.ops import Bucket, Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, QuantFormat, WeightPart, plain
+from evener.ops.norms import any_norm
+from evener.ops.reference import norm as reference_norm
 from evener_backend_cuda import descriptor
 from evener_backend_cuda.capability import capabilities
 from evener_backend_cuda.compiled import Driver
@@ -131,6 +133,46 @@ def test_a_norm_may_have_an_offset(folder: Path) -> None:
     values, x = near_ties(8192, 128)
     asked = Head(values, EmulatedDriver(folder), numbers(128, seed=5, scale=0.4), offset=1.0)
     assert asked.found(x) == int(asked.logits(x).argmax())
+
+
+@pytest.mark.parametrize("norm, offset, factor", [
+    ("layer", 0.0, 0.0625), ("layer", 1.0, 1.0), ("biased_layer", 0.0, 2.0), ("bare_layer", 0.0, 1.0)])  # fmt: skip
+def test_heads_behind_other_norms_and_with_a_factor_are_searched(
+    folder: Path, norm: str, offset: float, factor: float
+) -> None:
+    rows, columns, driver = 8195, 160, EmulatedDriver(folder)
+    values, x = near_ties(rows, columns)
+    gain = numbers(2 * columns, seed=5, scale=0.1) + 1 - offset
+    given = {"layer": gain[:columns], "biased_layer": gain, "bare_layer": None}[norm]
+    call = greedy_call(rows, columns, norm=norm, offset=offset, logit_scale=factor)
+    kernel = ScreenedGreedy(hopper(UNITS), driver)
+    assert kernel.supports(call) is None and {"norm", "logit_scale"} <= kernel.non_default
+    run, weight = kernel.build(call), packed(values)
+
+    def layer_norm(op: str, /, **static: Any) -> OpFunction:
+        return getattr(reference_norm, op)(static, layer_norm)  # type: ignore[no-any-return]
+
+    normed = any_norm({**call.static, "dtype": "float32"}, layer_norm)
+    for step in (x, -3 * x):
+        logits = normed(step, given).bfloat16().double() @ values.double().T * factor
+        assert run(step.clone(), given, weight, None).tolist() == [int(logits.argmax())]
+    assert len(driver.arguments) == 2, "each search is a launch"
+    assert kernel.workspace(call) >= 4 * rows
+    # With a bias all logits are computed: the product gets what is normed.
+    bias = numbers(rows, seed=6, scale=30.0).bfloat16()
+    kernel._linear = Products()  # type: ignore[assignment]
+    run = kernel.build(call)
+    logits = normed(x, given).bfloat16().double() @ values.double().T + bias.double()
+    assert run(x.clone(), given, weight, bias).tolist() == [int(logits.argmax())]
+    assert len(driver.arguments) == 2
+
+
+class Products:
+    """The kernel of products, in torch."""
+
+    def build(self, call: OpCall) -> OpFunction:
+        assert call.op == "linear" and call.static["out"] == "float32"
+        return lambda x, weight, bias: x.float() @ weight.data.values.float().T + bias.float()
 
 
 def test_of_equal_logits_the_lowest_id_wins(folder: Path) -> None:
@@ -282,9 +324,10 @@ STORED_PART = WeightPart("head", 9000, 1024, QuantFormat("float8_e4m3fn", 128, 1
 
 @pytest.mark.parametrize("call, reason", [
     (replace(greedy_call(9000, 1024), bucket=Bucket(1, 2)), "computes one token, not 1..2"),
-    (greedy_call(9000, 1024, cap=30.0), "neither a factor nor a soft cap"),
-    (greedy_call(9000, 1024, logit_scale=0.5), "neither a factor nor a soft cap"),
-    (greedy_call(9000, 1024, norm="layer"), "has an RMS norm"),
+    (greedy_call(9000, 1024, cap=30.0), "no soft cap"),
+    (greedy_call(9000, 1024, logit_scale=3.0), "factors that are powers of two"),
+    (greedy_call(9000, 1024, logit_scale=-0.5), "factors that are powers of two"),
+    (greedy_call(9000, 1024, logit_scale=0.0), "factors that are powers of two"),
     (greedy_call(9000, 1024, head(9000, 1024, out=None)), "is for heads that one rank has"),
     (greedy_call(9000, 1024, head(9000, 1024, slices=CUT)), "is for heads that one rank has"),
     (greedy_call(8000, 1024), "is for 8192 rows or more of up to 16384 columns, not 8000 x 1024"),

@@ -34,7 +34,7 @@
 #define SHARED (AT_KEYS + WARPS * 8)
 
 struct Screen {
-    const float *x, *norm, *dither;  // [HIDDEN]: the stream, the norm's weight, and what is added to codes
+    const float *x, *norm, *dither;  // [HIDDEN]: the stream, the norm's weight or null (NORMED: x is normed), and what is added to codes
     const u16 *values, *mean;    // [ROWS, HIDDEN]; [HIDDEN], the mean of all rows
     const unsigned char* codes;  // [ROWS, HIDDEN / 2]
     const u16* scales;           // [ROWS, GROUPS]
@@ -162,13 +162,13 @@ __device__ __forceinline__ float2 enter(const Screen& launch) {
         square[0] += x[n].x * x[n].x + x[n].y * x[n].y + x[n].z * x[n].z + x[n].w * x[n].w;
     }
     program_totals(square);
-    const float scale = rsqrtf(square[0] / HIDDEN + EPS);
+    const float scale = NORMED ? 1.f : rsqrtf(square[0] / HIDDEN + EPS);
     float sums[2] = {};
 #pragma unroll
     for (int n = 0; n < TURNS; n++) {
         const int i = (n * THREADS + tid) * EACH;
         const bool there = i < HIDDEN;
-        const float4 gain = there ? *(const float4*)(launch.norm + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+        const float4 gain = there && !NORMED ? *(const float4*)(launch.norm + i) : make_float4(0.f, 0.f, 0.f, 0.f);
         const uint2 mean = there ? *(const uint2*)(launch.mean + i) : make_uint2(0, 0);
         const u32 first = pack(x[n].x * scale * (gain.x + OFFSET), x[n].y * scale * (gain.y + OFFSET));
         const u32 second = pack(x[n].z * scale * (gain.z + OFFSET), x[n].w * scale * (gain.w + OFFSET));

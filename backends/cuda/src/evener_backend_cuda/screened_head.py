@@ -13,17 +13,21 @@ screening for a softmax (Chen et al. 2019), which learns what to leave out and m
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.device import Device
 from evener.contracts.ops import Kernel, OpCall, OpFunction
 from evener.contracts.quant import PackedWeight
 from evener.contracts.statics import HeadStatic
+from evener.ops.composites import head, linear_static
+from evener.ops.norms import any_norm
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.compiled import CompiledKernel, Driver
 from evener_backend_cuda.one_launch import PATIENCE, read_sources
@@ -54,7 +58,8 @@ class Screen(ctypes.Structure):
 
 
 class ScreenedGreedy(Kernel):
-    """The id of the largest logit of one token.
+    """The id of the largest logit of one token. The search itself has an RMS norm; torch computes others before it. A
+    factor that is a power of two changes neither the order of logits nor which are equal, so it is left out.
 
     Args:
         device: where it runs.
@@ -66,10 +71,11 @@ class ScreenedGreedy(Kernel):
     priority = 150
     capturable = True
     packings = (SCREENED,)
+    non_default = frozenset({"norm", "logit_scale"})
 
     def __init__(self, device: Device, driver: Driver | None = None, off: str | None = None) -> None:
         self._off, self._driver = off, Driver() if driver is None else driver
-        self._head = ScreenedHead(device, off)
+        self._head, self._linear = ScreenedHead(device, off), ScreenedLinear(device, off)
 
     def supports(self, call: OpCall) -> str | None:
         if self._off is not None:
@@ -77,16 +83,21 @@ class ScreenedGreedy(Kernel):
         if call.bucket.high != 1:
             return f"computes one token, not {call.bucket}"
         s = cast(HeadStatic, call.static)
-        if s["cap"] or s["logit_scale"] != 1.0 or s["norm"] != "rms":
-            return "has an RMS norm, and neither a factor nor a soft cap"
+        if s["cap"] or s["logit_scale"] <= 0 or math.frexp(s["logit_scale"])[0] != 0.5:
+            return f"has no soft cap, and factors that are powers of two: not {s['cap']} and {s['logit_scale']}"
         return _weight_refusal(call, s["weight"]) or _place_refusal(call) or self._driver.refusal()
 
     def workspace(self, call: OpCall) -> int:
         s = cast(HeadStatic, call.static)
         # With a bias, all logits.
-        return 4 * s["vocab"] + self._head.workspace(replace(call, op="head"))
+        if s["norm"] == "rms":
+            return 4 * s["vocab"] + self._head.workspace(replace(call, op="head"))
+        product = replace(call, op="linear", static=linear_static(s["weight"]))
+        return 4 * s["vocab"] + 12 * s["hidden"] + self._linear.workspace(product)
 
     def build(self, call: OpCall) -> OpFunction:
+        if call.static["norm"] != "rms":
+            return self._behind_another_norm(call)
         search, all_logits = self.search(call), self._head.build(replace(call, op="head"))
 
         def run(x: torch.Tensor, norm: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -95,6 +106,26 @@ class ScreenedGreedy(Kernel):
             return search(x, norm, weight.data)
 
         return checked(call, run)
+
+    def _behind_another_norm(self, call: OpCall) -> OpFunction:
+        s, search = cast(HeadStatic, call.static), self.search(call)
+
+        def use(op: str, /, **static: Any) -> OpFunction:
+            if op == "linear":
+                return self._linear.build(replace(call, op=op, static=static))
+            assert op == "layer_norm", op
+            return _layer_norm(static["hidden"], static["eps"])
+
+        norm_rows, all_logits = any_norm({**s, "dtype": "float32"}, use), head(s, use)
+
+        def run(
+            x: torch.Tensor, norm: torch.Tensor | None, weight: PackedWeight, bias: torch.Tensor | None
+        ) -> torch.Tensor:
+            if bias is not None:
+                return all_logits(x, norm, weight, bias).argmax(1).to(torch.int32)  # type: ignore[no-any-return]
+            return search(norm_rows(x, norm), None, weight.data)
+
+        return run
 
     def search(self, call: OpCall) -> Search:
         """The launch of a call site."""
@@ -115,18 +146,19 @@ class Search:
         self._launch, self._argument = launch, Screen()
         self.found: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor, norm: torch.Tensor, weight: ScreenedMatrix) -> torch.Tensor:
-        """The id, int32 [1], for the stream float32 [1, hidden] and the norm's weight float32 [hidden]."""
+    def __call__(self, x: torch.Tensor, norm: torch.Tensor | None, weight: ScreenedMatrix) -> torch.Tensor:
+        """The id, int32 [1], for the stream float32 [1, hidden] and the norm's weight float32 [hidden]; without one for
+        a stream that is normed, as the launch was made for."""
         if self.found is None:
             self.found = torch.zeros(3, dtype=torch.int64, device=x.device)
-        x, norm = aligned(x), aligned(norm)
+        x, norm = aligned(x), None if norm is None else aligned(norm)
         best = torch.empty(1, dtype=torch.int32, device=x.device)
         tensors = {
             "x": x, "norm": norm, "dither": weight.dither, "values": weight.values, "mean": weight.mean,
             "codes": weight.codes, "scales": weight.scales, "found": self.found, "id": best,
         }  # fmt: skip
         for name, tensor in tensors.items():
-            setattr(self._argument, name, tensor.data_ptr())
+            setattr(self._argument, name, None if tensor is None else tensor.data_ptr())
         self._launch(self._launch.place(x.device).stream, self._argument)
         return best
 
@@ -216,12 +248,20 @@ def shared_bytes(columns: int, rows: int, programs: int) -> int:
 def defines(s: HeadStatic, programs: int) -> dict[str, object]:
     """The macros that screened_head.cu needs."""
     apart, rounding = distance(s["hidden"], CHANCE)
+    # Of a stream that is normed, the weight is 0 and the offset 1.
+    normed = s["norm"] != "rms"
     return {
         "HIDDEN": s["hidden"], "ROWS": s["vocab"], "PROGRAMS": programs, "THREADS": THREADS, "RESIDENT": RESIDENT,
-        "EPS": f"{s['eps']!r}f", "OFFSET": f"{float(s['offset'])!r}f", "DISTANCE": f"{apart!r}f",
+        "NORMED": int(normed), "EPS": f"{s['eps']!r}f", "OFFSET": f"{1.0 if normed else float(s['offset'])!r}f",
+        "DISTANCE": f"{apart!r}f",
         "ROUNDING": f"{rounding!r}f", "PATIENCE": f"{PATIENCE}u",
         "SHARED_BYTES": shared_bytes(s["hidden"], s["vocab"], programs),
     }  # fmt: skip
+
+
+def _layer_norm(hidden: int, eps: float) -> OpFunction:
+    """The op ``layer_norm`` in float32, by torch."""
+    return lambda x, weight, bias: F.layer_norm(x, (hidden,), weight, bias, eps)
 
 
 def _programs(call: OpCall) -> int:
