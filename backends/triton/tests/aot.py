@@ -169,6 +169,7 @@ def record(target: str) -> Recorder:
         inputs = {
             "rotary": (ints, heads, heads, torch.empty(9, 64, device=META)), "embedding": (ints, table),
             "take_rows": (rows, ints.long()), "softcap": (rows,), "apply_mask": (logits, packed),
+            "layer_norm": (rows, rows[0], rows[1]),
             "add_adapters": (torch.empty(4, 160, dtype=rows.dtype, device=META), rows, down, up, ints),
             "add_bias": (logits, biases, biases.float(), biases, ints),
             "penalize": (logits, tokens, ints, ints, ints, 4096, floats, floats, floats),

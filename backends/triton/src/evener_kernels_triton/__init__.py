@@ -30,6 +30,7 @@ descriptor = Descriptor(
         "take_rows",
         "rms_norm",
         "add_rms_norm",
+        "layer_norm",
         "rotary",
         "act_and_mul",
         "linear",

@@ -16,6 +16,7 @@ from evener_kernels_triton.experts import EXPERTS
 from evener_kernels_triton.features import number_of
 from evener_kernels_triton.latent import LATENT
 from evener_kernels_triton.latent_state import LatentState
+from evener_kernels_triton.layer_norm import TritonLayerNorm
 from evener_kernels_triton.layers import LAYERS
 from evener_kernels_triton.linear import LINEAR
 from evener_kernels_triton.logits import LOGITS
@@ -30,8 +31,9 @@ def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kerne
     """All kernels, with launch sizes for this device. Those that a package carries compiled are not compiled again."""
     use_stored()
     tuning = _tuning(device, options)
-    return [kind(device, tuning) for kind in (*PRIMITIVES, *SAMPLING, *LOGITS, *LINEAR, *COMPOSITES, *LAYERS, *EXPERTS,
-                                           *LATENT, *ADAPTERS)]  # fmt: skip
+    kinds = (*PRIMITIVES, TritonLayerNorm, *SAMPLING, *LOGITS, *LINEAR, *COMPOSITES, *LAYERS, *EXPERTS, *LATENT,
+             *ADAPTERS)  # fmt: skip
+    return [kind(device, tuning) for kind in kinds]
 
 
 @hookimpl

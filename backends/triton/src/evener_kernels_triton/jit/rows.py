@@ -57,6 +57,32 @@ def rms_norm_kernel(
 
 @fast_launch
 @triton.jit
+def layer_norm_kernel(
+    x, weight, bias, y, x_row, size, eps,
+    WEIGHTED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One program for each row. Without WEIGHTED the weight is 1, without BIASED the bias is 0."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        # Also before the weights are loaded: with an offset they come from the kernel before.
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    w = tl.full((BLOCK,), 1.0, tl.float32)
+    if WEIGHTED:
+        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    added = tl.zeros((BLOCK,), tl.float32)
+    if BIASED:
+        added = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(x + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.where(inside, v - tl.sum(v, 0) / size, 0.0)
+    scale = tl.rsqrt(tl.sum(v * v, 0) / size + eps)
+    tl.store(y + row * size + at, (v * scale * w + added).to(y.dtype.element_ty), mask=inside)
+
+
+@fast_launch
+@triton.jit
 def act_and_mul_kernel(x, y, x_row, inner, ACT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """act(x[:, :inner]) * x[:, inner:], BLOCK columns for each program."""
     if OVERLAP:
