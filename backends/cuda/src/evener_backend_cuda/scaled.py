@@ -4,8 +4,11 @@ version of CUDA that torch was built with, so each is tried."""
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
 
 import torch
+
+from evener_kernels_triton.scaled import LIBRARY_BYTES
 
 log = logging.getLogger("evener.cuda")
 #: Rows and columns of the products that are tried, and of a block.
@@ -14,6 +17,12 @@ _ROWS, _COLUMNS, _BLOCK = 256, 512, 128
 _ROW_TOKENS, _BLOCK_TOKENS = (65, 128), (80, 128)
 #: The largest relative error of results in bfloat16.
 _CLOSE = 2.0**-7
+
+
+def allow_partial_sums(environ: MutableMapping[str, str]) -> None:
+    """Let torch's products have ``LIBRARY_BYTES`` for partial sums, unless the user said how much: torch asks the
+    environment at the first product, and has no other way to tell it."""
+    environ.setdefault("CUBLASLT_WORKSPACE_SIZE", str(LIBRARY_BYTES >> 10))
 
 
 def scaled_features(device: torch.device) -> set[str]:
