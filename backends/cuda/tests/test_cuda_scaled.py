@@ -45,7 +45,8 @@ def test_a_product_with_wrong_results_is_not_used(
 
 
 def test_torch_is_told_how_much_memory_partial_sums_may_take_unless_the_user_did() -> None:
-    environ, given = dict[str, str](), {"CUBLASLT_WORKSPACE_SIZE": "1024"}
-    allow_partial_sums(environ)
-    allow_partial_sums(given)
-    assert (environ, given) == ({"CUBLASLT_WORKSPACE_SIZE": "32768"}, {"CUBLASLT_WORKSPACE_SIZE": "1024"}), "in KiB"
+    environ = dict[str, str]()
+    assert allow_partial_sums(environ) == "scaled-bytes:33554432"
+    assert environ == {"CUBLASLT_WORKSPACE_SIZE": "32768"}, "in KiB"
+    assert allow_partial_sums({"CUBLASLT_WORKSPACE_SIZE": "1024"}) == "scaled-bytes:1048576"
+    assert allow_partial_sums({"CUBLASLT_WORKSPACE_SIZE": "many"}) == "scaled-bytes:0", "torch warns of it"

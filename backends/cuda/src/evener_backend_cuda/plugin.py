@@ -93,8 +93,8 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
     p: Any = torch.cuda.get_device_properties(index)
     can = capabilities((p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin)
     if "fp8" in can.features:
-        allow_partial_sums(os.environ)
-        can = replace(can, features=can.features | scaled_features(torch.device("cuda", index)))
+        allowed = allow_partial_sums(os.environ)
+        can = replace(can, features=can.features | {allowed} | scaled_features(torch.device("cuda", index)))
     return CudaDevice("cuda", index, can)
 
 

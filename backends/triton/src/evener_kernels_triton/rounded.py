@@ -29,7 +29,7 @@ from evener_kernels_triton.rounded_few import (
     rounded_activated,
     rounded_few,
 )
-from evener_kernels_triton.scaled import HELD_TOKENS, LIBRARY_BYTES, scaled_product, scaled_refusal
+from evener_kernels_triton.scaled import HELD_TOKENS, scaled_product, scaled_refusal
 from evener_kernels_triton.stored import STORED, Form, StoredMatrix, form_of, pieces
 from evener_kernels_triton.tuning import Product, Tuning, memoized, power_of_two
 
@@ -347,7 +347,7 @@ def rounded_bytes(tuning: Tuning, tokens: int, weight: LinearWeight) -> int:
     p = tuning.rounded(tokens, weight.rows, weight.columns, most_columns(Form(wide=wide), group))
     tiles, _, splits = _grid(p, tokens, weight.rows, weight.columns)
     if not tuning.resized and _by_library(tuning, tokens, weight):
-        sums = LIBRARY_BYTES
+        sums = tuning.scaled_bytes
     else:
         sums = tiles * splits * p.n * p.m * 4 if splits > 1 else 0
     few = few_sizes(tuning, tokens, weight.rows, weight.columns, form_of(weight.parts), _group(weight))

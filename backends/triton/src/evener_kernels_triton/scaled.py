@@ -10,9 +10,6 @@ from evener_kernels_triton.tuning import Tuning
 #: Scales of blocks of activations are column-major, and the library wants columns to start at multiples of 16 bytes; it
 #: has the product for any multiple of so many tokens.
 HELD_TOKENS = 16
-#: Bytes that a backend with this product lets the library have for partial sums. With few it computes the whole of 4,096
-#: x 12,288 in 64 tiles: 37.5 µs at 256 tokens on an H200, 28.3 with columns in two halves, which take 8.4 MB.
-LIBRARY_BYTES = 32 << 20
 #: The library takes rows and columns in multiples of this.
 _UNIT = 16
 _BLOCK = 128
