@@ -29,7 +29,9 @@ def _quotient(v, scale, FAST: tl.constexpr):
     if FAST:
         inverse = tl.broadcast_to(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), v.shape)
         near = v * inverse
-        y = tl.fma(tl.fma(-near, tl.broadcast_to(scale, v.shape), v), inverse, near)
+        # So that a zero keeps its sign; the compiler makes 0 - x of -x, which is 0 for both.
+        left = tl.fma(near, tl.broadcast_to(scale, v.shape), v * -1.0)
+        y = tl.fma(left * -1.0, inverse, near)
     else:
         y = tl.div_rn(v, tl.broadcast_to(scale, v.shape))
     return y
