@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from evener_backend_cuda.scaled import scaled_features
+from evener_backend_cuda.scaled import allow_partial_sums, scaled_features
 
 HOST = torch.device("cpu")
 
@@ -42,3 +42,11 @@ def test_a_product_with_wrong_results_is_not_used(
     with caplog.at_level(logging.INFO, "evener.cuda"):
         assert scaled_features(HOST) == set()
     assert "off by" in caplog.text
+
+
+def test_torch_is_told_how_much_memory_partial_sums_may_take_unless_the_user_did() -> None:
+    environ = dict[str, str]()
+    assert allow_partial_sums(environ) == "scaled-bytes:33554432"
+    assert environ == {"CUBLASLT_WORKSPACE_SIZE": "32768"}, "in KiB"
+    assert allow_partial_sums({"CUBLASLT_WORKSPACE_SIZE": "1024"}) == "scaled-bytes:1048576"
+    assert allow_partial_sums({"CUBLASLT_WORKSPACE_SIZE": "many"}) == "scaled-bytes:0", "torch warns of it"

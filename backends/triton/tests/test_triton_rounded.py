@@ -25,7 +25,15 @@ from evener_kernels_triton import composites
 from evener_kernels_triton.experts import grouped, sort
 from evener_kernels_triton.plugin import evener_kernels
 from evener_kernels_triton.primitives import act_rows, norm_rows
-from evener_kernels_triton.rounded import RoundedRows, act_round, norm_round, round_rows, rounded_linear, rounds
+from evener_kernels_triton.rounded import (
+    RoundedRows,
+    act_round,
+    norm_round,
+    round_rows,
+    rounded_bytes,
+    rounded_linear,
+    rounds,
+)
 from evener_kernels_triton.rounded_experts import rounded_grouped
 from evener_kernels_triton.scaled import scaled_refusal
 from evener_kernels_triton.stored import STORED, Form, StoredMatrix
@@ -291,6 +299,14 @@ def test_many_tokens_are_multiplied_by_the_library_where_the_device_has_the_prod
     rounded_linear(TORCH, torch.float32, x[:, :], weight, None)
     rounded_linear(TORCH.with_changes({"stages": 2}), torch.bfloat16, x, weight, added)
     assert len(asked) == 1
+
+
+def test_a_plan_has_the_memory_that_the_library_may_take_for_partial_sums() -> None:
+    bare = replace(rounding_part(256, 512, FORMS[2]), tensors={})
+    weight = LinearWeight("w", (bare,), 256, 512, "bfloat16", layout=STORED.layout)
+    allowed = replace(TORCH, scaled_bytes=1 << 30)
+    assert rounded_bytes(allowed, 128, weight) - rounded_bytes(TORCH, 128, weight) == 1 << 30
+    assert rounded_bytes(allowed, 64, weight) == rounded_bytes(TORCH, 64, weight), "not a product of the library"
 
 
 @pytest.mark.parametrize(

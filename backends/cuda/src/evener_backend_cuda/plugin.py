@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,7 @@ from evener_backend_cuda.host_memory import await_word, mapped
 from evener_backend_cuda.many_copies import ManyCopies, Numbers
 from evener_backend_cuda.one_token import OneTokenAttention, OneTokenLayer, OneTokenLayers
 from evener_backend_cuda.one_token_experts import OneTokenExperts
-from evener_backend_cuda.scaled import scaled_features
+from evener_backend_cuda.scaled import allow_partial_sums, scaled_features
 from evener_backend_cuda.screened_head import ScreenedGreedy, ScreenedHead, ScreenedLinear
 from evener_backend_parts.gpu import GpuDevice, gpu_graphs
 from evener_backend_parts.graphs import PieceGraphs
@@ -92,7 +93,8 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
     p: Any = torch.cuda.get_device_properties(index)
     can = capabilities((p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin)
     if "fp8" in can.features:
-        can = replace(can, features=can.features | scaled_features(torch.device("cuda", index)))
+        allowed = allow_partial_sums(os.environ)
+        can = replace(can, features=can.features | {allowed} | scaled_features(torch.device("cuda", index)))
     return CudaDevice("cuda", index, can)
 
 

@@ -346,8 +346,10 @@ def rounded_bytes(tuning: Tuning, tokens: int, weight: LinearWeight) -> int:
     wide, group = (each if 0 < each < weight.columns else 0 for each in (form.group, form.activation.group))
     p = tuning.rounded(tokens, weight.rows, weight.columns, most_columns(Form(wide=wide), group))
     tiles, _, splits = _grid(p, tokens, weight.rows, weight.columns)
-    own = tuning.resized or not _by_library(tuning, tokens, weight)
-    sums = tiles * splits * p.n * p.m * 4 if splits > 1 and own else 0
+    if not tuning.resized and _by_library(tuning, tokens, weight):
+        sums = tuning.scaled_bytes
+    else:
+        sums = tiles * splits * p.n * p.m * 4 if splits > 1 else 0
     few = few_sizes(tuning, tokens, weight.rows, weight.columns, form_of(weight.parts), _group(weight))
     if few is not None:
         sums = few_sums(few, tokens, weight.rows, weight.columns)

@@ -5,8 +5,8 @@ A backend sets words in ``DeviceCapabilities.features``: ``units:<multiprocessor
 copies of boxes of a tensor), ``short:<tokens>`` (see ``PagedState``), ``ptx`` (instructions of compute capability 8.0),
 ``fp8`` and ``int8`` (products of
 float8_e4m3fn, of int8), ``scaled-rows`` and ``scaled-blocks`` (torch's products of float8_e4m3fn with a scale for each
-row, with scales of 128 columns of a token and of 128 x 128 blocks of the weight). A device without these words gets
-sizes that fit everywhere. Vendor names are not used here.
+row, with scales of 128 columns of a token and of 128 x 128 blocks of the weight; ``scaled-bytes:<bytes>``: what these
+may take for partial sums). A device without these words gets sizes that fit everywhere. Vendor names are not used here.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class Tuning:
         warpgroups: the device has products of warp groups.
         ptx: the device takes PTX of compute capability 8.0.
         float8, integers: its matrix unit multiplies float8_e4m3fn, int8.
-        scaled_rows, scaled_blocks: so does torch's library, with scales of rows, of blocks.
+        scaled_rows, scaled_blocks: so does torch's library, with scales of rows, of blocks; with up to ``scaled_bytes``
+            of partial sums.
         even_from: tokens of the longest request from which captured attention is in even parts.
         changes: measured sizes that are better than those of the rules below, by field; for the products of a composite
             by "part.field".
@@ -199,6 +200,7 @@ class Tuning:
     integers: bool = False
     scaled_rows: bool = False
     scaled_blocks: bool = False
+    scaled_bytes: int = 0
     even_from: int = MIN_EVEN_TOKENS
 
     @classmethod
@@ -214,6 +216,7 @@ class Tuning:
             integers="int8" in device.features,
             scaled_rows="scaled-rows" in device.features,
             scaled_blocks="scaled-blocks" in device.features,
+            scaled_bytes=number_of("scaled-bytes", device.features, 0),
             even_from=even_from,
         )
 

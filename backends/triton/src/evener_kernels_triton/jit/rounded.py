@@ -18,7 +18,23 @@ from evener_kernels_triton.jit.stored import row_scales
 def _rounded(v, fixed, KIND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr):
     """(elements, scales [EACH]) of groups ``v`` [EACH, columns] in float32; FIXED: with the scale ``fixed``."""
     scale = tl.zeros([EACH], tl.float32) + tl.load(fixed) if FIXED else _scale(tl.max(tl.abs(v), 1), KIND)
-    return _nearest(tl.div_rn(v, tl.broadcast_to(scale[:, None], v.shape)), KIND, CAST), scale
+    return _nearest(_quotient(v, scale[:, None], CAST and not FIXED), KIND, CAST), scale
+
+
+@triton.jit
+def _quotient(v, scale, FAST: tl.constexpr):
+    """v / scale, rounded to nearest; scales are broadcast. FAST: with one division a scale and a correction of each
+    quotient by what it leaves (Markstein 1990), which rounds as well unless numbers overflow. Of scales that were found
+    in v none does; where v has infinity, all of the group are no numbers, and not one alone."""
+    if FAST:
+        inverse = tl.broadcast_to(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), v.shape)
+        near = v * inverse
+        # So that a zero keeps its sign; the compiler makes 0 - x of -x, which is 0 for both.
+        left = tl.fma(near, tl.broadcast_to(scale, v.shape), v * -1.0)
+        y = tl.fma(left * -1.0, inverse, near)
+    else:
+        y = tl.div_rn(v, tl.broadcast_to(scale, v.shape))
+    return y
 
 
 @triton.jit
@@ -88,11 +104,10 @@ def round_long_rows_kernel(
     at = tl.arange(0, CHUNK)
     scale = row_scale(x + row * x_row, columns, KIND, CHUNK)
     tl.store(scales + token + tl.arange(0, 1), scale)
-    wide = tl.broadcast_to(scale, [CHUNK])
     for first in range(0, columns, CHUNK):
         c = first + at
         v = tl.load(x + row * x_row + c, mask=c < columns, other=0.0).to(tl.float32)
-        y = _nearest(tl.div_rn(v, wide), KIND, CAST)
+        y = _nearest(_quotient(v, scale, CAST), KIND, CAST)
         tl.store(q + row * columns + c, y.to(q.dtype.element_ty, bitcast=True), mask=c < columns)
 
 
