@@ -45,7 +45,7 @@ from evener_kernels_triton.tuning import Tuning
 
 PAGE, OP = 64, "latent_attention_block"
 PHASES = (
-    "begin", "norm", "down", "into latent space", "exchange", "attention", "exchange", "merge, values", "exchange", "output"
+    "begin, norm", "rows of state", "rows of the query", "into latent space", "exchange", "attention", "exchange", "merge, values", "exchange", "output"
 )  # fmt: skip
 Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -178,6 +178,7 @@ def phases(one: OneLaunch, steps: list[Step], stack: Stack) -> dict[str, list[in
     stamps = torch.zeros(128, 16, dtype=torch.int64, device=stack.where)
     one.sites[len(steps) // 2].stamps = stamps.data_ptr()
     timed(steps, stack)
+    one.sites[len(steps) // 2].stamps = None
     took = stamps[:, 1 : len(PHASES) + 1] - stamps[:, : len(PHASES)]
     pairs = zip(PHASES, took.T.double(), strict=True)
     return {f"{n} {name}": [int(each.quantile(q)) for q in (0.5, 1)] for n, (name, each) in enumerate(pairs)}

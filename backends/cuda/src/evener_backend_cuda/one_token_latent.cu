@@ -9,13 +9,13 @@ struct Here {
           newest(meta_full + 8) {}
 };
 
-// Earlier tokens of this program: its share of all that are before the new one.
+// Tokens of this program: its share of all that are before the new one, which the last program of the team has too.
 struct Span {
-    int begin, end;
+    int begin, end, newest;
 
     __device__ __forceinline__ Span(int length, u32 rank) {
         const int old = length > 0 ? length - 1 : 0, each = UP(old, SHARE);
-        begin = rank * each, end = MIN(begin + each, old);
+        begin = MIN(rank * each, old), end = MIN(begin + each, old), newest = end + (rank == SHARE - 1);
     }
 };
 
@@ -80,10 +80,12 @@ __device__ __forceinline__ void read_weights(const Latent& launch, const Here& h
     const u32 to = here.base + AT_RING, program = here.program;
     Ring ring{0, 0}, landed{0, 0};
     u32 issued = 0;
-    stream<HIDDEN, DOWN_TILES, 8>(ring, landed, issued, to, here.full, here.empty, policy, launch.report, [&](int t, int i) {
-        const int row = down_row(program, t * 8 + i);
+    const auto down = [&](int i) {
+        const int row = down_row(program, i);
         return row < 0 ? nullptr : launch.down + (long long)row * HIDDEN;
-    });
+    };
+    stream<HIDDEN, 1, 8>(ring, landed, issued, to, here.full, here.empty, policy, launch.report, [&](int, int i) { return down(i); });
+    stream<HIDDEN, DOWN_TILES - 1, 8>(ring, landed, issued, to, here.full, here.empty, policy, launch.report, [&](int t, int i) { return down(t * 8 + 8 + i); });
     const u16* head = launch.kv_b + (long long)here.team * (NOPE + VALUE) * RANK;
 #pragma unroll 1
     for (int row = 0; row < NOPE_ROWS; row += NOPE_TILE_ROWS) {
@@ -164,6 +166,9 @@ __device__ __forceinline__ void make_newest(const Latent& launch, const Here& he
     const u64* from = launch.messages + AT_LATENTS + here.team % COPIES * PROGRAMS * 2;
     uint4 v[SOURCES];
     u32 looks = 0;
+    if (lane == 0)
+        while (look_wide(from).w != flag) too_long(looks, launch.report, 4);
+    __syncwarp();
     while (true) {
         bool all = true;
 #pragma unroll
@@ -245,9 +250,13 @@ struct Attention {
 #pragma unroll
             for (int l = 0; l < PIECES_OF_LANE; l++) {
                 const u32 words[4] = {rows[t][l].x, rows[t][l].y, rows[t][l].z, rows[t][l].w};
+                float part[2] = {};  // two sums wait less for each other
 #pragma unroll
-                for (int n = 0; n < 4; n++)
-                    score[t] = fmaf(query[l][2 * n], low(words[n]), fmaf(query[l][2 * n + 1], high(words[n]), score[t]));
+                for (int n = 0; n < 4; n++) {
+                    part[0] = fmaf(query[l][2 * n], low(words[n]), part[0]);
+                    part[1] = fmaf(query[l][2 * n + 1], high(words[n]), part[1]);
+                }
+                score[t] += part[0] + part[1];
             }
 #pragma unroll
         for (int bit = 16; bit; bit >>= 1)
@@ -285,12 +294,25 @@ struct Attention {
     }
 };
 
-// A part of the query in latent space, from this program's rows of it, and its rotated pairs, to the team; its rows of the
-// latent and of the key to all. `scale`: of the sums of the first product.
+// This program's rows of the latent and of the key, to all. Its first eight rows are summed.
+__device__ __forceinline__ void tell_state(const Latent& launch, const Here& here, float scale, u32 flag) {
+    const u32 tid = here.tid;
+    float* own = (float*)(shared + AT_OWN);
+    if (tid < 8) own[tid] = down_row(here.program, tid) < 0 ? 0.f : rounded(row_sum<WARPS>(tid) * scale);
+    together();  // the next product has its sums in the same place
+    if (tid >= COPIES) return;
+    const u32 key = pack(own[LATENT_ROWS], 0.f), first = pack(own[0], own[1]);
+    const u32 second = LATENT_ROWS > 2 ? pack(own[LATENT_ROWS - 2], own[LATENT_ROWS - 1]) : key;
+    post_wide(launch.messages + AT_LATENTS + (tid * PROGRAMS + here.program) * 2, __uint_as_float(first),
+              __uint_as_float(second), __uint_as_float(LATENT_ROWS > 2 ? key : flag), flag);
+}
+
+// A part of the query in latent space, from this program's rows of it, and its rotated pairs, to the team. `scale`: of the
+// sums of the first product.
 __device__ __forceinline__ void tell_query(const Latent& launch, const Here& here, Ring& ring, float scale, u32 flag) {
     const u32 tid = here.tid, lane = here.lane;
     float* own = (float*)(shared + AT_OWN);
-    if (tid < DOWN_ROWS) own[tid] = down_row(here.program, tid) < 0 ? 0.f : rounded(row_sum<WARPS>(tid) * scale);
+    if (tid < (DOWN_TILES - 1) * 8) own[8 + tid] = rounded(row_sum<WARPS>(tid) * scale);
     // Weights come into registers meanwhile: a thread has two columns.
     u32 w[NOPE_ROWS];
 #pragma unroll
@@ -305,22 +327,17 @@ __device__ __forceinline__ void tell_query(const Latent& launch, const Here& her
         ring.next();
     }
     together();
-    if (here.warp == WARPS - 1 && lane < COPIES) {
-        const float* rows = own + QUERY_ROWS;
-        const u32 key = pack(rows[LATENT_ROWS], 0.f), second = LATENT_ROWS > 2 ? pack(rows[LATENT_ROWS - 2], rows[LATENT_ROWS - 1]) : key;
-        post_wide(launch.messages + AT_LATENTS + (lane * PROGRAMS + here.program) * 2, __uint_as_float(pack(rows[0], rows[1])),
-                  __uint_as_float(second), __uint_as_float(LATENT_ROWS > 2 ? key : flag), flag);
-    }
+    const float *query = own + STATE_ROWS, *pair = query + NOPE_ROWS + 2 * tid;
     float a = 0.f, b = 0.f;
 #pragma unroll
-    for (int n = 0; n < NOPE_ROWS; n++) a = fmaf(own[n], low(w[n]), a), b = fmaf(own[n], high(w[n]), b);
+    for (int n = 0; n < NOPE_ROWS; n++) a = fmaf(query[n], low(w[n]), a), b = fmaf(query[n], high(w[n]), b);
     u32* words = (u32*)(shared + AT_WORDS);
     if (tid < RANK / 2) words[tid] = pack(a, b);
     if (tid < PAIRS) {
         wait(here.meta_full, 0, launch.report, 5);
         const float* angles = (const float*)(shared + AT_ANGLES) + here.rank * PAIRS + tid;
-        const float c = own[NOPE_ROWS + 2 * tid], d = own[NOPE_ROWS + 2 * tid + 1], cosine = angles[0], sine = angles[HALF];
-        words[RANK / 2 + tid] = pack(c * cosine - d * sine, d * cosine + c * sine);
+        const float cosine = angles[0], sine = angles[HALF];
+        words[RANK / 2 + tid] = pack(pair[0] * cosine - pair[1] * sine, pair[1] * cosine + pair[0] * sine);
     }
     tell_team<MESSAGES(QUERY_WORDS)>(launch.messages + AT_QUERIES, here.program, flag);
 }
@@ -352,18 +369,18 @@ __device__ __forceinline__ void attend_share(const Latent& launch, const Here& h
     Attention attention(lane);
     u32 stage = 0, parity = 0;
 #pragma unroll 1
-    for (int from = span.begin; from < span.end; from += STAGE_TOKENS) {
-        wait(here.state_full + stage * 8, parity, launch.report, 7);
-        const int count = UP(MIN(span.end - from, STAGE_TOKENS) - (int)warp, WARPS);
+    for (int from = span.begin; from < span.newest; from += STAGE_TOKENS) {
+        if (from < span.end) wait(here.state_full + stage * 8, parity, launch.report, 7);
+        // Warps have a token each in turn. The new one is not in the stage.
+        const int first = from + warp, count = UP(MIN(span.newest - from, STAGE_TOKENS) - (int)warp, WARPS);
+        const int last = first + (count - 1) * WARPS;
         const u32 at = AT_STATE + stage * STATE_BYTES + warp * WIDTH * 2;
-        if (count > 0) attention.attend<WARP_TOKENS>(lane, count, [&](int n) { return at + n * (WARPS * WIDTH * 2); });
+        if (count > 0 && last == span.end) wait(here.newest, 0, launch.report, 8);
+        if (count > 0)
+            attention.attend<WARP_TOKENS>(lane, count, [&](int n) { return first + n * WARPS == span.end ? AT_NEWEST : at + n * (WARPS * WIDTH * 2); });
         __syncwarp();
-        if (lane == 0) arrive(here.state_empty + stage * 8);
+        if (lane == 0 && from < span.end) arrive(here.state_empty + stage * 8);
         if (++stage == STATE_STAGES) stage = 0, parity ^= 1;
-    }
-    if (here.rank == SHARE - 1 && warp == WARPS - 1) {
-        wait(here.newest, 0, launch.report, 8);
-        attention.attend<1>(lane, 1, [](int) { return AT_NEWEST; });
     }
     attention.leave(lane, warp);
     together();
@@ -411,19 +428,25 @@ __device__ __forceinline__ void compute_latent(const Latent& launch, const Here&
     u32 weights[EACH / 2];
 #pragma unroll
     for (int n = 0; n < EACH / 2; n++) weights[n] = ((const u32*)launch.norm)[tid * (EACH / 2) + n];
-    Ring ring{0, 0};
-    Product<HIDDEN, DOWN_TILES, 8> down;
-    down.take(ring, full, empty, launch.report);
     grid_wait();
     const u32 flag = flag_of(launch);
     float total[EACH];
     take_stream(total, launch.x, launch.residual);
-    STAMP(1);
     enter(total, weights, tid, 0);
+    const float scale = scale_of(0, EPS);
+    STAMP(1);
+    Ring ring{0, 0};
+    const auto none = [](int, int) { return 0; };  // scales, of which plain weights have none
+    Product<HIDDEN, 1, 8> first;
+    first.take(ring, full, empty, launch.report);
+    first.multiply(ring, full, empty, AT_VECTOR, 0, launch.report, none);
+    tell_state(launch, here, scale, flag);
     STAMP(2);
-    down.multiply(ring, full, empty, AT_VECTOR, 0, launch.report, [](int, int) { return 0; });
+    Product<HIDDEN, DOWN_TILES - 1, 8> down;
+    down.take(ring, full, empty, launch.report);
+    down.multiply(ring, full, empty, AT_VECTOR, 0, launch.report, none);
     STAMP(3);
-    tell_query(launch, here, ring, scale_of(0, EPS), flag);
+    tell_query(launch, here, ring, scale, flag);
     STAMP(4);
     hear_team<MESSAGES(QUERY_WORDS)>(launch.messages + AT_QUERIES, here.team, flag, launch.report, 9);
     STAMP(5);
@@ -436,7 +459,7 @@ __device__ __forceinline__ void compute_latent(const Latent& launch, const Here&
     hear_team<MESSAGES(PART_WORDS)>(launch.messages + AT_PART_MESSAGES, here.team, flag, launch.report, 10);
     STAMP(7);
     merge_parts(tid);
-    values.multiply(ring, full, empty, AT_FOUND, 0, launch.report, [](int, int) { return 0; });
+    values.multiply(ring, full, empty, AT_FOUND, 0, launch.report, none);
     if (tid < VALUE_ROWS) ((u16*)(shared + AT_WORDS))[tid] = (u16)pack(row_sum<WARPS>(tid), 0.f);
     tell<VALUE_WORDS, VALUE_ROWS>(launch.messages + AT_VALUES, program, flag);
     Product<ATTENDED, OUT_TILES, 8> output;
@@ -453,7 +476,7 @@ __device__ __forceinline__ void compute_latent(const Latent& launch, const Here&
         const int i = (int)(tid * EACH + n) - (int)(program * OUT_ROWS);
         if (i >= 0 && i < OUT_ROWS) launch.stream[tid * EACH + n] = total[n];
     }
-    output.multiply(ring, full, empty, AT_WIDE, 0, launch.report, [](int, int) { return 0; });
+    output.multiply(ring, full, empty, AT_WIDE, 0, launch.report, none);
     if (tid < OUT_ROWS) launch.x[program * OUT_ROWS + tid] = (u16)pack(row_sum<WARPS>(tid), 0.f);
     if (program == 0 && tid == 0) ((volatile u32*)launch.messages)[launch.site] = (flag - 1 >> 8) + 1;
     STAMP(10);

@@ -13,27 +13,27 @@
 #define LATENT_ROWS (RANK / PROGRAMS)
 #define KEY_EVERY (PROGRAMS / ROPE)
 #define QUERY_ROWS (NOPE_ROWS + ROPE_ROWS)
-#define DOWN_ROWS (QUERY_ROWS + LATENT_ROWS + 1)
+#define STATE_ROWS (LATENT_ROWS + 1)
+#define DOWN_ROWS (STATE_ROWS + QUERY_ROWS)
 #define VALUE_ROWS (VALUE / SHARE)
 #define OUT_ROWS (HIDDEN / PROGRAMS)
-// Tiles of eight rows; those of the way into latent space are a program's rows one behind the other.
-#define DOWN_TILES UP(DOWN_ROWS, 8)
+// Tiles of eight rows; those of the way into latent space are a program's rows one behind the other. The first tile has the
+// rows of state, which are on their way while the others are computed, and the first ones of the query.
+#define DOWN_TILES MAX(UP(DOWN_ROWS, 8), 2)
 #define VALUE_TILES UP(VALUE_ROWS, 8)
 #define OUT_TILES UP(OUT_ROWS, 8)
 #define NOPE_TILE_ROWS MIN(NOPE_ROWS, 8 * MOST / RANK)
 #define NOPE_TILES UP(NOPE_ROWS, NOPE_TILE_ROWS)
-#define MOST_ROWS (MAX(MAX(DOWN_TILES, VALUE_TILES), OUT_TILES) * 8)
+#define MOST_ROWS (MAX(MAX(DOWN_TILES - 1, VALUE_TILES), OUT_TILES) * 8)
 #define ATTENDED (HEADS * VALUE)
 // Pairs of numbers that are rotated: of a head, and those of one program.
 #define HALF (ROPE / 2)
 #define PAIRS (ROPE_ROWS / 2)
 // Elements of the stream of one thread.
 #define EACH (HIDDEN / THREADS)
-// Of a token's state: its numbers, and tokens of a stage and of one warp.
+// Of a token's state: its numbers; of the STAGE_TOKENS tokens of a stage, those of one warp.
 #define WIDTH (RANK + ROPE)
-#define STAGE_TOKENS 16
 #define WARP_TOKENS (STAGE_TOKENS / WARPS)
-#define STATE_STAGES 2
 #define STATE_BYTES (STAGE_TOKENS * WIDTH * 2)
 // Pieces of 16 bytes of a latent that a lane has.
 #define PIECES_OF_LANE (RANK / 256)
@@ -96,14 +96,15 @@ struct Latent {
     u32 site, wide_slots, page_bits;
 };
 
-// The row of `down` that is row `i` of a program, -1: none.
-__device__ __forceinline__ int down_row(u32 program, int i) {
-    const int head = program / SHARE * (NOPE + ROPE), rank = program % SHARE;
-    if (i < NOPE_ROWS) return head + rank * NOPE_ROWS + i;
-    if (i < QUERY_ROWS) {  // both numbers of a pair, one after the other
-        const int pair = rank * PAIRS + (i - NOPE_ROWS) / 2, second = (i - NOPE_ROWS) % 2;
-        return head + NOPE + (INTERLEAVED ? 2 * pair + second : pair + second * HALF);
-    }
-    if (i < QUERY_ROWS + LATENT_ROWS) return HEADS * (NOPE + ROPE) + program * LATENT_ROWS + i - QUERY_ROWS;
-    return i < DOWN_ROWS && program % KEY_EVERY == 0 ? HEADS * (NOPE + ROPE) + RANK + program / KEY_EVERY : -1;
+// The row of `down` that is row `i` of a program: of the latent, of the key, and of the query. -1: none.
+__device__ __forceinline__ int down_row(int program, int i) {
+    constexpr int STATE = HEADS * (NOPE + ROPE);
+    if (i < LATENT_ROWS) return STATE + program * LATENT_ROWS + i;
+    if (i < STATE_ROWS) return program % KEY_EVERY == 0 ? STATE + RANK + program / KEY_EVERY : -1;
+    const int head = program / SHARE * (NOPE + ROPE), rank = program % SHARE, n = i - STATE_ROWS;
+    if (n < NOPE_ROWS) return head + rank * NOPE_ROWS + n;
+    if (n >= QUERY_ROWS) return -1;
+    // Both numbers of a pair, one after the other.
+    const int pair = rank * PAIRS + (n - NOPE_ROWS) / 2, second = (n - NOPE_ROWS) % 2;
+    return head + NOPE + (INTERLEAVED ? 2 * pair + second : pair + second * HALF);
 }

@@ -41,7 +41,7 @@ _MOST_COLUMNS = 1024
 _TILE = 8 * (2 * _MOST_COLUMNS + 64)
 _LEAST_STAGES = 4
 #: Stages of the state of earlier tokens, and tokens of one.
-_STATE_STAGES, _STAGE_TOKENS = 2, 16
+_STATE_STAGES, _STAGE_TOKENS = 2, 24
 HEADS, RANKS, ROPE_DIMS = (8, 16, 32), (256, 512), (32, 64)
 #: Numbers of all heads' values.
 _MOST_VALUES = 8192
@@ -90,8 +90,8 @@ class LatentSizes:
     def shared(self, stages: int) -> int:
         """Bytes of shared memory of a program."""
         share, width = self.share, self.rank + self.rope
-        down = -(-((self.nope + self.rope) // share + self.rank // PROGRAMS + 1) // 8)
-        tall = max(down, -(-self.value // share // 8), -(-self.hidden // PROGRAMS // 8)) * 8
+        down = max(2, -(-((self.nope + self.rope) // share + self.rank // PROGRAMS + 1) // 8))
+        tall = max(down - 1, -(-self.value // share // 8), -(-self.hidden // PROGRAMS // 8)) * 8
         query, part, _, values = (-(-words // 3) * 12 for words in self._words)
         return (
             stages * (_TILE + 16) + _STATE_STAGES * (_STAGE_TOKENS * width * 2 + 16) + 2 * width
@@ -247,6 +247,7 @@ def defines(s: LatentStatic, stages: int, flight: int) -> dict[str, object]:
         "SCALE": f"{s['state'].attention.scale * LOG2_E!r}f", "MOST": _MOST_COLUMNS, "STAGES": stages,
         "FLIGHT": flight, "PATIENCE": f"{PATIENCE}u", "WEIGHT_BITS": 16, "BLOCK": 0, "ZEROS": 0,
         "SHARED_BYTES": sizes.shared(stages), "MESSAGES_HELD": sizes.messages(),
+        "STATE_STAGES": _STATE_STAGES, "STAGE_TOKENS": _STAGE_TOKENS,
     }  # fmt: skip
 
 
