@@ -15,7 +15,10 @@ descriptor = Descriptor(
     tuning="evener_backend_cuda.measured",
     evidence="L5: compute capability 9.0 (H200), 2026-11; others were not run",
     # Optional libraries, and its own kernels of one token; each library says what to type if it is missing.
-    ops=("linear", "grouped_linear", "decoder_layer", "attention_block", "moe_block", "head", "vocab_greedy"),
+    ops=(
+        "linear", "grouped_linear", "decoder_layer", "attention_block", "latent_attention_block", "moe_block", "head",
+        "vocab_greedy",
+    ),
     states=("flash_attn", "flashinfer", "flash_mla"),
     options={
         "one_launch": Option(

@@ -232,14 +232,15 @@ struct Attention {
         for (int n = 0; n < 2; n++) key[n] = lane < HALF ? from[RANK + 2 * lane + n] : 0.f;
     }
 
-    // `at(n)`: where a token's state is in shared memory; the first `count` of them are there, at least one.
-    template <int TOKENS, typename At>
-    __device__ __forceinline__ void attend(u32 lane, int count, At at) {
+    // `at`: where the first token's state is in shared memory. Little code is what makes few tokens fast: most of it is
+    // run once, and takes longer to come than to be run.
+    template <int TOKENS>
+    __device__ __forceinline__ void attend(u32 lane, u32 at) {
         uint4 rows[TOKENS][PIECES_OF_LANE];
         float score[TOKENS];
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-            const unsigned char* from = shared + at(t < count ? t : 0);
+            const unsigned char* from = shared + at + t * (WARPS * WIDTH * 2);
             const u32 pair = lane < HALF ? *(const u32*)(from + RANK * 2 + lane * 4) : 0;
             score[t] = key[0] * low(pair) + key[1] * high(pair);
 #pragma unroll
@@ -264,11 +265,11 @@ struct Attention {
             for (int t = 0; t < TOKENS; t++) score[t] += __shfl_xor_sync(~0u, score[t], bit);
         float top = most, weight[TOKENS];
 #pragma unroll
-        for (int t = 0; t < TOKENS; t++) top = t < count ? fmaxf(top, score[t]) : top;
+        for (int t = 0; t < TOKENS; t++) top = fmaxf(top, score[t]);
         const float keep = power(most - top);
         most = top, mass *= keep;
 #pragma unroll
-        for (int t = 0; t < TOKENS; t++) weight[t] = t < count ? power(score[t] - top) : 0.f, mass += weight[t];
+        for (int t = 0; t < TOKENS; t++) weight[t] = power(score[t] - top), mass += weight[t];
 #pragma unroll
         for (int l = 0; l < PIECES_OF_LANE; l++)
 #pragma unroll
@@ -313,24 +314,24 @@ __device__ __forceinline__ void tell_query(const Latent& launch, const Here& her
     const u32 tid = here.tid, lane = here.lane;
     float* own = (float*)(shared + AT_OWN);
     if (tid < (DOWN_TILES - 1) * 8) own[8 + tid] = rounded(row_sum<WARPS>(tid) * scale);
-    // Weights come into registers meanwhile: a thread has two columns.
-    u32 w[NOPE_ROWS];
-#pragma unroll
-    for (int tile = 0; tile < NOPE_TILES; tile++) {
+    together();
+    const float *query = own + STATE_ROWS, *pair = query + NOPE_ROWS + 2 * tid;
+    float a = 0.f, b = 0.f;  // of the two columns of this thread
+#pragma unroll 1
+    for (int row = 0; row < NOPE_ROWS; row += NOPE_TILE_ROWS) {
         await_tile(ring, here.full, launch.report);
-        const u32* from = (const u32*)(shared + AT_RING + ring.stage * STAGE_BYTES);
-#pragma unroll
-        for (int n = 0; n < NOPE_TILE_ROWS; n++)
-            if (tile * NOPE_TILE_ROWS + n < NOPE_ROWS) w[tile * NOPE_TILE_ROWS + n] = tid < RANK / 2 ? from[n * (RANK / 2) + tid] : 0;
+        const u32* from = (const u32*)(shared + AT_RING + ring.stage * STAGE_BYTES) + tid;
+        if (tid < RANK / 2)
+#pragma unroll 4
+            for (int n = 0; n < NOPE_TILE_ROWS; n++)
+                if (NOPE_ROWS % NOPE_TILE_ROWS == 0 || row + n < NOPE_ROWS) {
+                    const u32 w = from[n * (RANK / 2)];
+                    a = fmaf(query[row + n], low(w), a), b = fmaf(query[row + n], high(w), b);
+                }
         __syncwarp();
         if (lane == 0) arrive(here.empty + ring.stage * 8);
         ring.next();
     }
-    together();
-    const float *query = own + STATE_ROWS, *pair = query + NOPE_ROWS + 2 * tid;
-    float a = 0.f, b = 0.f;
-#pragma unroll
-    for (int n = 0; n < NOPE_ROWS; n++) a = fmaf(query[n], low(w[n]), a), b = fmaf(query[n], high(w[n]), b);
     u32* words = (u32*)(shared + AT_WORDS);
     if (tid < RANK / 2) words[tid] = pack(a, b);
     if (tid < PAIRS) {
@@ -372,12 +373,14 @@ __device__ __forceinline__ void attend_share(const Latent& launch, const Here& h
     for (int from = span.begin; from < span.newest; from += STAGE_TOKENS) {
         if (from < span.end) wait(here.state_full + stage * 8, parity, launch.report, 7);
         // Warps have a token each in turn. The new one is not in the stage.
-        const int first = from + warp, count = UP(MIN(span.newest - from, STAGE_TOKENS) - (int)warp, WARPS);
-        const int last = first + (count - 1) * WARPS;
-        const u32 at = AT_STATE + stage * STATE_BYTES + warp * WIDTH * 2;
-        if (count > 0 && last == span.end) wait(here.newest, 0, launch.report, 8);
-        if (count > 0)
-            attention.attend<WARP_TOKENS>(lane, count, [&](int n) { return first + n * WARPS == span.end ? AT_NEWEST : at + n * (WARPS * WIDTH * 2); });
+        u32 at = AT_STATE + stage * STATE_BYTES + warp * WIDTH * 2;
+        if (from + STAGE_TOKENS <= span.end) attention.attend<WARP_TOKENS>(lane, at);
+        else
+#pragma unroll 1
+            for (int n = from + warp; n < span.newest; n += WARPS, at += WARPS * WIDTH * 2) {
+                if (n == span.end) wait(here.newest, 0, launch.report, 8);
+                attention.attend<1>(lane, n == span.end ? AT_NEWEST : at);
+            }
         __syncwarp();
         if (lane == 0 && from < span.end) arrive(here.state_empty + stage * 8);
         if (++stage == STATE_STAGES) stage = 0, parity ^= 1;
@@ -471,11 +474,9 @@ __device__ __forceinline__ void compute_latent(const Latent& launch, const Here&
     together();
     STAMP(9);
     // Everybody has read x and the stream: values came from all programs.
+    if (tid / (OUT_ROWS / EACH) == program)
 #pragma unroll
-    for (int n = 0; n < EACH; n++) {
-        const int i = (int)(tid * EACH + n) - (int)(program * OUT_ROWS);
-        if (i >= 0 && i < OUT_ROWS) launch.stream[tid * EACH + n] = total[n];
-    }
+        for (int n = 0; n < EACH; n++) launch.stream[tid * EACH + n] = total[n];
     output.multiply(ring, full, empty, AT_WIDE, 0, launch.report, none);
     if (tid < OUT_ROWS) launch.x[program * OUT_ROWS + tid] = (u16)pack(row_sum<WARPS>(tid), 0.f);
     if (program == 0 && tid == 0) ((volatile u32*)launch.messages)[launch.site] = (flag - 1 >> 8) + 1;

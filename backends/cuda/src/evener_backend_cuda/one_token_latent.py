@@ -41,7 +41,7 @@ _MOST_COLUMNS = 1024
 _TILE = 8 * (2 * _MOST_COLUMNS + 64)
 _LEAST_STAGES = 4
 #: Stages of the state of earlier tokens, and tokens of one.
-_STATE_STAGES, _STAGE_TOKENS = 2, 24
+_STATE_STAGES, _STAGE_TOKENS = 2, 32
 HEADS, RANKS, ROPE_DIMS = (8, 16, 32), (256, 512), (32, 64)
 #: Numbers of all heads' values.
 _MOST_VALUES = 8192
