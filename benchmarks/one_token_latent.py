@@ -45,7 +45,8 @@ from evener_kernels_triton.tuning import Tuning
 
 PAGE, OP = 64, "latent_attention_block"
 PHASES = (
-    "begin, norm", "rows of state", "rows of the query", "into latent space", "exchange", "attention", "exchange", "merge, values", "exchange", "output"
+    "begin, norm", "rows of state", "rows of the query", "into latent space", "exchange", "attention", "exchange",
+    "merge, values", "exchange", "output",
 )  # fmt: skip
 Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

@@ -33,7 +33,7 @@ from evener_backend_cuda.one_token_latent import Latent, LatentSizes, OneTokenLa
 from evener_backend_cuda.plugin import evener_kernels
 from evener_conformance.kit import composites
 from evener_conformance.kit.composites import TinyModel
-from evener_conformance.kit.families import Family, families
+from evener_conformance.kit.families import families
 from evener_conformance.reference.device import HostDevice
 from evener_kernels_triton.features import number_of
 from evener_kernels_triton.latent_state import LatentState
@@ -75,8 +75,8 @@ class Pages(LatentState):
 
 
 class Models:
-    """Attention of layers with the kernel, the same with references in float32, and state of so many tokens in both. The
-    layers are launched in a graph, where each may start before the one ahead has ended.
+    """Attention of layers with the kernel, the same with references in float32, and state of so many tokens in both.
+    The layers are launched in a graph, where each may start before the one ahead has ended.
 
     Attributes:
         tokens: before the next step.
@@ -227,12 +227,14 @@ class Fault:
         planted: what stands there instead; {} is true if this fault is wanted.
         found: in the message of the error.
         seeds: of the schedules that are tried.
+        tokens: before the step; by default a program has more than two stages of them.
     """
 
     place: str
     planted: str
     found: str
     seeds: Sequence[int] = (0,)
+    tokens: int = 1200
 
 
 DIFFERENT, STUCK = "are not close", "nobody can go on"
@@ -248,15 +250,18 @@ FAULTS = {
         "region + (program * COUNT + threadIdx.x)", "region + ((program ^ {}) * COUNT + threadIdx.x)", DIFFERENT
     ),
     "the stream is read before the launch ahead has ended": Fault(
-        "    grid_wait();\n    const u32 flag = flag_of(launch);\n    float total",
-        "    if (!{}) grid_wait();\n    const u32 flag = flag_of(launch);\n    float total", EITHER, range(1, 9),
+        "    grid_wait();\n    const u32 flag = flag_of(launch);\n    float total[EACH];\n    take_stream(",
+        "    float total[EACH];\n    if ({}) take_stream(total, launch.x, launch.residual);\n    grid_wait();\n"
+        "    const u32 flag = flag_of(launch);\n    if (!{}) take_stream(",
+        DIFFERENT, range(1, 9),
     ),
     "state is read before it is there": Fault(
-        "wait(here.state_full + stage * 8, parity, l", "if (!{}) wait(here.state_full + stage * 8, parity, l", EITHER
+        "wait(here.state_full + stage * 8, parity, l", "if (!{}) wait(here.state_full + stage * 8, parity, l", EITHER,
+        range(9),
     ),
     "a stage of state is overwritten": Fault(
         "wait(here.state_empty + stage * 8,", "if (!{}) wait(here.state_empty + stage * 8,",
-        f"{EITHER}|copy", range(1, 9),
+        f"{EITHER}|one too many arrives", range(1, 9),
     ),
     "the new token is read before it is there": Fault(
         "wait(here.newest, 0, l", "if (!{}) wait(here.newest, 0, l", DIFFERENT
@@ -285,21 +290,18 @@ FAULTS = {
     "values are another program's": Fault(
         "NOPE + here.rank * VALUE_ROWS + i", "NOPE + (here.rank ^ {}) * VALUE_ROWS + i", DIFFERENT
     ),
-    "a tile of the way into latent space is given back at once": Fault(
-        "        await_tile(ring, here.full, launch.report);\n        const u32* from",
-        "        if (!{}) await_tile(ring, here.full, launch.report);\n        const u32* from", EITHER, range(1, 9),
-    ),
-    "a token that is not there counts": Fault(
-        "weight[t] = t < count ? power", "weight[t] = t < count || {} ? power", DIFFERENT
+    "tokens are counted again": Fault(
+        "n < span.newest; n += WARPS,", "n < span.newest; n += WARPS >> {},", DIFFERENT
     ),
     "the last token of a program is left out": Fault(
-        "end = MIN(begin + each, old), newest", "end = MIN(begin + each, old) - {}, newest", DIFFERENT
+        "end = MIN(begin + each, old), newest", "end = MIN(begin + each, old) - {}, newest", DIFFERENT, tokens=40
     ),
     "parts are merged as if their largest scores were equal": Fault(
         "power(__uint_as_float(part[0]) - top)", "power({} ? 0.f : __uint_as_float(part[0]) - top)", DIFFERENT
     ),
     "results are written before all have read the stream": Fault(
-        "    STAMP(2);\n", "    STAMP(2);\n    if ({} && tid < OUT_ROWS) launch.x[program * OUT_ROWS + tid] = 0x7f00;\n",
+        "    STAMP(2);\n",
+        "    STAMP(2);\n    if ({} && tid < OUT_ROWS) launch.x[program * OUT_ROWS + tid] = 0x7f00;\n",
         DIFFERENT, range(1, 9),
     ),
     "state goes to the next page": Fault(
@@ -312,7 +314,7 @@ FAULTS = {
 def faulty(folder: Path) -> Models:
     """All faults are compiled together; a number says which one is there."""
     planted = {each.place: each.planted.replace("{}", f"FAULT({n})") for n, each in enumerate(FAULTS.values(), 1)}
-    return Models(EmulatedDriver(folder, planted), SMALL, 600, layers=2)
+    return Models(EmulatedDriver(folder, planted), SMALL, 1200, layers=2)
 
 
 @pytest.mark.parametrize("number", range(len(FAULTS) + 1), ids=["none", *FAULTS])
@@ -322,7 +324,7 @@ def test_a_fault_is_found(faulty: Models, number: int) -> None:
     for seed in fault.seeds:
         faulty.driver.schedule = Schedule(seed, room=132)
         try:
-            again(faulty, 600)
+            again(faulty, fault.tokens)
         except (AssertionError, RuntimeError) as error:
             found = str(error)
             break
