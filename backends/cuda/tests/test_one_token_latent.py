@@ -290,8 +290,8 @@ FAULTS = {
     "values are another program's": Fault(
         "NOPE + here.rank * VALUE_ROWS + i", "NOPE + (here.rank ^ {}) * VALUE_ROWS + i", DIFFERENT
     ),
-    "tokens are counted again": Fault(
-        "n < span.newest; n += WARPS,", "n < span.newest; n += WARPS >> {},", DIFFERENT
+    "a token that is not there counts": Fault(
+        "weight[t] = t < count ? power", "weight[t] = t < count || {} ? power", DIFFERENT, tokens=300
     ),
     "the last token of a program is left out": Fault(
         "end = MIN(begin + each, old), newest", "end = MIN(begin + each, old) - {}, newest", DIFFERENT, tokens=40

@@ -34,7 +34,8 @@ __device__ __forceinline__ void tell_team(u64* region, u32 program, u32 flag) {
     together();
     if (threadIdx.x < COUNT) post_wide(region + (program * COUNT + threadIdx.x) * 2, words[0], words[1], words[2], flag);
 }
-// Wait for the words of the team; those of each program come one behind the other, to AT_TEAM.
+// Wait for the words of the team; those of each program come one behind the other, to AT_TEAM. All lanes look at once: of
+// what only a team reads, that makes messages no slower.
 template <int COUNT>
 __device__ __forceinline__ void hear_team(const u64* region, u32 team, u32 flag, u32* report, u32 code) {
     constexpr int ALL = SHARE * COUNT, MANY = UP(ALL, THREADS), CHUNK = MIN(MANY, 4);
@@ -43,10 +44,6 @@ __device__ __forceinline__ void hear_team(const u64* region, u32 team, u32 flag,
     for (int first = 0; first < MANY; first += CHUNK) {
         uint4 v[CHUNK];
         u32 looks = 0;
-        // One lane of a warp looks until its message is there: looks of all lanes would make messages slower.
-        if (threadIdx.x % 32 == 0 && threadIdx.x + first * THREADS < ALL)
-            while (look_wide(from + (threadIdx.x + first * THREADS) * 2).w != flag) too_long(looks, report, code);
-        __syncwarp();
         while (true) {
             bool all = true;
 #pragma unroll
@@ -232,15 +229,15 @@ struct Attention {
         for (int n = 0; n < 2; n++) key[n] = lane < HALF ? from[RANK + 2 * lane + n] : 0.f;
     }
 
-    // `at`: where the first token's state is in shared memory. Little code is what makes few tokens fast: most of it is
-    // run once, and takes longer to come than to be run.
-    template <int TOKENS>
-    __device__ __forceinline__ void attend(u32 lane, u32 at) {
+    // `at(n)`: where a token's state is in shared memory; the first `count` are there, at least one.
+    template <typename At>
+    __device__ __forceinline__ void attend(u32 lane, int count, At at) {
+        constexpr int TOKENS = WARP_TOKENS;
         uint4 rows[TOKENS][PIECES_OF_LANE];
         float score[TOKENS];
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-            const unsigned char* from = shared + at + t * (WARPS * WIDTH * 2);
+            const unsigned char* from = shared + at(t < count ? t : 0);
             const u32 pair = lane < HALF ? *(const u32*)(from + RANK * 2 + lane * 4) : 0;
             score[t] = key[0] * low(pair) + key[1] * high(pair);
 #pragma unroll
@@ -265,11 +262,11 @@ struct Attention {
             for (int t = 0; t < TOKENS; t++) score[t] += __shfl_xor_sync(~0u, score[t], bit);
         float top = most, weight[TOKENS];
 #pragma unroll
-        for (int t = 0; t < TOKENS; t++) top = fmaxf(top, score[t]);
+        for (int t = 0; t < TOKENS; t++) top = t < count ? fmaxf(top, score[t]) : top;
         const float keep = power(most - top);
         most = top, mass *= keep;
 #pragma unroll
-        for (int t = 0; t < TOKENS; t++) weight[t] = power(score[t] - top), mass += weight[t];
+        for (int t = 0; t < TOKENS; t++) weight[t] = t < count ? power(score[t] - top) : 0.f, mass += weight[t];
 #pragma unroll
         for (int l = 0; l < PIECES_OF_LANE; l++)
 #pragma unroll
@@ -373,14 +370,12 @@ __device__ __forceinline__ void attend_share(const Latent& launch, const Here& h
     for (int from = span.begin; from < span.newest; from += STAGE_TOKENS) {
         if (from < span.end) wait(here.state_full + stage * 8, parity, launch.report, 7);
         // Warps have a token each in turn. The new one is not in the stage.
-        u32 at = AT_STATE + stage * STATE_BYTES + warp * WIDTH * 2;
-        if (from + STAGE_TOKENS <= span.end) attention.attend<WARP_TOKENS>(lane, at);
-        else
-#pragma unroll 1
-            for (int n = from + warp; n < span.newest; n += WARPS, at += WARPS * WIDTH * 2) {
-                if (n == span.end) wait(here.newest, 0, launch.report, 8);
-                attention.attend<1>(lane, n == span.end ? AT_NEWEST : at);
-            }
+        const int first = from + warp, count = UP(MIN(span.newest - from, STAGE_TOKENS) - (int)warp, WARPS);
+        const u32 at = AT_STATE + stage * STATE_BYTES + warp * WIDTH * 2;
+        if (count > 0) {
+            if (first + (count - 1) * WARPS == span.end) wait(here.newest, 0, launch.report, 8);
+            attention.attend(lane, count, [&](int n) { return first + n * WARPS == span.end ? AT_NEWEST : at + n * (WARPS * WIDTH * 2); });
+        }
         __syncwarp();
         if (lane == 0 && from < span.end) arrive(here.state_empty + stage * 8);
         if (++stage == STATE_STAGES) stage = 0, parity ^= 1;
