@@ -273,6 +273,22 @@ def test_experts_in_one_launch_give_the_tokens_of_several_eager_and_captured(
     check_one_launch(tmp_path, "moe_block", "one_token_experts", ways)
 
 
+def test_latent_attention_in_one_launch_gives_the_tokens_of_several_eager_and_captured(
+    accelerator: Subject, tmp_path: Path
+) -> None:
+    """Where a kernel computes the latent attention of one token."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
+             "qk_rope_head_dim": 32, "v_head_dim": 64, "hidden_size": 512, "num_hidden_layers": 2}  # fmt: skip
+    model = seeded("deepseek_v2", tmp_path, **sizes)
+    with torch.no_grad():  # sharper attention and larger layers than these let rounding decide the next token
+        for name, value in model.named_parameters():
+            if ".layers." in name and value.dim() > 1:
+                value.mul_(0.1 if ".q_proj." in name else 0.5)
+    model.save_pretrained(tmp_path)
+    ways: list[dict[str, Any]] = [{"ops.latent_attention_block": "reference"}, {"infer.use_cuda_graph": False}, {}]
+    check_one_launch(tmp_path, "latent_attention_block", "one_token_latent", ways)
+
+
 def test_a_search_of_the_largest_logit_gives_the_tokens_of_all_logits_eager_and_captured(
     accelerator: Subject, tmp_path: Path
 ) -> None:

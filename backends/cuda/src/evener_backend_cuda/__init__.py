@@ -15,7 +15,10 @@ descriptor = Descriptor(
     tuning="evener_backend_cuda.measured",
     evidence="L5: compute capability 9.0 (H200), 2026-11; others were not run",
     # Optional libraries, and its own kernels of one token; each library says what to type if it is missing.
-    ops=("linear", "grouped_linear", "decoder_layer", "attention_block", "moe_block", "head", "vocab_greedy"),
+    ops=(
+        *("linear", "grouped_linear", "decoder_layer", "attention_block", "latent_attention_block", "moe_block"),
+        *("head", "vocab_greedy"),
+    ),
     states=("flash_attn", "flashinfer", "flash_mla"),
     options={
         "one_launch": Option(
@@ -23,8 +26,8 @@ descriptor = Descriptor(
             default="all",
             choices=("small", "all"),
             help="What one token passes in one launch: all layers that can, also large ones, those in float8 and in "
-            "integers of four bits, and several at once; attention before experts, and experts in bfloat16. Or only "
-            "small layers in bfloat16, each by itself.",
+            "integers of four bits, and several at once; attention before experts; and in bfloat16 experts and latent "
+            "attention. Or only small layers in bfloat16, each by itself.",
         ),
         "screened_head": Option(
             type=bool,

@@ -13,6 +13,8 @@ _WARPGROUPS = 9
 #: H200, in milliseconds: 0.64 instead of 0.84 behind 1,000 tokens, 0.97 instead of 1.10 behind 8,000, 1.65 instead of
 #: 1.39 behind 16,000.
 SHORT_TOKENS = 10_240
+#: The same of latent attention (``one_token_latent``), each head of which reads the state by itself.
+SHORT_LATENT_TOKENS = 4_096
 
 
 def capabilities(capability: tuple[int, int], units: int, shared: int) -> DeviceCapabilities:
@@ -31,7 +33,7 @@ def capabilities(capability: tuple[int, int], units: int, shared: int) -> Device
     if capability >= _OVERLAP:
         features.add("overlap")
     if capability[0] == _WARPGROUPS:
-        features |= {"warpgroups", f"short:{SHORT_TOKENS}"}
+        features |= {"warpgroups", f"short:{SHORT_TOKENS}", f"short-latent:{SHORT_LATENT_TOKENS}"}
     return DeviceCapabilities(
         dtypes=frozenset(native),
         alignment=512,

@@ -1,4 +1,5 @@
-// How weights are stored and read: comes before the sizes of a kernel (one_token.cuh, one_token_experts.cuh).
+// How weights are stored and read: comes before the sizes of a kernel (one_token.cuh, one_token_experts.cuh,
+// one_token_latent.cuh).
 
 #define PROGRAMS 128
 #define WARPS 8

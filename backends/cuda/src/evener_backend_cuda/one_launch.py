@@ -1,5 +1,5 @@
 """What kernels of one token in one launch have in common: 128 programs that stay for a whole block, in machine code for
-Hopper. ``one_token.py`` has layers, ``one_token_experts.py`` experts."""
+Hopper. ``one_token.py`` has layers, ``one_token_experts.py`` experts, ``one_token_latent.py`` latent attention."""
 
 from __future__ import annotations
 

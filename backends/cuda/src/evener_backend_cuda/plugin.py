@@ -30,6 +30,7 @@ from evener_backend_cuda.host_memory import await_word, mapped
 from evener_backend_cuda.many_copies import ManyCopies, Numbers
 from evener_backend_cuda.one_token import OneTokenAttention, OneTokenLayer, OneTokenLayers
 from evener_backend_cuda.one_token_experts import OneTokenExperts
+from evener_backend_cuda.one_token_latent import OneTokenLatent
 from evener_backend_cuda.scaled import allow_partial_sums, scaled_features
 from evener_backend_cuda.screened_head import ScreenedGreedy, ScreenedHead, ScreenedLinear
 from evener_backend_parts.gpu import GpuDevice, gpu_graphs
@@ -100,10 +101,14 @@ def evener_device(index: int, options: Mapping[str, Any]) -> Device:
 
 @hookimpl
 def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kernel]:
-    """A whole layer of one token; those for large layers, for attention before experts and for experts, and the search
-    of the largest logit, which the user may leave out; and kernels of libraries, which the user has to name."""
+    """A whole layer of one token; those for large layers, for attention before experts, for experts and for latent
+    attention, and the search of the largest logit, which the user may leave out; and kernels of libraries, which the
+    user has to name."""
     off = "is used with cuda.one_launch=all" if options.get("one_launch") == "small" else None
-    large = [OneTokenLayers(device, off=off), OneTokenAttention(device, off=off), OneTokenExperts(device, off=off)]
+    large = [
+        OneTokenLayers(device, off=off), OneTokenAttention(device, off=off), OneTokenExperts(device, off=off),
+        OneTokenLatent(device, off=off),
+    ]  # fmt: skip
     off = None if options.get("screened_head", True) else "is used with cuda.screened_head=true"
     heads = [ScreenedGreedy(device, off=off), ScreenedHead(device, off), ScreenedLinear(device, off)]
     return [DeepGemmLinear(), DeepGemmGroupedLinear(), OneTokenLayer(device), *large, *heads]

@@ -1,5 +1,5 @@
 // What kernels have in common whose programs stream weights through a ring and send each other vectors. Comes after sizes
-// and places in shared memory (one_token.cuh, one_token_experts.cuh).
+// and places in shared memory (one_token.cuh, one_token_experts.cuh, one_token_latent.cuh).
 //
 // PROGRAMS programs. In each, warps 0-7 compute, and warp 8 streams weights.
 

@@ -22,7 +22,7 @@ from evener.ops.schemas import BUILTIN
 _INTEGERS, _FLOATS = (torch.int32, torch.int64), (torch.float32, torch.float16, torch.bfloat16)
 #: Tensors in records of weights: the static size, or the declared weight whose rows, that their last axis has.
 _LAST_AXES = {
-    "o_bias": "hidden", "down_bias": "hidden", "qkv_bias": "qkv", "gate_up_bias": "gate_up", "sinks": "heads",
+    "o_bias": "hidden", "down_bias": "down", "qkv_bias": "qkv", "gate_up_bias": "gate_up", "sinks": "heads",
     "router_bias": "experts", "correction": "experts", "copies": "experts", "kv_norm": "rank", "q_norm": "q_rank",
 }  # fmt: skip
 #: Those that are [size], or a whole multiple of it.

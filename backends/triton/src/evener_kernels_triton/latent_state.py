@@ -96,7 +96,10 @@ class Parts:
 
 
 class LatentState(LatentProvider):
-    """Dense attention over latent state, with a kernel for decode steps and one for any mix of query lengths."""
+    """Dense attention over latent state, with a kernel for decode steps and one for any mix of query lengths.
+
+    ``short``: as of ``PagedState``.
+    """
 
     name = LATENT_LAYOUT
     layout = LATENT_LAYOUT
@@ -104,8 +107,8 @@ class LatentState(LatentProvider):
     priority = 100
     graph = "uniform_decode"
 
-    def __init__(self, tuning: Tuning) -> None:
-        self._tuning = tuning
+    def __init__(self, tuning: Tuning, short: int = 0) -> None:
+        self._tuning, self._short = tuning, short
 
     def supports(self, spec: StateSpec, attention: AttentionSpec, device: DeviceCapabilities) -> str | None:
         if attention.top is not None:
@@ -135,6 +138,10 @@ class LatentState(LatentProvider):
 
     def bind(self, storage: torch.Tensor, spec: StateSpec, block_size: int) -> LatentViews:
         return LatentViews(storage, spec, block_size)
+
+    def capture_limits(self, spec: StateSpec, attention: AttentionSpec, requests: int) -> Sequence[int]:
+        exact = spec.tensors[0].dtype == attention.dtype == "bfloat16"
+        return (self._short,) if self._short and requests == 1 and exact else ()
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> LatentMeta:
         check_step(step)

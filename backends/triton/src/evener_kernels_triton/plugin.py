@@ -40,7 +40,8 @@ def evener_kernels(device: Device, options: Mapping[str, Any]) -> Sequence[Kerne
 def evener_state_providers(device: Device, options: Mapping[str, Any]) -> Sequence[StateProvider]:
     """The providers of paged state and of latent state."""
     tuning = _tuning(device, options)
-    return [PagedState(tuning, number_of("short", device.capabilities.features, 0)), LatentState(tuning)]
+    short, short_latent = (number_of(f"short{of}", device.capabilities.features, 0) for of in ("", "-latent"))
+    return [PagedState(tuning, short), LatentState(tuning, short_latent)]
 
 
 def _tuning(device: Device, options: Mapping[str, Any]) -> Tuning:

@@ -2,7 +2,8 @@
 
 A backend sets words in ``DeviceCapabilities.features``: ``units:<multiprocessors>``, ``shared:<bytes per program>``,
 ``overlap`` (a kernel may start while the previous one finishes), ``warpgroups`` (products of groups of four warps, and
-copies of boxes of a tensor), ``short:<tokens>`` (see ``PagedState``), ``ptx`` (instructions of compute capability 8.0),
+copies of boxes of a tensor), ``short:<tokens>`` and ``short-latent:<tokens>`` (see ``PagedState``, ``LatentState``),
+``ptx`` (instructions of compute capability 8.0),
 ``fp8`` and ``int8`` (products of
 float8_e4m3fn, of int8), ``scaled-rows`` and ``scaled-blocks`` (torch's products of float8_e4m3fn with a scale for each
 row, with scales of 128 columns of a token and of 128 x 128 blocks of the weight; ``scaled-bytes:<bytes>``: what these
