@@ -104,7 +104,11 @@ def test_nvml_says_why_it_refuses(tmp_path: Path) -> None:
         ((7, 0), {"float32", "float16"}, set()),
         ((8, 0), {"float32", "float16", "bfloat16"}, {"ptx", "int8"}),
         ((8, 9), {"float32", "float16", "bfloat16"}, {"ptx", "int8", "fp8"}),
-        ((9, 0), {"float32", "float16", "bfloat16"}, {"ptx", "int8", "fp8", "overlap", "warpgroups", "short:10240"}),
+        (
+            (9, 0),
+            {"float32", "float16", "bfloat16"},
+            {"ptx", "int8", "fp8", "overlap", "warpgroups", "short:10240", "short-latent:4096"},
+        ),
         ((10, 0), {"float32", "float16", "bfloat16"}, {"ptx", "int8", "fp8", "overlap"}),
     ],
 )
