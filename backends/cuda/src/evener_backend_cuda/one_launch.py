@@ -59,6 +59,10 @@ class OneLaunchKernel(Kernel):
     def _room_refusal(self, call: OpCall) -> str | None:
         """Why a program does not fit into the device's shared memory; None if it does."""
 
+    def _flight(self, stages: int) -> int:
+        """(optional) Tiles that a program asks for at once, of a ring of so many."""
+        return stages
+
     def _kernel(
         self, source: str, defines: Mapping[str, object], name: str, threads: int, shared: int
     ) -> CompiledKernel:
@@ -67,6 +71,11 @@ class OneLaunchKernel(Kernel):
         if code not in self._loaded:
             self._loaded[code] = self._driver.kernel(code, name, PROGRAMS, threads, shared)
         return self._loaded[code]
+
+
+def shared_of(call: OpCall) -> int:
+    """Shared memory that a program may have."""
+    return number_of("shared", call.device.features, 0)
 
 
 def read_sources(*names: str) -> str:

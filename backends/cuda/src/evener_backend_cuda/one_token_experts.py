@@ -22,11 +22,19 @@ from evener.contracts.statics import MoEStatic
 from evener.contracts.weights import MoEWeights
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.compiled import CompiledKernel, Driver
-from evener_backend_cuda.one_launch import CONTROL, COPIES, PATIENCE, PROGRAMS, WARPS, OneLaunchKernel, read_sources
+from evener_backend_cuda.one_launch import (
+    CONTROL,
+    COPIES,
+    PATIENCE,
+    PROGRAMS,
+    WARPS,
+    OneLaunchKernel,
+    read_sources,
+    shared_of,
+)
 from evener_backend_cuda.one_token_launch import Messages
 from evener_kernels_triton.arguments import checked
 from evener_kernels_triton.experts import TritonMoeBlock
-from evener_kernels_triton.features import number_of
 from evener_kernels_triton.tuning import Tuning
 
 #: As in one_token_experts.cu: threads of a program.
@@ -157,7 +165,7 @@ class OneTokenExperts(OneLaunchKernel):
         return _block_refusal(s) or self._several.supports(call) or _sizes(s).refusal()
 
     def _room_refusal(self, call: OpCall) -> str | None:
-        if _sizes(cast(MoEStatic, call.static)).stages(_shared_of(call)):
+        if _sizes(cast(MoEStatic, call.static)).stages(shared_of(call)):
             return None
         return "a program of it does not fit into a multiprocessor's shared memory"
 
@@ -178,14 +186,10 @@ class OneTokenExperts(OneLaunchKernel):
         """The launch of a call site."""
         s = cast(MoEStatic, call.static)
         sizes = _sizes(s)
-        stages = sizes.stages(_shared_of(call))
+        stages = sizes.stages(shared_of(call))
         macros = defines(s, stages, self._flight(stages))
         kernel = self._kernel(source(), macros, "one_token_experts", THREADS, sizes.shared(stages))
         return ExpertsSite(kernel, self._messages, sizes.messages())
-
-    def _flight(self, stages: int) -> int:
-        """(optional) Tiles that a program asks for at once."""
-        return stages
 
 
 def source() -> str:
@@ -207,11 +211,6 @@ def defines(s: MoEStatic, stages: int, flight: int) -> dict[str, object]:
 
 def _sizes(s: MoEStatic) -> ExpertSizes:
     return ExpertSizes(s["hidden"], s["experts"], s["top"], s["inner"])
-
-
-def _shared_of(call: OpCall) -> int:
-    """Shared memory that a program may have."""
-    return number_of("shared", call.device.features, 0)
 
 
 def _block_refusal(s: MoEStatic) -> str | None:

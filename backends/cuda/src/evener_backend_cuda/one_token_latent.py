@@ -26,10 +26,18 @@ from evener.ops.latent import INNER_EPS
 from evener.ops.reference.linear import PLAIN
 from evener_backend_cuda.capability import SHORT_LATENT_TOKENS
 from evener_backend_cuda.compiled import CompiledKernel, Driver
-from evener_backend_cuda.one_launch import CONTROL, COPIES, PATIENCE, PROGRAMS, WARPS, OneLaunchKernel, read_sources
+from evener_backend_cuda.one_launch import (
+    CONTROL,
+    COPIES,
+    PATIENCE,
+    PROGRAMS,
+    WARPS,
+    OneLaunchKernel,
+    read_sources,
+    shared_of,
+)
 from evener_backend_cuda.one_token_launch import Messages
 from evener_kernels_triton.arguments import checked
-from evener_kernels_triton.features import number_of
 from evener_kernels_triton.latent import TritonLatentAttentionBlock
 from evener_kernels_triton.latent_state import LATENT_LAYOUT, LOG2_E, LatentMeta, LatentViews
 from evener_kernels_triton.tuning import Tuning
@@ -197,7 +205,7 @@ class OneTokenLatent(OneLaunchKernel):
         return _block_refusal(s) or self._several.supports(call) or _sizes(s).refusal()
 
     def _room_refusal(self, call: OpCall) -> str | None:
-        if _sizes(cast(LatentStatic, call.static)).stages(_shared_of(call)):
+        if _sizes(cast(LatentStatic, call.static)).stages(shared_of(call)):
             return None
         return "a program of it does not fit into a multiprocessor's shared memory"
 
@@ -222,14 +230,10 @@ class OneTokenLatent(OneLaunchKernel):
         """The launch of a call site."""
         s = cast(LatentStatic, call.static)
         sizes = _sizes(s)
-        stages = sizes.stages(_shared_of(call))
+        stages = sizes.stages(shared_of(call))
         macros = defines(s, stages, self._flight(stages))
         kernel = self._kernel(source(), macros, "one_token_latent", THREADS, sizes.shared(stages))
         return LatentSite(kernel, self._messages, sizes.messages())
-
-    def _flight(self, stages: int) -> int:
-        """(optional) Tiles that a program asks for at once."""
-        return stages
 
 
 def source() -> str:
@@ -253,11 +257,6 @@ def defines(s: LatentStatic, stages: int, flight: int) -> dict[str, object]:
 
 def _sizes(s: LatentStatic) -> LatentSizes:
     return LatentSizes(s["hidden"], s["heads"], s["nope_dim"], s["rope_dim"], s["value_dim"], s["rank"])
-
-
-def _shared_of(call: OpCall) -> int:
-    """Shared memory that a program may have."""
-    return number_of("shared", call.device.features, 0)
 
 
 def _block_refusal(s: LatentStatic) -> str | None:
