@@ -114,7 +114,8 @@ def test_which_steps_it_gets() -> None:
 @pytest.mark.parametrize(
     ("requests", "changes", "lengths"),
     [
-        (1, {}, (65535, 131072)), (32, {}, (65535, 131072)), (33, {}, (131072,)), (1, {"d": 256}, (65535, 131072)),
+        (1, {}, (65535, 131072)), (31, {}, (65535, 131072)), (32, {}, (8191, 131072)), (33, {}, (131072,)),
+        (7, {"d": 256}, (65535, 131072)), (8, {"d": 256}, (8191, 131072)), (8, {"kind": "window"}, (65535, 131072)),
         (16, {"d": 64}, (65535, 131072)), (17, {"d": 64}, (131072,)), (1, {"kind": "window"}, (65535, 131072)),
         (1, {"d": 96}, (131072,)), (1, {"softcap": 30.0}, (131072,)), (1, {"dtype": "float32"}, (131072,)),
     ],
@@ -125,7 +126,7 @@ def test_short_and_long_contexts_have_captures_of_their_own_where_both_kernels_s
     provider, (spec, attention) = PagedState(tuning()), group(**changes)
     geometry = Geometry((Group(spec, attention, provider, ()),), 1, 32, 0)
     assert geometry.captured_lengths(requests, 131072, None) == lengths
-    assert geometry.captured_lengths(requests, 65535, None) == (65535,), "no context is long"
+    assert geometry.captured_lengths(requests, lengths[0], None) == (lengths[0],), "no context is long"
     assert geometry.captured_lengths(requests, 131072, 8) == (131072,), "the device holds few captures"
     metas = [provider.prepare(captured(requests, length), spec, attention, 32) for length in lengths]
     assert [meta.decode is not None and meta.decode.even is not None for meta in metas] == [False, True][: len(lengths)]

@@ -22,7 +22,8 @@ descriptor = Descriptor(
             type=int,
             default=65536,
             help="On Hopper cards: tokens of the longest context in a decode step from which captured steps divide "
-            "attention into even parts. Steps with shorter contexts have captures of their own, which do not.",
+            "attention into even parts. Steps with shorter contexts have captures of their own, which do not. Steps of "
+            "64 key heads or more (16 with heads of 256): from an eighth of that.",
         ),
     },
     ops=(

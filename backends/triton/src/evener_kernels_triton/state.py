@@ -14,7 +14,7 @@ from evener.contracts.quantized.state import QuantizedState
 from evener.contracts.state import AttentionProvider, AttentionSpec, StateSpec, StateStep
 from evener.state_pages.elements import dequantize, quantize
 from evener_kernels_triton.arguments import check_state, check_step
-from evener_kernels_triton.even import EvenQueries, attend_evenly, even_queries, even_tile
+from evener_kernels_triton.even import EvenQueries, attend_evenly, even_from, even_queries, even_tile
 from evener_kernels_triton.jit.attention import decode_kernel, mixed_kernel
 from evener_kernels_triton.jit.heads import write_kernel
 from evener_kernels_triton.jit.launch import PreparedLaunch
@@ -151,9 +151,10 @@ class PagedState(AttentionProvider, QuantizedState):
         return PagedViews(storage, spec, block_size, scales)
 
     def capture_limits(self, spec: StateSpec, attention: AttentionSpec, requests: int) -> Sequence[int]:
-        long = even_tile(self._tuning, spec, attention, requests) is not None
+        tile = even_tile(self._tuning, spec, attention, requests)
+        long = [] if tile is None else [even_from(self._tuning, tile, requests * spec.tensors[0].shape[0])]
         short = requests == 1 and self._short and spec.kind == "full" and not spec.tensors[0].wide
-        return *([self._short] if short else []), *([self._tuning.even_from] if long else [])
+        return *([self._short] if short else []), *long
 
     def prepare(self, step: StateStep, spec: StateSpec, attention: AttentionSpec, block_size: int) -> PagedMeta:
         check_step(step)

@@ -41,8 +41,7 @@ MAX_TOKEN_COLUMNS = 16384
 #: Most tokens in a tile.
 MAX_TILE_TOKENS = 128
 #: ``triton.even_attention``: tokens of the longest request from which attention is in even parts. Steps of Qwen3-8B on
-#: an H200: with 16,384 tokens 5.00 instead of 4.90 ms for one request, 8.95 instead of 9.16 for eight; with 65,536
-#: tokens 6.71 instead of 10.16.
+#: an H200, one request: with 16,384 tokens 5.00 instead of 4.90 ms, with 65,536 6.71 instead of 10.16.
 MIN_EVEN_TOKENS = 65536
 #: Most splits of a request with long state; half as many otherwise.
 MAX_SPLITS = 32
@@ -117,14 +116,16 @@ class LongTile:
 class EvenTile:
     """Sizes for attention of one query a request in even parts: ``n`` keys a step, ``stages`` steps under way. A key
     head of a request counts as ``least`` steps at least. It is for captured steps of up to ``heads`` key heads of all
-    requests together, one of which has ``even_from`` tokens. ``registers`` of a thread, on average: the rest is for
-    the next kernel, which asks for its weights meanwhile."""
+    requests together, one of which has ``even_from`` tokens, or an eighth of that in steps of ``many`` key heads or
+    more. ``registers`` of a thread, on average: the rest is for the next kernel, which asks for its weights meanwhile.
+    """
 
     n: int
     stages: int
     least: int
     heads: int
     registers: int
+    many: int
 
 
 Sizes = TypeVar("Sizes", Product, Grouped)
@@ -182,7 +183,7 @@ class Tuning:
         float8, integers: its matrix unit multiplies float8_e4m3fn, int8.
         scaled_rows, scaled_blocks: so does torch's library, with scales of rows, of blocks; with up to ``scaled_bytes``
             of partial sums.
-        even_from: tokens of the longest request from which captured attention is in even parts.
+        even_from: tokens of the longest request from which captured attention is in even parts (``EvenTile``).
         changes: measured sizes that are better than those of the rules below, by field; for the products of a composite
             by "part.field".
         arrivals: counters of programs that share a sum.
@@ -518,7 +519,8 @@ class Tuning:
     @memoized
     def even_tile(self, wide: int) -> EvenTile | None:
         """For heads of ``wide`` 16-bit numbers; None where there are no sizes. Measured on a GPU with 132 units."""
-        sizes = {64: EvenTile(128, 2, 2, 32, 128), 128: EvenTile(128, 2, 2, 64, 128), 256: EvenTile(64, 2, 2, 64, 168)}
+        sizes = {64: EvenTile(128, 2, 2, 32, 128, 33), 128: EvenTile(128, 2, 2, 64, 128, 64),
+                 256: EvenTile(64, 2, 2, 64, 168, 16)}  # fmt: skip
         tile = sizes.get(wide)
         fits = tile is not None and (64 + 2 * tile.stages * tile.n) * wide * 2 + 2048 <= self.shared
         return tile if fits else None
