@@ -39,8 +39,11 @@ FP8 = "float8_e4m3fn"
 FORMS = {
     "fp8-block": QuantFormat(FP8, 128, 128, scale="float32", activation=Rounding(FP8, 128)),
     "fp8": QuantFormat(FP8, scale="float32", activation=Rounding(FP8)),
+    "fp8-tensor": QuantFormat(FP8, -1, scale="float32", activation=Rounding(FP8, -1)),
     "int8": QuantFormat("int8", scale="float32", activation=Rounding("int8")),
 }
+#: The scale of activations that have one for all tokens.
+FIXED = 0.02
 #: Matrices, rows and columns of Qwen3-30B-A3B's experts, and whether gate and up are multiplied.
 EXPERTS = {"experts up": (128, 1536, 2048, True), "experts down": (128, 2048, 768, False)}
 TOKENS = (32, 64, 128, 256, 1024, 8192)
@@ -69,9 +72,12 @@ def part_of(form: str, rows: int, columns: int, seed: int, device: torch.device 
     draw, how = torch.Generator(device).manual_seed(seed), FORMS[form]
     noise = torch.randn(rows, columns, generator=draw, device=device)
     stored = (noise * 32).clamp(-127, 127).to(torch.int8) if form == "int8" else noise.to(torch.float8_e4m3fn)
-    shape = (-(-rows // how.group_out), -(-columns // (how.group or columns)))
+    shape = (-(-rows // how.group_out), -(-columns // (how.group or columns))) if how.group >= 0 else (1, 1)
     scale = (torch.rand(shape, generator=draw, device=device) + 0.5) * columns**-0.5
-    return WeightPart("w", rows, columns, how, {"weight": stored, "scale": scale / (32 if form == "int8" else 1)})
+    tensors = {"weight": stored, "scale": scale / (32 if form == "int8" else 1)}
+    if how.activation is not None and how.activation.group < 0:
+        tensors["activation_scale"] = torch.full((1,), FIXED, device=device)
+    return WeightPart("w", rows, columns, how, tensors)
 
 
 def changes(tokens: int, rows: int) -> Iterator[dict[str, int]]:

@@ -29,7 +29,7 @@ import vllm_dummy_weights
 from gpu_check import CASES, cases_of, measure, profile, say, start
 from model_configs import CONFIGS
 from model_configs import write as write_config
-from rounded_products import FORMS, part_of
+from rounded_products import FIXED, FORMS, part_of
 
 from evener.contracts.declared import LinearWeight
 from evener.contracts.quant import WeightPart
@@ -73,9 +73,11 @@ def _uniform(part: WeightPart, seed: int, device: torch.device) -> Mapping[str, 
     drawn = torch.empty(part.rows, part.columns, device=device)
     drawn.uniform_(-largest, largest, generator=torch.Generator(device).manual_seed(seed))
     how = part.format
-    shape = (-(-part.rows // how.group_out), -(-part.columns // (how.group or part.columns)))
+    whole = how.group < 0
+    shape = (1, 1) if whole else (-(-part.rows // how.group_out), -(-part.columns // (how.group or part.columns)))
     scale = torch.full(shape, vllm_dummy_weights.RANGE / largest, device=device)
-    return {"weight": drawn.to(torch.float8_e4m3fn), "scale": scale}
+    fixed = {"activation_scale": torch.full((1,), FIXED, device=device)} if whole else {}
+    return {"weight": drawn.to(torch.float8_e4m3fn), "scale": scale, **fixed}
 
 
 _PACKINGS = Resolver.packings

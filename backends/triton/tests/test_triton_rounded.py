@@ -270,16 +270,17 @@ def stand_in(
 
 @pytest.mark.parametrize(
     ("form", "columns", "tokens", "bias"),
-    [(FORMS[0], 96, 65, True),
+    [(FORMS[0], 96, 65, True), (FORMS[1], 96, 65, True),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-         (FORMS[2], 512, 66, True), (FORMS[0], 96, 65, False), (FORMS[2], 512, 66, False),
+         (FORMS[2], 512, 66, True), (FORMS[0], 96, 65, False), (FORMS[1], 96, 65, False),
+         (FORMS[2], 512, 66, False),
          (FORMS[2], 1024, 80, False), (FORMS[2], 1024, 80, True)
      ))], ids=str,
 )  # fmt: skip
 def test_many_tokens_are_multiplied_by_the_library_where_the_device_has_the_product(
     form: tuple[str, int, int, int], columns: int, tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, multiply = list[int](), torch._scaled_mm if form[1] == 0 else stand_in
+    asked, multiply = list[int](), torch._scaled_mm if form[1] <= 0 else stand_in
 
     def scaled_mm(x: torch.Tensor, w: torch.Tensor, **more: Any) -> torch.Tensor:
         asked.append(len(x))
@@ -291,7 +292,7 @@ def test_many_tokens_are_multiplied_by_the_library_where_the_device_has_the_prod
     want = rounded_linear(LARGE, torch.bfloat16, x, weight, added)
     assert not asked
     got = rounded_linear(TORCH, torch.bfloat16, x, weight, added)
-    assert asked == [-(-tokens // 16) * 16 if form[1] else tokens]
+    assert asked == [-(-tokens // 16) * 16 if form[1] > 0 else tokens]
     assert got.shape == want.shape
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     few = rounded_linear(TORCH, torch.bfloat16, x[:63], weight, added)
@@ -299,6 +300,27 @@ def test_many_tokens_are_multiplied_by_the_library_where_the_device_has_the_prod
     rounded_linear(TORCH, torch.float32, x[:, :], weight, None)
     rounded_linear(TORCH.with_changes({"stages": 2}), torch.bfloat16, x, weight, added)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_fixed_scale_and_one_of_the_weight_are_given_as_one_number_each(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a scale for each part, as query, key and value have, all rows have theirs."""
+    given, multiply = [], torch._scaled_mm
+
+    def scaled_mm(x: torch.Tensor, w: torch.Tensor, **more: Any) -> torch.Tensor:
+        given.append((tuple(more["scale_a"].shape), tuple(more["scale_b"].shape)))
+        return multiply(x, w, **more)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    made = [rounding_part(64, 96, FORMS[1], seed) for seed in range(parts)]
+    weight, x = packed(made), activations(65, 96).to(torch.bfloat16)
+    want = rounded_linear(LARGE, torch.bfloat16, x, weight)
+    torch.testing.assert_close(rounded_linear(TORCH, torch.bfloat16, x, weight), want, rtol=2e-2, atol=2e-2)
+    assert given == [((1,), (1,)) if parts == 1 else ((65, 1), (1, 128))]
+    again = STORED.restored(STORED.saved(STORED.pack(made, "bfloat16", HOST)), made, 0, "bfloat16", HOST).data
+    assert again.one_scale == weight.one_scale == (parts == 1), "also of a cached weight"
 
 
 def test_a_plan_has_the_memory_that_the_library_may_take_for_partial_sums() -> None:
@@ -312,7 +334,7 @@ def test_a_plan_has_the_memory_that_the_library_may_take_for_partial_sums() -> N
 @pytest.mark.parametrize(
     ("form", "rows", "columns", "word"),
     [
-        (FORMS[1], 256, 512, "one scale for each row"), (FORMS[4], 256, 512, "one scale for each row"),
+        (FORMS[3], 256, 512, "one scale for each row"), (FORMS[4], 256, 512, "one scale for each row"),
         (FORMS[5], 256, 512, "float8"), (FORMS[2], 256, 640, "512 columns"), (FORMS[2], 192, 512, "128 rows"),
         (FORMS[0], 24, 512, "multiples of 16"),
     ],

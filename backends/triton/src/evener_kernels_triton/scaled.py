@@ -27,7 +27,7 @@ def scaled_refusal(tuning: Tuning, rows: int, columns: int, form: Form, group: i
         return "takes float8_e4m3fn"
     if rows % _UNIT or columns % _UNIT:
         return f"takes rows and columns in multiples of {_UNIT}"
-    if (form.high, form.wide, group) == (1, 0, 0):
+    if (form.high, form.wide) == (1, 0) and group <= 0:
         return None if tuning.scaled_rows else "the device has no such product with scales of rows"
     if (form.high, form.wide, group) != (_BLOCK, _BLOCK, _BLOCK):
         return "takes one scale for each row, or blocks of 128"
@@ -42,14 +42,16 @@ def scaled_product(
     """x [T, columns] to bfloat16 [T, rows]; with blocks, T is a multiple of ``HELD_TOKENS``.
 
     Args:
-        scales: float32 [1, T], or [columns / 128, T].
+        scales: float32 [1, T], [columns / 128, T], or [1] for all tokens.
     """
     elements = weight.elements.view(torch.float8_e4m3fn).t()
     # torch knows the kind of scales by their shapes and strides: those of blocks are column-major for x, row-major for
     # the weight, and transposed as the weight is.
-    y = torch._scaled_mm(x, elements, scale_a=_by_token(scales), scale_b=weight.scales.t(), out_dtype=torch.bfloat16)
+    of_x, of_weight = scales.t(), weight.scales.t()
+    if scales.numel() == 1 and weight.one_scale:
+        # 256 tokens by 4,096 x 12,288 take 24.3 µs on an H200, and 32.7 with scales of rows.
+        of_x, of_weight = scales.view(1), weight.scales.view(-1)[:1]
+    elif scales.shape[0] == 1:
+        of_x = scales.view(-1, 1).expand(x.shape[0], 1).contiguous()
+    y = torch._scaled_mm(x, elements, scale_a=of_x, scale_b=of_weight, out_dtype=torch.bfloat16)
     return y if bias is None else y.add_(bias)
-
-
-def _by_token(scales: torch.Tensor) -> torch.Tensor:
-    return scales.view(-1, 1) if scales.shape[0] == 1 else scales.t()

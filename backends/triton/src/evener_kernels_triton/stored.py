@@ -63,6 +63,7 @@ class StoredMatrix:
         activation: how activations may be rounded.
         fixed: the scale that they then have, float32 [1], or the same one for each matrix; None: they have scales of
             their own.
+        one_scale: all scales of a matrix are the same number.
     """
 
     elements: torch.Tensor
@@ -70,6 +71,7 @@ class StoredMatrix:
     form: Form
     activation: Rounding | None = None
     fixed: torch.Tensor | None = None
+    one_scale: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -214,7 +216,7 @@ def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> Stor
     scales = torch.empty(count, -(-rows // high), _blocks(parts[0]), dtype=torch.float32, device=device)
     activation = parts[0].format.activation
     fixed = torch.zeros(count, dtype=torch.float32, device=device) if _has_fixed_scale(parts[0].format) else None
-    return StoredMatrix(elements, scales, form, activation, fixed)
+    return StoredMatrix(elements, scales, form, activation, fixed, len(parts) == 1 and parts[0].format.group == -1)
 
 
 def _on_host(made: StoredMatrix) -> StoredMatrix:
