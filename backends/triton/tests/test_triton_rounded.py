@@ -32,6 +32,7 @@ from evener_kernels_triton.rounded import (
     round_rows,
     rounded_bytes,
     rounded_linear,
+    rounded_product,
     rounds,
 )
 from evener_kernels_triton.rounded_experts import rounded_grouped
@@ -321,6 +322,21 @@ def test_a_fixed_scale_and_one_of_the_weight_are_given_as_one_number_each(
     assert given == [((1,), (1,)) if parts == 1 else ((65, 1), (1, 128))]
     again = STORED.restored(STORED.saved(STORED.pack(made, "bfloat16", HOST)), made, 0, "bfloat16", HOST).data
     assert again.one_scale == weight.one_scale == (parts == 1), "also of a cached weight"
+
+
+def test_a_norm_tells_a_fixed_scale_by_token_where_rows_of_the_weight_have_their_own() -> None:
+    x, gain = activations(65, 96).to(torch.bfloat16), torch.linspace(0.5, 2, 96).to(torch.bfloat16)
+    for parts, tokens, tuning, shape in (
+        (2, 65, TORCH, (1, 65)), (2, 64, TORCH, (1,)), (2, 65, LARGE, (1,)), (1, 65, TORCH, (1,))
+    ):  # fmt: skip
+        weight = packed([rounding_part(64, 96, FORMS[1], seed) for seed in range(parts)])
+        assert weight.fixed is not None
+        with every_access_checked():
+            rows, _, _ = norm_round(tuning, x[:tokens], None, gain, 1e-5, 0.0, torch.bfloat16, weight)
+        assert rows.scales.shape == shape and torch.equal(rows.scales, weight.fixed.expand(shape))
+        assert rows.group == (0 if len(shape) == 2 else -1)
+        bare = rounded_product(LARGE, torch.bfloat16, replace(rows, scales=weight.fixed, group=-1), weight)
+        torch.testing.assert_close(rounded_product(tuning, torch.bfloat16, rows, weight), bare, rtol=2e-2, atol=2e-2)
 
 
 def test_a_plan_has_the_memory_that_the_library_may_take_for_partial_sums() -> None:

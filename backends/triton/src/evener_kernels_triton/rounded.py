@@ -6,7 +6,7 @@ Only for more tokens than a few: of those, reading the weights takes most of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -166,19 +166,24 @@ def norm_round(
     dtype: torch.dtype, weight: StoredMatrix, keep: bool = False,
 ) -> tuple[RoundedRows, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """(what ``norm_rows`` gives of x [T, hidden] in ``dtype``, rounded; the sum with a residual, written over the
-    residual; the rows themselves, only if they are kept)."""
+    residual; the rows themselves, only if they are kept). A fixed scale is told by token where the library wants it."""
     x_row, apart = x.stride()
     if apart != 1:
         x, x_row = x.contiguous(), x.shape[1]
     tokens, size = x.shape
     made = _room(tuning, weight, tokens, size, x.device)
+    one = len(weight.shape) > 2 or weight.one_scale
+    spread = made.group < 0 and tokens > MAX_OWN_TOKENS and tuning.scaled_rows and not one
+    fixed, group = made.scales, made.group
+    if spread:
+        made = replace(made, scales=torch.empty(1, tokens, dtype=torch.float32, device=x.device), group=0)
     y = torch.empty((tokens, size) if keep else (1,), dtype=dtype, device=x.device)
     total = None if residual is None else residual.contiguous()
     if tokens:
-        launch = _norm_launch(tuning, size, made.group, weight.form.kind, eps, offset, total is not None, keep)
+        launch = _norm_launch(tuning, size, group, weight.form.kind, eps, offset, total is not None, keep, spread)
         old = total if total is not None else x
         launch(
-            (tokens, 1, 1), x, old, norm, made.scales, total if total is not None else y, y, made.elements, made.scales,
+            (tokens, 1, 1), x, old, norm, fixed, total if total is not None else y, y, made.elements, made.scales,
             made.elements.shape[0], x_row,
         )  # fmt: skip
     return made, total, y
@@ -253,11 +258,11 @@ def _launch_of(
 
 @memoized
 def _norm_launch(
-    tuning: Tuning, size: int, group: int, stored: str, eps: float, offset: float, add: bool, keep: bool
+    tuning: Tuning, size: int, group: int, stored: str, eps: float, offset: float, add: bool, keep: bool, spread: bool
 ) -> PreparedLaunch:
     block = power_of_two(size)
     return PreparedLaunch(
-        norm_round_kernel, size=size, eps=eps, offset=offset, ADD=add, KEEP=keep, FIXED=group < 0,
+        norm_round_kernel, size=size, eps=eps, offset=offset, ADD=add, KEEP=keep, FIXED=group < 0, SPREAD=spread,
         BLOCK=block, WIDE=group if group > 0 else block, OVERLAP=tuning.overlap,
         num_warps=max(1, min(16, block // 512)), **_elements(tuning, stored), **tuning.launch,
     )  # fmt: skip

@@ -116,10 +116,10 @@ def round_long_rows_kernel(
 def norm_round_kernel(
     x, residual, weight, fixed, total, y, q, scales, tokens, x_row, size, eps, offset,
     ADD: tl.constexpr, KEEP: tl.constexpr, KIND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
+    SPREAD: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As ``rms_norm_kernel``, whose names these are; what it would store in y, which is stored only with KEEP, is
-    rounded in groups of WIDE columns, as ``round_rows_kernel`` does."""
+    rounded in groups of WIDE columns, as ``round_rows_kernel`` does. SPREAD: a fixed scale is stored for each token."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0)
@@ -138,7 +138,7 @@ def norm_round_kernel(
         tl.store(y + row * size + at, normed, mask=inside)
     each: tl.constexpr = BLOCK // WIDE
     made, scale = _rounded(tl.reshape(normed.to(tl.float32), [each, WIDE]), fixed, KIND, CAST, FIXED, each)
-    if not FIXED:
+    if SPREAD or not FIXED:
         g = tl.arange(0, each)
         tl.store(scales + g * tokens + token, scale, mask=g * WIDE < size)
     made = tl.reshape(made, [BLOCK])
