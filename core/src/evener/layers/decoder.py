@@ -306,5 +306,5 @@ class DecoderStack:
             if number in self.taps:
                 self.taps[number] = x.float().clone() if residual is None else x + residual
             x, residual = layer(x, residual, step)
-        # Torch adds two float32 tensors in a third of the time that a sum of two dtypes takes, with the same result.
-        return x.float() if residual is None else x.float() + residual
+        # Torch adds float32 to float32 in a third of the time that it takes for another dtype, with the same result.
+        return x.float() if residual is None else x.to(residual.dtype, copy=True).add_(residual)
