@@ -3,11 +3,11 @@
 A backend sets words in ``DeviceCapabilities.features``: ``units:<multiprocessors>``, ``shared:<bytes per program>``,
 ``overlap`` (a kernel may start while the previous one finishes), ``warpgroups`` (products of groups of four warps, and
 copies of boxes of a tensor), ``short:<tokens>`` and ``short-latent:<tokens>`` (see ``PagedState``, ``LatentState``),
-``ptx`` (instructions of compute capability 8.0),
-``fp8`` and ``int8`` (products of
-float8_e4m3fn, of int8), ``scaled-rows`` and ``scaled-blocks`` (torch's products of float8_e4m3fn with a scale for each
-row, with scales of 128 columns of a token and of 128 x 128 blocks of the weight; ``scaled-bytes:<bytes>``: what these
-may take for partial sums). A device without these words gets sizes that fit everywhere. Vendor names are not used here.
+``ptx`` (instructions of compute capability 8.0), ``fp8`` and ``int8`` (products of float8_e4m3fn, of int8),
+``scaled-rows`` and ``scaled-blocks`` (torch's products of float8_e4m3fn: with a scale for each row, and with one for
+each matrix; with scales of 128 columns of a token and of 128 x 128 blocks of the weight; ``scaled-bytes:<bytes>``: what
+these may take for partial sums). A device without these words gets sizes that fit everywhere. Vendor names are not used
+here.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class Tuning:
         warpgroups: the device has products of warp groups.
         ptx: the device takes PTX of compute capability 8.0.
         float8, integers: its matrix unit multiplies float8_e4m3fn, int8.
-        scaled_rows, scaled_blocks: so does torch's library, with scales of rows, of blocks; with up to ``scaled_bytes``
-            of partial sums.
+        scaled_rows, scaled_blocks: so does torch's library, with scales of rows or one, with those of blocks; with up
+            to ``scaled_bytes`` of partial sums.
         even_from: tokens of the longest request from which captured attention is in even parts (``EvenTile``).
         changes: measured sizes that are better than those of the rules below, by field; for the products of a composite
             by "part.field".
