@@ -296,11 +296,16 @@ def test_many_tokens_are_multiplied_by_the_library_where_the_device_has_the_prod
     assert asked == [-(-tokens // 16) * 16 if form[1] > 0 else tokens]
     assert got.shape == want.shape
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    few = rounded_linear(TORCH, torch.bfloat16, x[:63], weight, added)
-    torch.testing.assert_close(few, rounded_linear(LARGE, torch.bfloat16, x[:63], weight, added))
+    # Where one scale is for all tokens and one for all of the weight, the library is also for some fewer.
+    for own in (64, 32) if form[1:] == (-1, 1, -1) else (64,):
+        before = len(asked)
+        few = rounded_linear(TORCH, torch.bfloat16, x[:own], weight, added)
+        torch.testing.assert_close(few, rounded_linear(LARGE, torch.bfloat16, x[:own], weight, added), rtol=2e-2, atol=2e-2)
+        assert len(asked) - before == (own == 64 and form[1:] == (-1, 1, -1))
+    before = len(asked)
     rounded_linear(TORCH, torch.float32, x[:, :], weight, None)
     rounded_linear(TORCH.with_changes({"stages": 2}), torch.bfloat16, x, weight, added)
-    assert len(asked) == 1
+    assert len(asked) == before
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -322,6 +327,26 @@ def test_a_fixed_scale_and_one_of_the_weight_are_given_as_one_number_each(
     assert given == [((1,), (1,)) if parts == 1 else ((65, 1), (1, 128))]
     again = STORED.restored(STORED.saved(STORED.pack(made, "bfloat16", HOST)), made, 0, "bfloat16", HOST).data
     assert again.one_scale == weight.one_scale == (parts == 1), "also of a cached weight"
+
+
+def test_parts_with_the_same_scale_are_multiplied_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NVIDIA's exporter writes query, key and value."""
+    given, multiply = [], torch._scaled_mm
+
+    def scaled_mm(x: torch.Tensor, w: torch.Tensor, **more: Any) -> torch.Tensor:
+        given.append((tuple(more["scale_a"].shape), tuple(more["scale_b"].shape)))
+        return multiply(x, w, **more)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    made = [rounding_part(64, 96, FORMS[1], seed) for seed in range(2)]
+    shared = [replace(p, tensors={**p.tensors, "scale": made[0].tensors["scale"]}) for p in made]
+    weight, x = packed(shared), activations(65, 96).to(torch.bfloat16)
+    assert weight.one_scale and weight.scales.shape == (128, 1)
+    want = rounded_linear(LARGE, torch.bfloat16, x, weight)
+    torch.testing.assert_close(rounded_linear(TORCH, torch.bfloat16, x, weight), want, rtol=2e-2, atol=2e-2)
+    assert given == [((1,), (1,))]
+    stack = STORED.pack_stack([[made[0]], [made[1]]], 2, "bfloat16", HOST).data
+    assert stack.one_scale and not STORED.pack_stack([made, made], 2, "bfloat16", HOST).data.one_scale
 
 
 def test_a_norm_tells_a_fixed_scale_by_token_where_rows_of_the_weight_have_their_own() -> None:

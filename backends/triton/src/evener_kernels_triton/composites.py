@@ -40,7 +40,7 @@ from evener_kernels_triton.rounded import (
     rounded_product,
     rounds,
 )
-from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedViews
+from evener_kernels_triton.state import LAYOUT, PagedMeta, PagedState, PagedViews
 from evener_kernels_triton.stored import STORED, StoredMatrix, in_words
 from evener_kernels_triton.tuning import Tuning, power_of_two
 from evener_kernels_triton.variants import combined
@@ -242,6 +242,7 @@ class TritonAttentionBlock(_Composite):
         write = _write_heads(tuning, call)
         project = project_rows(tuning.part("project"), call, dtype, s["o"])
         provider: Any = s["state"].provider
+        rounding = rounds(tuning, call.bucket.high, s["o"]) and isinstance(provider, PagedState)
 
         def run(
             x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, w: AttentionWeights,
@@ -252,7 +253,11 @@ class TritonAttentionBlock(_Composite):
             )
             if w.query_scale is not None:
                 query = (query * w.query_scale[positions][:, None, None]).to(query.dtype)
-            x = project(provider.attend(views, meta, query, w.sinks).flatten(1), w.o.data, w.o_bias)
+            if rounding:
+                rows = provider.attend_rounded(views, meta, query, w.sinks, w.o.data)
+                x = rounded_product(tuning.part("project"), dtype, rows, w.o.data, w.o_bias)
+            else:
+                x = project(provider.attend(views, meta, query, w.sinks).flatten(1), w.o.data, w.o_bias)
             if s["post_norm"]:
                 assert w.post_norm is not None, "declared with the flag"
                 x, _ = norm_rows(tuning, x, None, w.post_norm, s["eps"], s["offset"], dtype)

@@ -43,6 +43,9 @@ MAX_ROUNDED_COLUMNS = 1 << 15
 #: Up to this many tokens our products are about as fast as the library's: 4,096 x 4,096 with scales of rows, rounding
 #: included, took 14.5 µs at 64 tokens, the library 15.3; at 128 tokens 38.2 and 15.6.
 MAX_OWN_TOKENS = 64
+#: The same where one scale is all tokens' and one all of the weight's: 64 tokens by 4,096 x 12,288 took 19.7 µs, the
+#: library 16.2.
+MAX_OWN_TOKENS_ONE_SCALE = 32
 #: Rows of more columns that share a scale are read twice, so many columns at a time.
 _CHUNK = 4096
 #: Numbers that a program rounds, of a row with several scales.
@@ -138,7 +141,7 @@ def round_rows(tuning: Tuning, x: torch.Tensor, weight: StoredMatrix) -> Rounded
     if apart != 1:
         x, x_row = x.contiguous(), x.shape[1]
     tokens, columns = x.shape
-    made = _room(tuning, weight, tokens, columns, x.device)
+    made = rounded_room(tuning, weight, tokens, columns, x.device)
     if tokens and made.group == 0 and columns > _CHUNK:
         _long_launch(tuning, weight.form.kind)((tokens, 1, 1), x, made.elements, made.scales, columns, x_row)
     elif tokens:
@@ -156,7 +159,7 @@ def _long_launch(tuning: Tuning, stored: str) -> PreparedLaunch:
         CHUNK=_CHUNK,
         OVERLAP=tuning.overlap,
         num_warps=8,
-        **_elements(tuning, stored),
+        **element_constants(tuning, stored),
         **tuning.launch,
     )
 
@@ -171,7 +174,7 @@ def norm_round(
     if apart != 1:
         x, x_row = x.contiguous(), x.shape[1]
     tokens, size = x.shape
-    made = _room(tuning, weight, tokens, size, x.device)
+    made = rounded_room(tuning, weight, tokens, size, x.device)
     one = len(weight.shape) > 2 or weight.one_scale
     spread = made.group < 0 and tokens > MAX_OWN_TOKENS and tuning.scaled_rows and not one
     fixed, group = made.scales, made.group
@@ -194,7 +197,7 @@ def act_round(tuning: Tuning, x: torch.Tensor, inner: int, activation: str, weig
     (tokens, wide), (x_row, apart) = x.shape, x.stride()
     if apart != 1:
         x, x_row = x.contiguous(), wide
-    made = _room(tuning, weight, tokens, inner, x.device)
+    made = rounded_room(tuning, weight, tokens, inner, x.device)
     if tokens:
         launch, programs = _launch_of(tuning, act_round_kernel, inner, made.group, weight.form.kind, activation)
         held = made.elements.shape[0]
@@ -219,7 +222,7 @@ def activated_product(
     return RoundedRows(*rounded_activated(tuning, p, x.elements, x.scales, weight, activation), x.group, x.tokens)
 
 
-def _room(tuning: Tuning, weight: StoredMatrix, tokens: int, columns: int, where: torch.device) -> RoundedRows:
+def rounded_room(tuning: Tuning, weight: StoredMatrix, tokens: int, columns: int, where: torch.device) -> RoundedRows:
     """Memory for rows, of as many as the library takes; a fixed scale is the weight's."""
     assert weight.activation is not None, "asked of weights whose products are rounded"
     group = 0 if weight.activation.group >= columns else weight.activation.group
@@ -232,8 +235,8 @@ def _room(tuning: Tuning, weight: StoredMatrix, tokens: int, columns: int, where
     return RoundedRows(elements, scales, group, tokens)
 
 
-def _elements(tuning: Tuning, stored: str) -> dict[str, str | bool]:
-    """Constants of the kernels that round."""
+def element_constants(tuning: Tuning, stored: str) -> dict[str, str | bool]:
+    """Constants of the kernels that round to such elements."""
     kind = "int8" if stored == "int8" else "e4m3"
     return {"KIND": kind, "CAST": kind == "e4m3" and tuning.ptx and tuning.float8}
 
@@ -251,7 +254,7 @@ def _launch_of(
     )
     launch = PreparedLaunch(
         kernel, FIXED=group < 0, EACH=each, WIDE=wide, OVERLAP=tuning.overlap,
-        num_warps=max(1, min(16, each * wide // 512)), **_elements(tuning, stored), **more, **tuning.launch,
+        num_warps=max(1, min(16, each * wide // 512)), **element_constants(tuning, stored), **more, **tuning.launch,
     )  # fmt: skip
     return launch, -(-columns // (wide * each))
 
@@ -264,7 +267,7 @@ def _norm_launch(
     return PreparedLaunch(
         norm_round_kernel, size=size, eps=eps, offset=offset, ADD=add, KEEP=keep, FIXED=group < 0, SPREAD=spread,
         BLOCK=block, WIDE=group if group > 0 else block, OVERLAP=tuning.overlap,
-        num_warps=max(1, min(16, block // 512)), **_elements(tuning, stored), **tuning.launch,
+        num_warps=max(1, min(16, block // 512)), **element_constants(tuning, stored), **tuning.launch,
     )  # fmt: skip
 
 
@@ -283,7 +286,8 @@ def rounded_product(
     if not x.tokens:
         return torch.empty(0, rows, dtype=out, device=where)
     elements, scales, blocks, form = pieces(weight)
-    many = tokens > MAX_OWN_TOKENS and out == torch.bfloat16 and not tuning.resized
+    own = MAX_OWN_TOKENS_ONE_SCALE if weight.one_scale and x.group < 0 else MAX_OWN_TOKENS
+    many = tokens > own and out == torch.bfloat16 and not tuning.resized
     if many and _has_library(tuning, rows, columns, form, x.group):
         return scaled_product(x.elements, x.scales, weight, bias)[: x.tokens]
     few = few_sizes(tuning, tokens, rows, columns, form, x.group)
@@ -358,5 +362,7 @@ def rounded_bytes(tuning: Tuning, tokens: int, weight: LinearWeight) -> int:
     few = few_sizes(tuning, tokens, weight.rows, weight.columns, form_of(weight.parts), _group(weight))
     if few is not None:
         sums = few_sums(few, tokens, weight.rows, weight.columns)
+        if _group(weight) < 0 and tokens > MAX_OWN_TOKENS_ONE_SCALE:  # scales are known when weights are loaded
+            sums = max(sums, tuning.scaled_bytes)
     result = (HELD_TOKENS - 1) * weight.rows * 4  # rows of garbage
     return sums + result + rounding_bytes(tokens, weight.columns, form)

@@ -21,7 +21,8 @@ from evener_kernels_triton.jit.launch import PreparedLaunch
 from evener_kernels_triton.kernel import DTYPES, PRECISION
 from evener_kernels_triton.prefill import LongQueries, PoolLines, attend_long, copies_can_read, long_queries, pool_lines
 from evener_kernels_triton.primitives import rows_of
-from evener_kernels_triton.stored import KINDS
+from evener_kernels_triton.rounded import RoundedRows, element_constants, round_rows, rounded_room
+from evener_kernels_triton.stored import KINDS, StoredMatrix
 from evener_kernels_triton.tuning import MAX_SPLITS, MIN_TILES, Tuning, memoized, power_of_two
 
 LAYOUT = "triton.paged"
@@ -74,6 +75,7 @@ class Decode:
 
     Attributes:
         launches: without sinks, and with sinks.
+        early: whether the next launch is let in before this one computes.
         grid: programs: requests, tiles of heads, splits of a request's keys.
         heads: query heads; value: length of a value.
         even: the launch of the kernel for long states, where it is for this step and pages can be copied.
@@ -81,6 +83,7 @@ class Decode:
 
     launches: tuple[PreparedLaunch, PreparedLaunch]
     grid: tuple[int, int, int]
+    early: bool
     heads: int
     value: int
     even: EvenQueries | None = None
@@ -178,7 +181,7 @@ class PagedState(AttentionProvider, QuantizedState):
         early = step.requests == 1 and key.shape[0] * splits <= self._tuning.units
         launches, tiles = _decode_launches(self._tuning, spec, attention, block_size, splits, early)
         even = even_queries(self._tuning, step, spec, attention)
-        return Decode(launches, (step.requests, tiles, splits), attention.heads, value.shape[1], even)
+        return Decode(launches, (step.requests, tiles, splits), early, attention.heads, value.shape[1], even)
 
     def _slopes_on(self, where: torch.device, attention: AttentionSpec) -> torch.Tensor | None:
         """Made once, because a captured step cannot copy from the host."""
@@ -208,10 +211,7 @@ class PagedState(AttentionProvider, QuantizedState):
     def attend(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if "attend" not in views.checked:
-            check_state(views.spec, meta.attention, query=query, tokens=meta.step.tokens)
-            views.checked.add("attend")
-        query = rows_of(query)
+        query = self._checked(views, meta, query)
         tokens, heads, _ = query.shape
         out = torch.empty(tokens, heads, views.value_dim, dtype=query.dtype, device=query.device)
         if not tokens:
@@ -232,9 +232,32 @@ class PagedState(AttentionProvider, QuantizedState):
             self._mixed(views, meta, query, sinks, out)
         return out
 
+    def attend_rounded(
+        self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, weight: StoredMatrix
+    ) -> RoundedRows:
+        """What ``attend`` gives, rounded as ``round_rows`` does for a product with ``weight``. Most decode steps do it in
+        one launch, if scales are fixed or each head has one."""
+        decode, how = meta.decode, weight.activation
+        assert how is not None, "asked of weights whose products are rounded"
+        whole = decode is not None and decode.even is None and meta.long is None and how.group in (-1, views.value_dim)
+        if not whole or not len(query):
+            return round_rows(self._tuning, self.attend(views, meta, query, sinks).flatten(1), weight)
+        made = rounded_room(self._tuning, weight, len(query), weight.shape[1], query.device)
+        self._decode(views, meta, self._checked(views, meta, query), sinks, made.elements, made)
+        return made
+
+    @staticmethod
+    def _checked(views: PagedViews, meta: PagedMeta, query: torch.Tensor) -> torch.Tensor:
+        """The queries in rows; their shape is checked once."""
+        if "attend" not in views.checked:
+            check_state(views.spec, meta.attention, query=query, tokens=meta.step.tokens)
+            views.checked.add("attend")
+        return rows_of(query)
+
     def _decode(
-        self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
+        self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor,
+        made: RoundedRows | None = None,
+    ) -> None:  # fmt: skip
         step, decode = meta.step, meta.decode
         assert decode is not None, "called for decode steps only"
         requests, tiles, splits = decode.grid
@@ -252,10 +275,16 @@ class PagedState(AttentionProvider, QuantizedState):
             stats = torch.empty(requests, decode.heads, splits, 2, dtype=torch.float32, device=where)
             arrived = self._tuning.arrivals.of(where, requests * tiles)
         row, head, _ = query.stride()
-        decode.launches[sinks is not None](
+        launches = decode.launches
+        if made is not None:
+            kind = "int8" if out.dtype == torch.int8 else "e4m3"
+            how = views.spec, meta.attention, views.block_size, splits, decode.early, kind, made.group < 0
+            launches, _ = _decode_launches(self._tuning, *how)
+        launches[sinks is not None](
             decode.grid, query, views.keys, views.values, step.block_table, step.kv_lens,
             sinks if sinks is not None else out, meta.slopes if meta.slopes is not None else out, out, parts, stats,
-            arrived, views.key_scales, views.value_scales, row, head, meta.table_row, views.key_page, views.value_page,
+            arrived, views.key_scales, views.value_scales, out if made is None else made.scales, len(out), row, head,
+            meta.table_row, views.key_page, views.value_page,
         )  # fmt: skip
 
     def _mixed(
@@ -316,9 +345,11 @@ def _common(tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_siz
 
 @memoized
 def _decode_launches(
-    tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, splits: int, early: bool
-) -> tuple[tuple[PreparedLaunch, PreparedLaunch], int]:
-    """The launches without and with sinks, and the number of tiles of heads."""
+    tuning: Tuning, spec: StateSpec, attention: AttentionSpec, block_size: int, splits: int, early: bool,
+    rounding: str = "", fixed: bool = False,
+) -> tuple[tuple[PreparedLaunch, PreparedLaunch], int]:  # fmt: skip
+    """The launches without and with sinks, and the number of tiles of heads. ``rounding``: the kind of element that
+    results are rounded to, with a ``fixed`` scale or with one for each head; "": they are not rounded."""
     (kv_heads, d), dv = spec.tensors[0].shape, spec.tensors[1].shape[1]
     group = attention.heads // kv_heads
     n, warps, stages = tuning.decode_tile(max(16, power_of_two(d), power_of_two(dv)), _size(attention.dtype))
@@ -329,7 +360,8 @@ def _decode_launches(
     m = max(16, min(64, power_of_two(group)))
     sizes = {
         "SPLITS": splits, "M": m, "N": n, "MIN_TILES": MIN_TILES, "OVERLAP": tuning.overlap, "EARLY": early,
-        "num_warps": warps, "num_stages": stages, **tuning.launch,
+        "num_warps": warps, "num_stages": stages, "ROUND": rounding, "FIXED": fixed,
+        "CAST": element_constants(tuning, rounding)["CAST"], **tuning.launch,
     }  # fmt: skip
     without, given = (
         PreparedLaunch(decode_kernel, **_common(tuning, spec, attention, block_size, sinks), **sizes)

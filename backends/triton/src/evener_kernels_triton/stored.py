@@ -152,6 +152,7 @@ class StoredPacking(Packing):
                     small = _on_host(made)
                 _write(made.elements[index], small[index], parts, uploads)
         assert made is not None and small is not None, "there is at least one matrix"
+        made = replace(made, one_scale=_one_scale(small.scales))
         made.scales.copy_(small.scales)
         if made.fixed is not None and small.fixed is not None:  # parts and matrices share the largest
             made.fixed.copy_(small.fixed.amax().expand_as(made.fixed))
@@ -169,7 +170,8 @@ class StoredPacking(Packing):
         wanted = [(t.shape, t.dtype) for t in (like.elements, like.scales, like.fixed) if t is not None]
         if [(t.shape, t.dtype) for t in tensors] != wanted:
             raise ValueError(f"the tensors do not have the shapes {[list(shape) for shape, _ in wanted]}")
-        made = replace(like, elements=tensors[0], scales=tensors[1], fixed=tensors[2] if len(tensors) > 2 else None)
+        fixed = tensors[2] if len(tensors) > 2 else None
+        made = replace(like, elements=tensors[0], scales=tensors[1], fixed=fixed, one_scale=_one_scale(tensors[1]))
         return self._weight(made, tuple(part.format for part in parts))
 
     def _weight(self, made: StoredMatrix, formats: tuple[QuantFormat, ...]) -> PackedWeight:
@@ -216,7 +218,12 @@ def _room(parts: Sequence[WeightPart], count: int, device: torch.device) -> Stor
     scales = torch.empty(count, -(-rows // high), _blocks(parts[0]), dtype=torch.float32, device=device)
     activation = parts[0].format.activation
     fixed = torch.zeros(count, dtype=torch.float32, device=device) if _has_fixed_scale(parts[0].format) else None
-    return StoredMatrix(elements, scales, form, activation, fixed, len(parts) == 1 and parts[0].format.group == -1)
+    return StoredMatrix(elements, scales, form, activation, fixed)
+
+
+def _one_scale(scales: torch.Tensor) -> bool:
+    """Whether each matrix has one scale. Parts may agree on theirs: NVIDIA's tools make them the same."""
+    return scales.shape[-1] == 1 and bool((scales == scales[..., :1, :]).all())
 
 
 def _on_host(made: StoredMatrix) -> StoredMatrix:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from evener_kernels_triton.jit.arrival import is_last_program
 from evener_kernels_triton.jit.launch import fast_launch
+from evener_kernels_triton.jit.rounded import round_groups
 from evener_kernels_triton.jit.stored import widened
 
 
@@ -87,17 +88,19 @@ def _span(keys, splits, N: tl.constexpr, MIN_TILES: tl.constexpr):
 @fast_launch
 @triton.jit
 def decode_kernel(
-    query, keys, values, table, kv_lens, sinks, slopes, out, parts, stats, arrived, key_scales, value_scales,
-    q_row, q_head, table_row, key_page, value_page, scale, cap,
+    query, keys, values, table, kv_lens, sinks, slopes, out, parts, stats, arrived, key_scales, value_scales, scales,
+    held, q_row, q_head, table_row, key_page, value_page, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MIN_TILES: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
+    ROUND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """Program (request, tile of the heads of one key head, split). A split has at least MIN_TILES tiles, so short
     requests are not split: the first program then has the result. Otherwise each program stores its sums in ``parts``
     and ``stats``, and the last one merges them. EARLY: all programs run at the same time, and the next launch asks for
-    its weights meanwhile."""
+    its weights meanwhile. ROUND: what would be stored is rounded to this kind of element, with the scale ``scales`` if
+    FIXED, else each head with its own, which is stored in ``scales`` [HEADS, held]."""
     if OVERLAP and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if OVERLAP:
@@ -161,7 +164,14 @@ def decode_kernel(
             acc = acc * tl.exp2(m - new)[:, None]
         acc = acc * _head_scale(value_scales, head, KIND)
         at = (row * HEADS + heads)[:, None] * DV + dv[None, :]
-        tl.store(out + at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (dv < DV)[None, :])
+        y = (acc / mass[:, None]).to(query.dtype.element_ty)
+        if ROUND != "":
+            v = tl.where(real[:, None], y.to(tl.float32), 0.0)  # merged padding is no number
+            made, of_head = round_groups(v, scales, ROUND, CAST, FIXED, M)
+            if not FIXED:
+                tl.store(scales + heads * held + row, of_head, mask=real)
+            y = made.to(out.dtype.element_ty, bitcast=True)
+        tl.store(out + at, y, mask=real[:, None] & (dv < DV)[None, :])
 
 
 @triton.jit

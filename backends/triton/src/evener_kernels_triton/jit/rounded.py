@@ -15,7 +15,7 @@ from evener_kernels_triton.jit.stored import row_scales
 
 
 @triton.jit
-def _rounded(v, fixed, KIND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr):
+def round_groups(v, fixed, KIND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr):
     """(elements, scales [EACH]) of groups ``v`` [EACH, columns] in float32; FIXED: with the scale ``fixed``."""
     scale = tl.zeros([EACH], tl.float32) + tl.load(fixed) if FIXED else _scale(tl.max(tl.abs(v), 1), KIND)
     return _nearest(_quotient(v, scale[:, None], CAST and not FIXED), KIND, CAST), scale
@@ -82,7 +82,7 @@ def round_rows_kernel(
     c = g[:, None] * GROUP + j[None, :]
     inside = (j < GROUP)[None, :] & (c < columns)
     v = tl.load(x + token.to(tl.int64) * x_row + c, mask=inside, other=0.0).to(tl.float32)
-    y, scale = _rounded(v, fixed, KIND, CAST, FIXED, EACH)
+    y, scale = round_groups(v, fixed, KIND, CAST, FIXED, EACH)
     if not FIXED:
         tl.store(scales + g * tokens + token, scale, mask=g * GROUP < columns)
     tl.store(q + token.to(tl.int64) * columns + c, y.to(q.dtype.element_ty, bitcast=True), mask=inside)
@@ -137,7 +137,7 @@ def norm_round_kernel(
     if KEEP:
         tl.store(y + row * size + at, normed, mask=inside)
     each: tl.constexpr = BLOCK // WIDE
-    made, scale = _rounded(tl.reshape(normed.to(tl.float32), [each, WIDE]), fixed, KIND, CAST, FIXED, each)
+    made, scale = round_groups(tl.reshape(normed.to(tl.float32), [each, WIDE]), fixed, KIND, CAST, FIXED, each)
     if SPREAD or not FIXED:
         g = tl.arange(0, each)
         tl.store(scales + g * tokens + token, scale, mask=g * WIDE < size)
@@ -165,7 +165,7 @@ def act_round_kernel(
     gate = tl.load(x + row * x_row + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + inner + c, mask=inside, other=0.0).to(tl.float32)
     v = (activate(gate, ACT) * up).to(y.dtype.element_ty).to(tl.float32)
-    made, scale = _rounded(v, fixed, KIND, CAST, FIXED, EACH)
+    made, scale = round_groups(v, fixed, KIND, CAST, FIXED, EACH)
     if not FIXED:
         tl.store(scales + g * tokens + token, scale, mask=g * WIDE < inner)
     tl.store(q + row * inner + c, made.to(q.dtype.element_ty, bitcast=True), mask=inside)
