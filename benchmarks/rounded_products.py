@@ -75,8 +75,8 @@ def part_of(form: str, rows: int, columns: int, seed: int, device: torch.device 
     stored = (noise * 32).clamp(-127, 127).to(torch.int8) if form == "int8" else noise.to(torch.float8_e4m3fn)
     shape = (-(-rows // how.group_out), -(-columns // (how.group or columns))) if how.group >= 0 else (1, 1)
     # "fp8-shared": the parts of a weight have the same one, as NVIDIA's exporter writes them.
-    many = torch.ones(shape, device=device) if form == "fp8-shared" else torch.rand(shape, generator=draw, device=device) + 0.5
-    scale = many * columns**-0.5
+    by = 1.0 if form == "fp8-shared" else torch.rand(shape, generator=draw, device=device) + 0.5
+    scale = torch.ones(shape, device=device) * by * columns**-0.5
     tensors = {"weight": stored, "scale": scale / (32 if form == "int8" else 1)}
     if how.activation is not None and how.activation.group < 0:
         tensors["activation_scale"] = torch.full((1,), FIXED, device=device)

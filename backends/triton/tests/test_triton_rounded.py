@@ -300,7 +300,9 @@ def test_many_tokens_are_multiplied_by_the_library_where_the_device_has_the_prod
     for own in (64, 32) if form[1:] == (-1, 1, -1) else (64,):
         before = len(asked)
         few = rounded_linear(TORCH, torch.bfloat16, x[:own], weight, added)
-        torch.testing.assert_close(few, rounded_linear(LARGE, torch.bfloat16, x[:own], weight, added), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(
+            few, rounded_linear(LARGE, torch.bfloat16, x[:own], weight, added), rtol=2e-2, atol=2e-2
+        )
         assert len(asked) - before == (own == 64 and form[1:] == (-1, 1, -1))
     before = len(asked)
     rounded_linear(TORCH, torch.float32, x[:, :], weight, None)

@@ -78,11 +78,11 @@ def assert_same(got: RoundedRows, want: RoundedRows) -> None:
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("tuning", [NARROW, WIDE], ids=["whole", "splits"])
-@pytest.mark.parametrize(("storage", "group"), [("float8_e4m3fn", -1), ("float8_e4m3fn", DIM), ("int8", -1)])
+@pytest.mark.parametrize("group", [-1, DIM], ids=["fixed", "heads"])
 def test_a_decode_step_rounds_in_the_launch_of_attention_bit_for_bit(
-    storage: str, group: int, tuning: Tuning, sinks: bool, monkeypatch: pytest.MonkeyPatch
+    group: int, tuning: Tuning, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, weight = Step(tuning, [1, 200, 33]), weight_of(storage, group)
+    step, weight = Step(tuning, [1, 200, 33]), weight_of("float8_e4m3fn", group)
     assert (step.meta.decode.grid[2] > 1) == (tuning is WIDE)
     got, want = step.both(weight, sinks)
     assert_same(got, want)
@@ -101,6 +101,10 @@ def test_quantized_state_is_rounded_behind_its_own_scales() -> None:
 def test_groups_that_are_not_heads_are_rounded_afterwards(group: int) -> None:
     weight = packed([rounding_part(16, HEADS * DIM, ("float8_e4m3fn", group, 1, group))])
     assert_same(*Step(WIDE, [40, 5]).both(weight))
+
+
+def test_integers_are_rounded_afterwards() -> None:
+    assert_same(*Step(WIDE, [40, 5]).both(weight_of("int8", -1)))
 
 
 def test_prompts_are_rounded_afterwards() -> None:

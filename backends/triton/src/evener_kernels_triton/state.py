@@ -235,12 +235,12 @@ class PagedState(AttentionProvider, QuantizedState):
     def attend_rounded(
         self, views: PagedViews, meta: PagedMeta, query: torch.Tensor, sinks: torch.Tensor | None, weight: StoredMatrix
     ) -> RoundedRows:
-        """What ``attend`` gives, rounded as ``round_rows`` does for a product with ``weight``. Most decode steps do it in
-        one launch, if scales are fixed or each head has one."""
+        """What ``attend`` gives, rounded as ``round_rows`` does for a product with ``weight``. To float8 most decode
+        steps do it in one launch, if scales are fixed or each head has one; exact divisions to int8 would slow it."""
         decode, how = meta.decode, weight.activation
         assert how is not None, "asked of weights whose products are rounded"
-        whole = decode is not None and decode.even is None and meta.long is None and how.group in (-1, views.value_dim)
-        if not whole or not len(query):
+        inside = weight.form.kind == "e4m3" and how.group in (-1, views.value_dim)
+        if not inside or decode is None or decode.even is not None or meta.long is not None or not len(query):
             return round_rows(self._tuning, self.attend(views, meta, query, sinks).flatten(1), weight)
         made = rounded_room(self._tuning, weight, len(query), weight.shape[1], query.device)
         self._decode(views, meta, self._checked(views, meta, query), sinks, made.elements, made)
@@ -277,8 +277,7 @@ class PagedState(AttentionProvider, QuantizedState):
         row, head, _ = query.stride()
         launches = decode.launches
         if made is not None:
-            kind = "int8" if out.dtype == torch.int8 else "e4m3"
-            how = views.spec, meta.attention, views.block_size, splits, decode.early, kind, made.group < 0
+            how = views.spec, meta.attention, views.block_size, splits, decode.early, "e4m3", made.group < 0
             launches, _ = _decode_launches(self._tuning, *how)
         launches[sinks is not None](
             decode.grid, query, views.keys, views.values, step.block_table, step.kv_lens,

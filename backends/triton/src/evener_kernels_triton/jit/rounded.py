@@ -17,15 +17,22 @@ from evener_kernels_triton.jit.stored import row_scales
 @triton.jit
 def round_groups(v, fixed, KIND: tl.constexpr, CAST: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr):
     """(elements, scales [EACH]) of groups ``v`` [EACH, columns] in float32; FIXED: with the scale ``fixed``."""
-    scale = tl.zeros([EACH], tl.float32) + tl.load(fixed) if FIXED else _scale(tl.max(tl.abs(v), 1), KIND)
-    return _nearest(_quotient(v, scale[:, None], CAST and not FIXED), KIND, CAST), scale
+    if FIXED:
+        scale = tl.zeros([EACH], tl.float32) + tl.load(fixed)
+        if CAST:
+            # What is cut off anyway: infinity less infinity would be no number in ``_quotient``.
+            most = tl.broadcast_to(scale[:, None] * 512.0, v.shape)
+            v = tl.clamp(v, -most, most, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        scale = _scale(tl.max(tl.abs(v), 1), KIND)
+    return _nearest(_quotient(v, scale[:, None], CAST), KIND, CAST), scale
 
 
 @triton.jit
 def _quotient(v, scale, FAST: tl.constexpr):
     """v / scale, rounded to nearest; scales are broadcast. FAST: with one division a scale and a correction of each
-    quotient by what it leaves (Markstein 1990), which rounds as well unless numbers overflow. Of scales that were found
-    in v none does; where v has infinity, all of the group are no numbers, and not one alone."""
+    quotient by what it leaves (Markstein 1990), which rounds as well unless numbers overflow. With scales that were
+    found in v none does; where v has infinity, all of the group are no numbers, and not one alone."""
     if FAST:
         inverse = tl.broadcast_to(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), v.shape)
         near = v * inverse
