@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import torch
 
+from evener_formats.gguf.header import UNPACKED
 from evener_formats.quantize.blocks import to_blocks
 
 Tensors = Mapping[str, torch.Tensor]
@@ -49,6 +50,44 @@ def in_blocks(tensor: torch.Tensor, kind: str) -> np.ndarray[Any, Any]:
     if kind.endswith("_K"):
         return to_blocks(kind.lower(), tensor).numpy()
     return gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[kind])
+
+
+#: A Llama of one layer whose matrices have 256 columns.
+WIDE = {
+    "context_length": 64, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
+}  # fmt: skip
+
+
+def in_iq_blocks(storage: str, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Random blocks of a format of ``UNPACKED``, uint8 [rows, bytes of a row]. Their scales give numbers below 10."""
+    elements, nbytes = UNPACKED[storage]
+    draw = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(256, (rows, columns // elements, nbytes), generator=draw, dtype=torch.uint8)
+    if storage == "iq1_m":  # the upper halves of four bytes are its scale
+        blocks[:, :, 49:56:2] &= 0x0F
+        blocks[:, :, 55] |= 0x20
+    else:  # sign, exponent and two bits of the scale
+        at = {"tq1_0": 53, "tq2_0": 65}.get(storage, 1)
+        exponent = {"iq1": 0x28, "iq2": 0x1C, "iq3": 0x18, "tq1": 0x30, "tq2": 0x30}.get(storage[:3], 0x18)
+        blocks[:, :, at] = blocks[:, :, at] & 0x83 | (0x08 if storage == "iq4_xs" else exponent)
+    return blocks.flatten(1)
+
+
+def unpacked_file(path: Path, storage: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A file of ``WIDE`` whose projections have a format of ``UNPACKED``, and these in blocks by GGUF's names."""
+    rows = {"attn_q": 256, "attn_k": 128, "attn_v": 128, "attn_output": 256, "ffn_gate": 256, "ffn_up": 256,
+            "ffn_down": 256}  # fmt: skip
+    blocks = {
+        f"blk.0.{name}.weight": in_iq_blocks(storage, n, 256, seed) for seed, (name, n) in enumerate(rows.items())
+    }
+    norms = {f"{name}.weight": torch.ones(256) for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm")}
+    table = {"token_embd.weight": torch.randn(259, 256, generator=torch.Generator().manual_seed(9)) * 0.02}
+
+    def kind(name: str) -> str:
+        return storage.upper() if name in blocks else "Q8_0"
+
+    return write_gguf(path, "llama", WIDE, {**blocks, **norms, **table}, kind), blocks
 
 
 def q4_k_m(name: str) -> str:

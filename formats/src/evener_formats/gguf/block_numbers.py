@@ -72,6 +72,38 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     return (scales[..., None] * numbers.view(torch.int8).sub_(32).view(-1, 16, 16)).view(-1, 256)
 
 
+#: Numbers that are made at a time.
+_SLICE = 1 << 20
+
+
+def numbers(stored: torch.Tensor, storage: str, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A matrix [rows, columns] in ``dtype``.
+
+    Args:
+        stored: uint8 [rows, bytes of a row], in the format ``storage``.
+        block: elements and bytes of a block.
+    """
+    (elements, nbytes), make = block, BLOCK_NUMBERS.get(storage) or _by_library(storage)
+    rows, columns = len(stored), stored.shape[1] // nbytes * elements
+    out = torch.empty(rows, columns, dtype=dtype)
+    # A slice after another: what lies between stays in the processor's cache.
+    step = max(1, _SLICE // max(1, columns))
+    for at in range(0, rows, step):
+        some = stored[at : at + step]
+        out[at : at + step] = make(some.reshape(-1, nbytes)).view(len(some), columns)
+    return out
+
+
+def _by_library(storage: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As ``BLOCK_NUMBERS``, by the library ``gguf``."""
+    import numpy as np
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType[storage.upper()]
+    return lambda blocks: torch.from_numpy(np.ascontiguousarray(dequantize(blocks.numpy(), kind)))
+
+
 #: By format: makes float32 [blocks, elements of a block] of uint8 [blocks, bytes of a block].
 BLOCK_NUMBERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q4_k": _q4_k, "q6_k": _q6_k,

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import logging
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.errors import CheckpointError, did_you_mean
 from evener_formats.gguf.families import FAMILIES, Llama, family_of_file
-from evener_formats.gguf.header import MXFP4, GgufHeader, GgufTensor, read_header
-from evener_formats.gguf.made import Made, Mxfp4Matrix
+from evener_formats.gguf.header import MXFP4, UNPACKED, GgufHeader, GgufTensor, read_header
+from evener_formats.gguf.made import Made, Mxfp4Matrix, UnpackedMatrix
 from evener_formats.gguf.stored import memory_map
 from evener_formats.read_ahead import FileRange, ReadAhead
 from evener_formats.tokenizers.gguf_tokenizer import tokenizer_files
@@ -26,6 +28,7 @@ from evener_formats.tokenizers.tokenizer_json import MadeTokenizer
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
 #: Tensors of a model, each expert's counted. DeepSeek V3 has 45,000.
 _MOST_TENSORS = 1 << 20
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -64,11 +67,15 @@ class GgufCheckpoint(Checkpoint, MadeTokenizer):
             if folder_name is not None:
                 for one, part in self._matrices(folder_name, name, entry):
                     self._stored[one], self._entries[one] = name, part
-        for one, part in [item for item in self._entries.items() if item[1].dtype == MXFP4]:
+        for one, part in [item for item in self._entries.items() if item[1].dtype in (MXFP4, *UNPACKED)]:
             del self._entries[one]
-            self._add(Mxfp4Matrix(one, part, self.family.permuted_heads(self._stored.pop(one))))
+            make = Mxfp4Matrix if part.dtype == MXFP4 else UnpackedMatrix
+            self._add(make(one, part, self.family.permuted_heads(self._stored.pop(one))))
         for made in self.family.made():
             self._add(made)
+        unread = Counter(tensor.dtype for tensor in self._header.tensors.values() if tensor.dtype in UNPACKED)
+        for kind, count in sorted(unread.items()):
+            log.info("%s: %d tensors are dequantized from %s, which no kernel reads", path, count, kind)
         changed = (n for n, s in self._stored.items() if self._offset(n) or self.family.permuted_heads(s))
         self.copied = frozenset((*changed, *self._made))
 

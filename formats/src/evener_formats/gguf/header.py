@@ -26,13 +26,20 @@ from evener.errors import CheckpointError
 #: Blocks of 32 four-bit floats that begin with the exponent of their scale. It is none of ``BLOCKS``: such a tensor is
 #: read as the two that the scheme "mxfp4" knows.
 MXFP4 = "mxfp4"
+#: Blocks that no kernel reads, with their elements and bytes: such a matrix is made float32 when it is read.
+UNPACKED: Mapping[str, tuple[int, int]] = {
+    "iq1_s": (256, 50), "iq1_m": (256, 56), "iq2_xxs": (256, 66), "iq2_xs": (256, 74), "iq2_s": (256, 82),
+    "iq3_xxs": (256, 98), "iq3_s": (256, 110), "iq4_nl": (32, 18), "iq4_xs": (256, 136), "tq1_0": (256, 54),
+    "tq2_0": (256, 66),
+}  # fmt: skip
 #: GGUF's tensor types: our name of the dtype or block format, elements per block, bytes per block.
 TYPES: Mapping[int, tuple[str, int, int]] = {
     0: ("float32", 1, 4), 1: ("float16", 1, 2), 30: ("bfloat16", 1, 2), 28: ("float64", 1, 8), 24: ("int8", 1, 1),
     25: ("int16", 1, 2), 26: ("int32", 1, 4), 27: ("int64", 1, 8), 39: (MXFP4, 32, 17),
-    **{number: (name, *BLOCKS[name]) for number, name in
+    **{number: (name, *{**BLOCKS, **UNPACKED}[name]) for number, name in
        {2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k",
-        14: "q6_k"}.items()},
+        14: "q6_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl", 21: "iq3_s", 22: "iq2_s",
+        23: "iq4_xs", 29: "iq1_m", 34: "tq1_0", 35: "tq2_0"}.items()},
 }  # fmt: skip
 
 #: GGUF's value types: the code of ``array`` and ``struct`` for each. 7 is a bool, 8 a string, 9 an array.

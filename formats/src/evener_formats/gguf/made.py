@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import BLOCKS
 from evener.errors import CheckpointError
-from evener_formats.gguf.header import MXFP4, GgufTensor
+from evener_formats.gguf.header import MXFP4, UNPACKED, GgufTensor
 from evener_formats.gguf.stored import dequantized, memory_map, split_mxfp4
 
 if TYPE_CHECKING:
@@ -83,6 +83,23 @@ class Mxfp4Matrix(Made):
         return {f"{self._name}_blocks": blocks, f"{self._name}_scales": scales.contiguous()}
 
 
+class UnpackedMatrix(Made):
+    """A matrix in a format of ``UNPACKED``, in float32.
+
+    Args: as of ``Mxfp4Matrix``.
+    """
+
+    def __init__(self, name: str, entry: GgufTensor, heads: int) -> None:
+        self._name, self._entry, self._heads = name, entry, heads
+        self.headers = {name: ("float32", entry.shape)}
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        made = dequantized(self._entry)
+        if self._heads:
+            made = made.unflatten(0, (self._heads, -1, 2)).transpose(1, 2).reshape(made.shape)
+        return {self._name: made}
+
+
 class ExpertStack(Made):
     """A stack with a matrix, or a bias, for each expert, whose rows come from several stacks in turn: one of gate, one
     of up, and so on. Unquantized matrices are [experts, columns, rows], as gpt-oss has them.
@@ -109,7 +126,7 @@ class ExpertStack(Made):
                 f"{entries[0].file}: the parts of {name} are stored as {' and '.join(sorted(dtypes))}, which cannot be "
                 "one weight; fetch a file with experts in MXFP4, as the model was published"
             )
-        if rank == 2 and dtype in (*BLOCKS, MXFP4):
+        if rank == 2 and dtype in (*BLOCKS, *UNPACKED, MXFP4):
             raise CheckpointError(f"{entries[0].file}: {name} is stored as {dtype}, as no bias is; fetch another file")
         self._name, self._entries, self._dtype = name, entries, dtype
         whole = shape[0], len(entries) * shape[1], *shape[2:]
@@ -117,7 +134,8 @@ class ExpertStack(Made):
         if dtype == MXFP4:
             self.headers = _mxfp4_headers(name, whole)
         else:
-            self.headers = {name: (dtype, (whole[0], *whole[:0:-1]) if self._transposed else whole)}
+            of_numbers = "float32" if dtype in UNPACKED else dtype
+            self.headers = {name: (of_numbers, (whole[0], *whole[:0:-1]) if self._transposed else whole)}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         import torch
@@ -131,7 +149,7 @@ class ExpertStack(Made):
                     rows = slice(first, None, len(self._entries))
                     blocks[number, rows], scales[number, rows] = split_mxfp4(stored)
             return made
-        parts = [memory_map(entry) for entry in self._entries]
+        parts = [(dequantized if entry.dtype in UNPACKED else memory_map)(entry) for entry in self._entries]
         whole = parts[0] if len(parts) == 1 else torch.stack(parts, dim=2).flatten(1, 2)
         return {self._name: whole.transpose(1, 2) if self._transposed else whole}
 

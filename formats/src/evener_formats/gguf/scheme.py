@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +23,6 @@ _SCALES: Mapping[str, tuple[int, ...]] = {
 
 #: Reads MXFP4, which a checkpoint gives as two tensors.
 _FOUR_BITS = Mxfp4Scheme()
-#: Numbers that are made at a time.
-_SLICE = 1 << 20
 
 
 class GgufScheme(QuantScheme):
@@ -64,17 +62,9 @@ class GgufScheme(QuantScheme):
         stored = part.tensors["weight"]
         if part.format.plain:
             return stored.to(getattr(torch, dtype))
-        from evener_formats.gguf.block_numbers import BLOCK_NUMBERS
+        from evener_formats.gguf.block_numbers import numbers
 
-        make = BLOCK_NUMBERS.get(part.format.storage) or _by_library(part.format.storage)
-        out = torch.empty(part.rows, part.columns, dtype=getattr(torch, dtype))
-        # A slice after another: what lies between stays in the processor's cache.
-        step = max(1, _SLICE // max(1, part.columns))
-        for at in range(0, part.rows, step):
-            rows = stored[at : at + step]
-            blocks = rows.reshape(-1, BLOCKS[part.format.storage][1])
-            out[at : at + step] = make(blocks).view(len(rows), part.columns)
-        return out
+        return numbers(stored, part.format.storage, BLOCKS[part.format.storage], getattr(torch, dtype))
 
     def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
         if part.format == MXFP4:
@@ -122,17 +112,6 @@ class GgufScheme(QuantScheme):
         for _, headers, tensors in _FOUR_BITS.examples(name, seed):
             if len(tensors) == 2:
                 yield config, headers, tensors
-
-
-def _by_library(storage: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As ``BLOCK_NUMBERS``, by the library ``gguf``."""
-    import numpy as np
-    import torch
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    kind = GGMLQuantizationType[storage.upper()]
-    return lambda blocks: torch.from_numpy(np.ascontiguousarray(dequantize(blocks.numpy(), kind)))
 
 
 def _stored_name(name: str, headers: Headers) -> str:

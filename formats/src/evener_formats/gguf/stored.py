@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from evener.contracts.quant import BLOCKS, WeightPart, block_format, plain
 from evener.contracts.quant import MXFP4 as FOUR_BITS
-from evener_formats.gguf.header import MXFP4, TYPES, GgufTensor
+from evener_formats.gguf.header import MXFP4, TYPES, UNPACKED, GgufTensor
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ _BYTES = {name: (elements, nbytes) for name, elements, nbytes in TYPES.values()}
 
 def memory_map(entry: GgufTensor) -> torch.Tensor:
     """The tensor in its file, which must not be written: in a float or integer dtype in its shape; in a format of
-    ``BLOCKS`` uint8 [..., bytes of a row]; in MXFP4 uint8 [..., blocks of a row, bytes of a block]."""
+    ``BLOCKS`` or ``UNPACKED`` uint8 [..., bytes of a row]; in MXFP4 uint8 [..., blocks of a row, bytes of a block]."""
     import numpy as np
     import torch
 
@@ -26,17 +26,22 @@ def memory_map(entry: GgufTensor) -> torch.Tensor:
     flat, (elements, nbytes) = torch.from_numpy(data), _BYTES[entry.dtype]
     if entry.dtype == MXFP4:
         return flat.view(*entry.shape[:-1], entry.shape[-1] // elements, nbytes)
-    if entry.dtype in BLOCKS:
+    if entry.dtype in BLOCKS or entry.dtype in UNPACKED:
         return flat.view(*(entry.shape[:-1] or (1,)), entry.shape[-1] // elements * nbytes)
     return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def dequantized(entry: GgufTensor) -> torch.Tensor:
     """A matrix, or a stack of them, in float32."""
+    import torch
+
+    from evener_formats.gguf.block_numbers import numbers
     from evener_formats.gguf.scheme import GgufScheme
 
     rows, columns = math.prod(entry.shape[:-1]), entry.shape[-1]
     stored = memory_map(entry).flatten(0, len(entry.shape) - 2)
+    if entry.dtype in UNPACKED:
+        return numbers(stored, entry.dtype, UNPACKED[entry.dtype], torch.float32).view(entry.shape)
     if entry.dtype == MXFP4:
         blocks, scales = split_mxfp4(stored)
         part = WeightPart("", rows, columns, FOUR_BITS, {"weight": blocks, "scale": scales})
