@@ -9,7 +9,6 @@ import torch
 
 from evener.backend_search import BackendSearch
 from evener.config.schema import Config
-from evener.engine.inputs.step_layout import one_request
 from evener.engine.worker.worker import Worker
 
 ROWS = 16
@@ -21,8 +20,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compute(worker: Worker, tokens: int) -> None:
-    a = worker.assembly
-    step = worker.execute(one_request(tokens, len(a.geometry.groups), a.geometry.block_size))
+    step = worker.execute(worker.assembly.geometry.one_request(tokens))
     assert step is not None
     step.wait()
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evener.contracts.generation.drafter import BY_WORKER
 from evener.contracts.state import AttentionSpec, StateStep
@@ -157,24 +158,134 @@ def decode(slots: list[int], starts: list[int]) -> Plan:
     return Plan(id=0, slots=slots, starts=starts, counts=[1] * len(slots), samples=[*range(len(slots))])
 
 
+def filled(device: HostDevice, groups: int) -> DeviceTables:
+    """Tables of three requests, each with blocks of its own."""
+    tables = DeviceTables(device, 3, 20, (1,) * groups, BLOCK)
+    blocks = torch.arange(3 * groups * 5, dtype=torch.int32).view(3, groups, 5)
+    tables.blocks[:3, :, :5] = 1 + blocks
+    return tables
+
+
+def check_inputs(going: DecodeInputs, step: tuple[list[int], list[int]]) -> None:
+    """The device has the inputs of this step, padding included."""
+    device = HostDevice(0)
+    device.capabilities = going._tables._device.capabilities
+    tables = filled(device, going._tables.blocks.shape[1])
+    tables.blocks[:] = going._tables.blocks
+    fresh = DecodeInputs(device, tables, 3, 3, 20)
+    fresh.fill(decode(*step))
+    for name, array in vars(fresh.arrays).items():
+        found = getattr(going.arrays, name)
+        if name == "paging":
+            assert all(map(torch.equal, array, found)), step
+        elif array is not None and name not in ("block_at", "offsets"):  # what the paging is found by
+            assert torch.equal(array, found), (step, name)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("alignment", [4, 64])
-def test_a_decode_step_that_follows_finds_its_inputs_on_the_device(device: CountingDevice, alignment: int) -> None:
+def test_a_decode_step_that_follows_finds_its_inputs_on_the_device(
+    device: CountingDevice, alignment: int, groups: int
+) -> None:
     device.capabilities = replace(device.capabilities, alignment=alignment)
-    tables = DeviceTables(device, 3, 20, (1,), BLOCK)
-    going, sent = DecodeInputs(device, tables, 3, 3, 20), list[int]()
+    going, sent = DecodeInputs(device, filled(device, groups), 3, 3, 20), list[int]()
     for number, step in enumerate(STEPS):
         device.uploads = 0
         lengths = going.fill(decode(*step))
         if device.uploads:
             sent.append(number)
-        fresh = DecodeInputs(device, tables, 3, 3, 20)
-        assert fresh.fill(decode(*step)) == lengths
-        for name, array in vars(fresh.arrays).items():
-            assert array is None or torch.equal(array, getattr(going.arrays, name)), (number, name)
+        check_inputs(going, step)
         assert lengths.kv == going.arrays.kv_lens.tolist()
         going.advance()
     # Blocks begin in steps 3 and 7, requests leave and come in 5 and 7, and 10 and 11 do not follow.
     assert sent == [0, 3, 5, 7, 10, 11]
+
+
+def test_the_paging_of_a_captured_step_is_that_of_an_eager_one(device: CountingDevice) -> None:
+    tables = filled(device, 2)
+    going = DecodeInputs(device, tables, 3, 3, 20)
+    for step in STEPS:
+        going.fill(decode(*step))
+        eager = StepLayout(decode(*step), tables).upload(device)
+        rows, paging = len(step[0]), going.arrays.paging
+        found = tables.paging(eager.block_at, eager.offsets, eager.slots, 20)
+        assert paging is not None and torch.equal(paging.block_table[:, :rows], found.block_table)
+        assert torch.equal(paging.slot_mapping[:, :rows], found.slot_mapping)
+        # Padding is in the null block.
+        assert not paging.block_table[:, rows:].any() and not paging.slot_mapping[:, rows:].any()
+        going.advance()
+
+
+def test_a_block_that_changes_inside_a_block_of_tokens_is_looked_up_again(device: CountingDevice) -> None:
+    tables = filled(device, 2)
+    going = DecodeInputs(device, tables, 3, 3, 20)
+    going.fill(decode([2, 0], [5, 9]))
+    going.advance()
+    # The step that follows, but for a plan in between that gave the slot other blocks.
+    tables.write(Plan(id=1, updates=[TableUpdate(0, 0, [[91, 92, 93], [94, 95, 96]])]))
+    going.fill(decode([2, 0], [6, 10]))
+    check_inputs(going, ([2, 0], [6, 10]))
+    assert going.arrays.paging is not None
+    assert going.arrays.paging.slot_mapping[:, 1].tolist() == [93 * BLOCK + 2, 96 * BLOCK + 2]
+
+
+def test_captures_share_the_memory_of_their_block_tables(device: CountingDevice) -> None:
+    tables = filled(device, 2)
+    one, other = DecodeInputs(device, tables, 3, 3, 20), DecodeInputs(device, tables, 2, 3, 20)
+    one.fill(decode([2, 0], [5, 9]))
+    one.advance()
+    # Another kind of sampling, say, takes over for one step.
+    other.fill(decode([2, 0], [6, 10]))
+    other.advance()
+    one.fill(decode([2, 0], [7, 11]))
+    check_inputs(one, ([2, 0], [7, 11]))
+    one.advance()
+    other.fill(decode([1], [17]))
+    one.fill(decode([2, 0], [9, 13]))
+    check_inputs(one, ([2, 0], [9, 13]))
+    places = {each.arrays.paging.block_table.data_ptr() for each in (one, other) if each.arrays.paging}
+    assert places == {tables.captured_blocks.data_ptr()}
+
+
+def test_a_replay_selects_ids_only(device: CountingDevice) -> None:
+    tables = filled(device, 3)
+    group = SimpleNamespace(slots=[object()], provider=Recorder(), spec=None, attention=None)
+    geometry: Any = SimpleNamespace(block_size=BLOCK, groups=[group] * 3, spans=(1,) * 3)
+    nothing: Any = SimpleNamespace(select=lambda at: None)
+    runner = Runner(device, nothing, nothing, tables, geometry, nothing)
+    inputs, seen = DecodeInputs(device, tables, 3, 3, 20), Launches()
+    inputs.fill(decode([2, 0], [5, 9]))
+    with seen:
+        runner.step(inputs.shape, inputs.arrays)
+        inputs.advance()
+    assert seen.names == ["index_select", "add_"]
+
+
+class Launches(TorchDispatchMode):
+    """The names of the calls that would launch something: all that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_proposed_tokens_are_sampled_after_each(device: CountingDevice) -> None:
+    tables = filled(device, 1)
+    drafts = [DraftedTokens(0, [8, 9]), DraftedTokens(2, [7])]
+    plan = Plan(id=1, slots=[2, 0, 1], starts=[5, 9, 2], counts=[3, 4, 3], drafts=drafts, samples=[0, 0, 0, 1, 2, 2])
+    values = StepLayout(plan, tables).values
+    assert values["last"].tolist() == [0, 1, 2, 6, 8, 9]
+    assert values["sample_positions"].tolist() == [6, 7, 8, 13, 4, 5]
+    assert values["kept_lens"].tolist() == [6, 13, 4]
 
 
 def test_places_are_those_of_the_tables(device: CountingDevice) -> None:
@@ -186,8 +297,12 @@ def test_places_are_those_of_the_tables(device: CountingDevice) -> None:
     places = tables.places(slots, positions)
     at = torch.from_numpy(places.token)
     assert tables.ids(at).tolist() == tables.tokens[slots, positions].tolist()
-    assert torch.equal(tables.blocks_at(torch.from_numpy(places.block)), tables.blocks[slots, :, positions // BLOCK].T)
+    block, offset, owners = map(torch.from_numpy, (places.block, places.offset, slots))
+    paging = tables.paging(block, offset, owners, 14)
+    blocks = tables.blocks[slots, :, positions // BLOCK].T
     assert places.offset.tolist() == [3, 1, 0, 0]
+    assert torch.equal(paging.slot_mapping, blocks * BLOCK + offset)
+    assert torch.equal(paging.block_table, tables.blocks[slots].transpose(0, 1)[:, :, : paging.block_table.shape[2]])
     assert tables.adapters(at, torch.from_numpy(positions)).tolist() == [7, 9, 8, 9]
     tables.put(at, torch.tensor([1, 2, 3, 4], dtype=torch.int32))
     assert tables.tokens[slots, positions].tolist() == [1, 2, 3, 4]

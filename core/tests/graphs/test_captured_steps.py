@@ -16,7 +16,7 @@ from step_grammar import STEPS, VOCAB, Steps, follows
 
 from evener.config import from_overrides, to_flat
 from evener.contracts.media import make_item
-from evener.engine.wire.messages import LogitBias, NewRequest, Sampling
+from evener.engine.wire.messages import Abort, LogitBias, NewRequest, Sampling
 from evener.engine.worker import graphs
 from evener_conformance.graph.state import MaskedState
 from evener_conformance.rank_threads import rank_threads
@@ -254,6 +254,36 @@ def test_replays_are_correct_across_arrivals_finishes_and_aborts(start: Any) -> 
         assert run.controller.scheduler.state.pool.used == 0
     captured, eager = played
     assert captured.tokens == eager.tokens
+
+
+def test_several_groups_are_replayed_across_forks_arrivals_and_aborts_in_the_middle_of_blocks(start: Any) -> None:
+    prompt = [3 + 5 * i for i in range(19)]
+    forks = [NewRequest(id=f"f{i}", prompt=prompt, max_tokens=40 - 5 * i, sampling=structs.replace(WARM, seed=i),
+                        fork_of="f0" if i else "") for i in range(3)]  # fmt: skip
+    later = [structs.replace(m, max_tokens=25 + i) for i, m in enumerate(requests(4, GREEDY, WARM))]
+    captured, eager = start("Gemma3"), start("Gemma3", **EAGER)
+    for run in (captured, eager):
+        run.controller.handle(forks)
+        run.play(later, every=3, aborts={"f1": 9, "r0": 6})
+        assert run.ends["f1"] == run.ends["r0"] == "abort" and run.controller.scheduler.stats.forks == 2
+        del run.tokens["f1"], run.tokens["r0"]  # what an abort cuts off depends on the time
+    assert captured.tokens == eager.tokens and sum(r.runs for r in captured.replays) > 20
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_a_request_that_goes_on_at_another_ones_place_reads_its_own_blocks(start: Any, family: str) -> None:
+    captured, eager = start(family), start(family, **EAGER)
+    captured.controller.handle([NewRequest(id="a", prompt=[5, 6, 7], max_tokens=50, sampling=GREEDY)])
+    for _ in range(8):
+        captured.controller.step()
+    captured.controller.handle([Abort("a")])
+    while not captured.controller.idle:
+        captured.controller.step()
+    # Its first token is computed in the slot and at the place where the other one would have gone on.
+    _, slots, [place] = captured.worker.runner.tables.expected
+    message = NewRequest(id="b", prompt=list(range(40, 40 + place)), max_tokens=9, sampling=GREEDY)
+    assert captured.play([message]) == eager.play([message])
+    assert slots == [0] and place % captured.worker.assembly.geometry.block_size
 
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])

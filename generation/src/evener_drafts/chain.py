@@ -141,14 +141,14 @@ class ChainDrafter(ABC):
             found.append(device.readback(ids))
         return found
 
-    def _with_following(self, step: ForwardStep, arrays: LayoutArrays[torch.Tensor]) -> ForwardStep:
+    def _with_following(self, step: ForwardStep, arrays: LayoutArrays) -> ForwardStep:
         """The step with the tokens behind its own."""
         following = self.runner.tables.ids(arrays.token_at + 1)
         return replace(step, token_ids=following, embedding_overrides=None)
 
     def _after(
         self, plan: Plan, done: PendingStep | Draw, hidden: torch.Tensor, step: ForwardStep,
-        arrays: LayoutArrays[torch.Tensor],
+        arrays: LayoutArrays,
     ) -> PendingStep | Draw:  # fmt: skip
         if isinstance(done, PendingStep):
             self._compute(plan, hidden, step, arrays)
@@ -161,7 +161,7 @@ class ChainDrafter(ABC):
 
         return draw
 
-    def _compute(self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, arrays: LayoutArrays[torch.Tensor]) -> None:
+    def _compute(self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, arrays: LayoutArrays) -> None:
         """The state of a step's tokens, once the last of each request was sampled."""
         states = self._follow(hidden, self._with_following(step, arrays))
         if plan.samples:

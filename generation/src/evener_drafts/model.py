@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from msgspec.structs import replace
 
 from evener.contracts.generation.drafts import NEVER, NOT_YET
@@ -43,7 +42,7 @@ from evener_drafts.rest import LONG, SHORT, Rest
 class DraftRunner(Runner):
     """Runs the draft model. Its vocabulary may lack the model's last ids: it reads its own last one in their place."""
 
-    def step(self, shape: StepShape, arrays: StepArrays[torch.Tensor]) -> ForwardStep:
+    def step(self, shape: StepShape, arrays: StepArrays) -> ForwardStep:
         step = super().step(shape, arrays)
         step.token_ids = step.token_ids.clamp(max=self.model.vocab_size - 1)
         return step

@@ -36,9 +36,7 @@ class Pooler:
         #: The sum of each request's rows so far, or its first row.
         self._held = torch.zeros(0 if self._pooling == "last" else slots, width, dtype=torch.float32, device=where)
 
-    def _step(
-        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, arrays: LayoutArrays[torch.Tensor]
-    ) -> PendingStep:
+    def _step(self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, arrays: LayoutArrays) -> PendingStep:
         rows = self._pool(plan.counts, hidden, arrays, partial(self._runner.logits, step=step))
         if not plan.samples:
             return PendingStep(plan, None)
@@ -47,9 +45,7 @@ class Pooler:
         pending.pooled = [self._runner.device.readback(rows)]
         return pending
 
-    def _pool(
-        self, counts: Sequence[int], hidden: torch.Tensor, arrays: LayoutArrays[torch.Tensor], head: Head
-    ) -> torch.Tensor:
+    def _pool(self, counts: Sequence[int], hidden: torch.Tensor, arrays: LayoutArrays, head: Head) -> torch.Tensor:
         """Take a step's tokens. Returns the pooled rows of the prompts that end in it, float32 [N, width].
 
         Args:

@@ -28,7 +28,7 @@ from evener.contracts.declared import LinearWeight, Weight
 from evener.distributed.agreement import Agreement
 from evener.distributed.world import World
 from evener.engine.inputs.device_tables import DeviceTables
-from evener.engine.inputs.step_layout import StepLayout, one_request
+from evener.engine.inputs.step_layout import StepLayout
 from evener.engine.worker.assembly import Assembly, StoredModel, assemble, declare_model
 from evener.engine.worker.memory import KEPT_FREE, memory_demand
 from evener.engine.worker.runner import Runner
@@ -192,7 +192,7 @@ def _time(one: Assembly, head: bool) -> float:
     one.geometry.bind(1, device)
     tables = DeviceTables(device, 1, one.config.max_seq_len, one.geometry.spans, one.geometry.block_size)
     runner = Runner(device, one.model, one.sampler, tables, one.geometry, one.adapters)
-    plan = one_request(tokens, len(one.geometry.groups), one.geometry.block_size)
+    plan = one.geometry.one_request(tokens)
     with torch.inference_mode():
         runner.apply(plan)
         layout = StepLayout(plan, tables)

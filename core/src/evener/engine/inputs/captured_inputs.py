@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from evener.contracts.device import Device
-from evener.engine.inputs.device_tables import DeviceTables
+from evener.engine.inputs.device_tables import DeviceTables, Paging, aligned
 from evener.engine.inputs.step_layout import StepArrays, StepShape, join, sliced
 from evener.engine.wire.plan import Plan
 
@@ -57,7 +57,8 @@ class DecodeInputs:
     slot, whose blocks are all the null block.
 
     A replay ends with ``advance``, so a step that has the next token of each request of the step before, in the same
-    block, finds its inputs on the device: the host sends nothing.
+    block, finds its inputs on the device: the host sends nothing. Until then block tables stay as they are too, and
+    slots go on by one. So the paging is looked up when the host sends; in each replay it would take three launches.
 
     Args:
         tables: the requests' data on the device.
@@ -74,36 +75,39 @@ class DecodeInputs:
         self._tables, self._rows, self._spare = tables, rows, spare
         # Words of 8 bytes are whole, see ``advance``.
         self._alignment = max(8, device.capabilities.alignment)
+        self.shape = StepShape(rows, rows, 1, length, [1] * rows, [1] * rows, captured=True)
         values = self._values([], [])
-        first = join(values, self._alignment)
-        self._buffer = device.upload(np.stack([first, np.zeros_like(first)]))
+        self._buffer = device.upload(np.stack([join(values, self._alignment)] * 2))
         self._staging = Staging(device, self._buffer, 32, 0)
         sent = sliced(self._buffer[0], values, self._alignment)
         every = torch.arange(rows + 1, dtype=torch.int32, device=device.torch_device)
-        self.arrays = StepArrays(
-            query_start=every, kept_lens=None, last=None, sample_slots=sent["slots"], sample_positions=sent["kv_lens"],
-            **sent,
-        )  # fmt: skip
-        ones = [1] * rows
-        self.shape = StepShape(rows, rows, 1, length, ones, ones, captured=True)
-        self._expected: tuple[list[int], list[int]] | None = None
+        mapping = sent.pop("slot_mapping").view(tables.blocks.shape[1], -1)[:, :rows]
+        self._where = sent["block_at"], sent["offsets"], sent["slots"], length
+        table = tables.paging(*self._where).block_table
+        self._paging = Paging(mapping, tables.captured_blocks[: table.numel()].view_as(table))
+        self.arrays = StepArrays(query_start=every, sample_slots=sent["slots"], sample_positions=sent["kv_lens"],
+                                 paging=self._paging, **sent)  # fmt: skip
         #: By number of requests, what ``advance`` adds.
         self._steps: dict[int, np.ndarray[Any, Any]] = {}
+        self.fill(Plan(id=-1))  # padding only, for the run before the capture
 
     def fill(self, plan: Plan) -> Lengths:
         """Write a plan's inputs, unless the device has them."""
-        slots, starts = list(plan.slots), list(plan.starts)
-        if (slots, starts) != self._expected or not all(start % self._tables.block_size for start in starts):
+        slots, starts, ends = list(plan.slots), list(plan.starts), [start + 1 for start in plan.starts]
+        begins = not all(start % self._tables.block_size for start in starts)
+        if begins or (self, slots, starts) != self._tables.expected:
             host, values = self._staging.next(), self._values(slots, starts)
             if len(slots) not in self._steps:
-                moves = dict.fromkeys(values, 1) | {"block_at": 0, "slots": 0}
-                live = np.arange(self._rows) < len(slots)
-                steps = {name: (live * by).astype(values[name].dtype) for name, by in moves.items()}
-                self._steps[len(slots)] = join(steps, self._alignment)
+                live = np.arange(aligned(self._rows, self._alignment)) < len(slots)
+                # What the paging is found by goes on too: nothing reads it before it is sent again.
+                steps = {name: np.resize(live, len(each)).astype(each.dtype) for name, each in values.items()}
+                self._steps[len(slots)] = join(steps | {"slots": np.zeros_like(values["slots"])}, self._alignment)
             host[0], host[1] = join(values, self._alignment), self._steps[len(slots)]
             self._staging.send()
-        self._expected = slots, [start + 1 for start in starts]
-        return Lengths(self.shape.query_lens, [start + 1 for start in starts] + [1] * (self._rows - len(starts)))
+            for own, found in zip(self._paging, self._tables.paging(*self._where), strict=True):
+                own.copy_(found)
+        self._tables.expected = self, slots, ends
+        return Lengths(self.shape.query_lens, ends + [1] * (self._rows - len(ends)))
 
     def advance(self) -> None:
         """On the device: go on to the next token of each request. One launch for words of 4 and of 8 bytes: two
@@ -115,8 +119,9 @@ class DecodeInputs:
         rest = self._rows - len(slots)
         owners, positions = np.int32([*slots, *[self._spare] * rest]), np.int32([*starts, *[0] * rest])
         here, behind = (self._tables.places(owners, each) for each in (positions, positions + 1))
+        mapping = np.zeros(self._tables.blocks.shape[1] * aligned(self._rows, self._alignment), dtype=np.int32)
         return {"token_at": here.token, "block_at": here.block, "sample_at": behind.token, "positions": positions,
-                "offsets": here.offset, "kv_lens": positions + 1, "slots": owners}  # fmt: skip
+                "offsets": here.offset, "kv_lens": positions + 1, "slots": owners, "slot_mapping": mapping}  # fmt: skip
 
 
 class PromptInputs:

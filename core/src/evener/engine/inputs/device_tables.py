@@ -32,6 +32,19 @@ class Places(NamedTuple):
     offset: np.ndarray[Any, Any]
 
 
+class Paging(NamedTuple):
+    """Where the state of a step's tokens lies, for all groups. The part of each group starts at a multiple of the
+    device's alignment.
+
+    Attributes:
+        slot_mapping: int32 [groups, T], ``block * block_size + offset`` of each token.
+        block_table: int32 [groups, R, columns], the blocks of each request.
+    """
+
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+
+
 class DeviceTables:
     """Tables with one row for each of ``slots`` requests, and one spare row at the end: the padding rows of captured
     steps use it, and all its blocks are the null block. All but the biases are parts of one tensor, so that whatever a
@@ -48,7 +61,11 @@ class DeviceTables:
             block id divided by the group's span.
         floats: float32 [slots + 1, 6]: temperature, top_p, min_p, repetition, frequency and presence penalty.
         ints: int32 [slots + 1, 4]: top_k, seed, prompt length, slot of the adapter or -1.
+        expected: the captured inputs that are right for the next step if it has these slots and starts, as long as
+            no plan changes a block and no other captured inputs use ``captured_blocks``; None: there are none.
     """
+
+    expected: tuple[object, list[int], list[int]] | None = None
 
     def __init__(self, device: Device, slots: int, length: int, spans: Sequence[int], block_size: int) -> None:
         columns = table_columns(-(-length // block_size), len(spans), device.capabilities.alignment)
@@ -67,6 +84,12 @@ class DeviceTables:
         self.floats.fill_(1)
         self.ints[:, 3] = -1
         self._biased: set[int] = set()
+
+    @cached_property
+    def captured_blocks(self) -> torch.Tensor:
+        """Memory for the block tables that captured steps read, int32. All captures share it, as each may have as many
+        requests of as many tokens as the tables."""
+        return torch.zeros_like(self.blocks.flatten())
 
     @cached_property
     def biases(self) -> list[torch.Tensor]:
@@ -91,10 +114,16 @@ class DeviceTables:
         """Write token ids int32 [n] at ``Places.token``."""
         self._flat.index_copy_(0, at, ids)
 
-    def blocks_at(self, at: torch.Tensor) -> torch.Tensor:
-        """Blocks int32 [groups, n] at ``Places.block``."""
-        # Along the second dimension torch would first copy the whole table, on the CPU.
-        return self._flat_blocks.index_select(0, at).t()
+    def paging(self, at: torch.Tensor, offsets: torch.Tensor, slots: torch.Tensor, longest: int) -> Paging:
+        """Look up the paging of T tokens, which are at ``Places.block`` and ``Places.offset``, and of R requests, whose
+        ``slots`` are int32 [R], and of which none has more than ``longest`` tokens."""
+        # Selected along the first dimension: along another one torch would first copy the whole table, on the CPU.
+        found, alignment = self._flat_blocks.index_select(0, at).t(), self._device.capabilities.alignment
+        mapping = found.new_empty(len(found), aligned(len(at), alignment))[:, : len(at)]
+        torch.add(offsets, found, alpha=self.block_size, out=mapping)  # one launch: each takes a microsecond of a step
+        columns = table_columns(-(-longest // self.block_size), len(found), alignment)
+        tables = self.blocks[:, :, :columns].index_select(0, slots)
+        return Paging(mapping, tables.transpose(0, 1).contiguous())
 
     def adapters(self, at: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The slots of adapters, or -1, int32 [n], of tokens at ``Places.token`` and ``positions``."""
@@ -116,6 +145,7 @@ class DeviceTables:
             columns = np.tile(np.arange(self._end, self._end + 10), len(slots))
             parts.append((np.repeat(slots, 10), columns, np.hstack(numbers)))
         if plan.updates:
+            self.expected = None
             slots = [u.slot for u in plan.updates for _ in u.blocks[0]]
             places = [at for u in plan.updates for at in range(u.start, u.start + len(u.blocks[0]))]
             ids = [[*chain.from_iterable(blocks)] for blocks in zip(*(u.blocks for u in plan.updates), strict=True)]
@@ -148,8 +178,13 @@ class DeviceTables:
 def table_columns(columns: int, groups: int, alignment: int) -> int:
     """``columns``, or a few more: with several groups, whose tables are selected together, a row has a multiple of
     ``alignment`` bytes, so that the table of each group starts at such a multiple."""
-    step = max(1, alignment // 4) if groups > 1 else 1
-    return -(-columns // step) * step
+    return aligned(columns, alignment if groups > 1 else 4)
+
+
+def aligned(count: int, alignment: int) -> int:
+    """The smallest number of int32, at least ``count``, whose bytes are a multiple of ``alignment``."""
+    step = max(1, alignment // 4)
+    return -(-count // step) * step
 
 
 def _signed(seed: int) -> int:

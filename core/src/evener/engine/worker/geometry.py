@@ -23,6 +23,8 @@ from evener.contracts.device import Device
 from evener.contracts.state import AttentionSpec, StateProvider, StateSpec
 from evener.distributed.agreement import ALONE, Agreement
 from evener.engine.quantized.state import bind_slot
+from evener.engine.wire.messages import Sampling
+from evener.engine.wire.plan import Admission, Plan, TableUpdate
 from evener.errors import ConfigError, ResolveError
 
 
@@ -70,6 +72,12 @@ class Geometry:
     def captures_prompts(self) -> bool:
         """Whether state can be captured in steps of one prompt, with padding in a second request."""
         return all(g.provider.graph == "any" and not g.attention.split_decode for g in self.groups)
+
+    def one_request(self, tokens: int) -> Plan:
+        """A step of one request of ``tokens`` tokens, over the null block of each group."""
+        updates = [TableUpdate(0, 0, [[0] * -(-tokens // self.block_size)] * len(self.groups))]
+        admissions = [Admission(0, [0] * tokens, Sampling(temperature=0.0))]
+        return Plan(id=-1, admissions=admissions, updates=updates, slots=[0], starts=[0], counts=[tokens], samples=[0])
 
     def bind(self, blocks: int, device: Device) -> torch.Tensor:
         """Allocate ``blocks`` slabs and give every state slot its views of them. Returns the storage, uint8

@@ -14,8 +14,8 @@ from evener.contracts.adapters import AdapterStacks
 from evener.contracts.architecture import Architecture
 from evener.contracts.device import Device, Readback
 from evener.contracts.state import StateStep, StoredStateProvider
-from evener.engine.inputs.device_tables import DeviceTables, table_columns
-from evener.engine.inputs.step_layout import LayoutArrays, StepArrays, StepLayout, StepShape, aligned
+from evener.engine.inputs.device_tables import DeviceTables
+from evener.engine.inputs.step_layout import LayoutArrays, StepArrays, StepLayout, StepShape
 from evener.engine.sampling.masks import pack_masks
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.sampling.results import Results
@@ -90,9 +90,7 @@ class Runner:
                 done = self._sample(plan, arrays, rows, step, scores, outputs)
             return done if self.after_step is None else self.after_step(plan, done, hidden, step, arrays)
 
-    def forward(
-        self, plan: Plan, sampled_only: bool = False
-    ) -> tuple[torch.Tensor, ForwardStep, LayoutArrays[torch.Tensor]]:
+    def forward(self, plan: Plan, sampled_only: bool = False) -> tuple[torch.Tensor, ForwardStep, LayoutArrays]:
         """Apply a plan and compute its tokens. Returns the hidden states [T, hidden], or where the model can those
         [S, hidden] that are sampled from, the step, and its arrays."""
         self.apply(plan)
@@ -110,7 +108,7 @@ class Runner:
         with self.last_rows.only(arrays.last if sampled_only and len(plan.samples) < layout.tokens else None):
             return self.model.forward(step), step, arrays
 
-    def step(self, shape: StepShape, arrays: StepArrays[torch.Tensor]) -> ForwardStep:
+    def step(self, shape: StepShape, arrays: StepArrays) -> ForwardStep:
         """Make the model's step. It only runs device work, so it can be captured."""
         at, positions = arrays.token_at, arrays.positions
         self.adapters.select(self.tables.adapters(at, positions) if shape.adapted else None)
@@ -140,17 +138,10 @@ class Runner:
                 for slot in group.slots:
                     provider.copy_blocks(slot.views, source, target)
 
-    def _metas(self, shape: StepShape, arrays: StepArrays[torch.Tensor]) -> tuple[Any, ...]:
-        # The slot mappings of all groups at once, each starting at a multiple of the device's alignment. One launch for
-        # the sum: each takes a microsecond of a step.
-        size, alignment, metas = self.geometry.block_size, self.device.capabilities.alignment, list[Any]()
-        found = self.tables.blocks_at(arrays.block_at)
-        slots = found.new_empty(len(found), aligned(shape.tokens, alignment))[:, : shape.tokens]
-        torch.add(arrays.offsets, found, alpha=size, out=slots)
-        columns = table_columns(-(-shape.max_kv // size), len(found), alignment)
-        # Requests are the first dimension of the selection: see ``DeviceTables.blocks_at``.
-        tables = self.tables.blocks[:, :, :columns].index_select(0, arrays.slots).transpose(0, 1).contiguous()
-        for slot_mapping, table, group in zip(slots, tables, self.geometry.groups, strict=True):
+    def _metas(self, shape: StepShape, arrays: StepArrays) -> tuple[Any, ...]:
+        metas, where = list[Any](), (arrays.block_at, arrays.offsets, arrays.slots)
+        paging = arrays.paging or self.tables.paging(*where, shape.max_kv)
+        for slot_mapping, table, group in zip(*paging, self.geometry.groups, strict=True):
             if not group.slots:
                 metas.append(None)
                 continue
@@ -161,12 +152,10 @@ class Runner:
                 host_query_lens=shape.query_lens, host_kv_lens=shape.kv_lens, captured=shape.captured,
                 kept_lens=arrays.kept_lens, host_kept_lens=shape.kept_lens,
             )  # fmt: skip
-            metas.append(group.provider.metadata(step, group.spec, group.attention, size))
+            metas.append(group.provider.metadata(step, group.spec, group.attention, self.geometry.block_size))
         return tuple(metas)
 
-    def _score(
-        self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, arrays: LayoutArrays[torch.Tensor]
-    ) -> list[Readback]:
+    def _score(self, plan: Plan, hidden: torch.Tensor, step: ForwardStep, arrays: LayoutArrays) -> list[Readback]:
         """Log-probabilities of prompt tokens. At most ``max_reqs`` rows have logits at the same time, as in sampling:
         the memory plan has no room for more."""
         found: list[tuple[torch.Tensor, ...]] = []
@@ -177,7 +166,7 @@ class Runner:
         return [self.device.readback(torch.cat(columns)) for columns in zip(*found, strict=True)]
 
     def _sample(
-        self, plan: Plan, arrays: LayoutArrays[torch.Tensor], rows: torch.Tensor, step: ForwardStep,
+        self, plan: Plan, arrays: LayoutArrays, rows: torch.Tensor, step: ForwardStep,
         scores: Sequence[Readback], outputs: Sequence[Sequence[Readback]],
     ) -> PendingStep | Draw:  # fmt: skip
         slots, positions, how = arrays.sample_slots, arrays.sample_positions, plan.sampling

@@ -21,7 +21,6 @@ from evener.engine.facts.manifest_report import ManifestReport
 from evener.engine.facts.memory_plan import MeasuredMemory, MemoryPlan
 from evener.engine.facts.worker_facts import WorkerFacts
 from evener.engine.inputs.device_tables import DeviceTables
-from evener.engine.inputs.step_layout import one_request
 from evener.engine.sampling.pending import Draw, PendingStep
 from evener.engine.wire.installed import find_commands, find_connector
 from evener.engine.wire.messages import Command, LoadAdapter, UnloadAdapter
@@ -177,10 +176,9 @@ class Worker:
 
     def _warm_up(self, tokens: int) -> None:
         """Run one step of ``tokens`` tokens over the null block, so that kernels are built before the first request."""
-        a = self.assembly
         if self.runner.media is not None:
             self.runner.media.warm_up()
-        if (warm := self.execute(one_request(tokens, len(a.geometry.groups), a.geometry.block_size))) is not None:
+        if (warm := self.execute(self.assembly.geometry.one_request(tokens))) is not None:
             warm.wait()
 
     def _report(self, a: Assembly, plan: MemoryPlan, loaded: WeightBytes) -> None:
