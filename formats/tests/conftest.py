@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,3 +53,13 @@ def folder(tmp_path: Path, trained: Callable[[str], bytes]) -> Folder:
         return tmp_path
 
     return make
+
+
+@pytest.fixture(scope="session")
+def ggml() -> ctypes.CDLL:
+    """ggml's library in the environment of ``make llamacpp``."""
+    root = Path(os.environ.get("LLAMACPP", Path.home() / ".cache/evener/llamacpp"))
+    found = sorted(root.glob("lib/python*/site-packages/llama_cpp/lib/libggml-base.so*"))
+    if not found:
+        pytest.fail(f"no llama.cpp in {root}; type: make llamacpp", pytrace=False)
+    return ctypes.CDLL(str(found[0]))

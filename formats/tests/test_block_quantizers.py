@@ -4,7 +4,6 @@ gets which."""
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,16 +90,6 @@ def test_a_real_matrix_has_an_error_as_small_as_ggmls(smollm2_dir: Path, ggml: c
             values = file.get_tensor(f"model.layers.{layer}.mlp.down_proj.weight").float()
             ours = error(form, to_blocks(form, values).numpy(), values)
             assert ours <= 1.05 * error(form, by_ggml(ggml, form, values), values)
-
-
-@pytest.fixture(scope="module")
-def ggml() -> ctypes.CDLL:
-    """ggml's library in the environment of ``make llamacpp``."""
-    root = Path(os.environ.get("LLAMACPP", Path.home() / ".cache/evener/llamacpp"))
-    found = sorted(root.glob("lib/python*/site-packages/llama_cpp/lib/libggml-base.so*"))
-    if not found:
-        pytest.fail(f"no llama.cpp in {root}; type: make llamacpp", pytrace=False)
-    return ctypes.CDLL(str(found[0]))
 
 
 def by_ggml(library: ctypes.CDLL, form: str, values: torch.Tensor) -> np.ndarray:

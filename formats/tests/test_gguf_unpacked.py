@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from gguf_files import in_iq_blocks, unpacked_file
 
 from evener.errors import CheckpointError
 from evener.loading.checkpoint import open_checkpoint
+from evener_formats.gguf.block_numbers import numbers
 from evener_formats.gguf.header import TYPES, UNPACKED, GgufTensor
 from evener_formats.gguf.made import ExpertStack
 
@@ -41,6 +43,16 @@ def test_matrices_are_numbers_in_float32_with_the_rows_of_a_model_folder(storage
         assert checkpoint.headers[full] == ("float32", tuple(want.shape))
         assert torch.equal(got, want) and bool(got.isfinite().all()) and len(got.unique()) > 2
     assert checkpoint.config["quantization_config"] == {"quant_method": "gguf"}, "of the table's blocks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", UNPACKED)
+def test_the_numbers_are_those_that_ggml_makes(storage: str, ggml: ctypes.CDLL) -> None:
+    blocks = in_iq_blocks(storage, 64, 1024)
+    want = torch.empty(64, 1024)
+    row = getattr(ggml, f"dequantize_row_{storage}")
+    row(ctypes.c_void_p(blocks.data_ptr()), ctypes.c_void_p(want.data_ptr()), ctypes.c_int64(want.numel()))
+    assert torch.equal(numbers(blocks, storage, UNPACKED[storage], torch.float32), want)
 
 
 def test_a_stack_of_experts_becomes_numbers_and_biases_are_refused(tmp_path: Path) -> None:
