@@ -60,7 +60,7 @@ MALFORMED_HEADERS = {
     "general.alignment is 0": file(pair("general.alignment", 4, struct.pack("<I", 0)), pairs=1, data=64),
     "general.alignment is True": file(pair("general.alignment", 7, b"\1"), pairs=1, data=64),
     "has 4,000,000,000 dimensions": file(text("w") + struct.pack("<I", 4_000_000_000) + b"x" * 64, tensors=1),
-    "has GGUF's tensor type 16, which is not supported": file(tensor("w", [32], 16), tensors=1, data=64),
+    "has GGUF's tensor type 15, which is not supported": file(tensor("w", [32], 15), tensors=1, data=64),
     "is q4_0 and has the impossible shape": file(tensor("w", [33], 2), tensors=1, data=64),
     "is mxfp4 and has the impossible shape []": file(tensor("w", [], 39), tensors=1, data=64),
     "has the impossible shape [4611686018427387904, 32]": file(tensor("w", [32, 1 << 62], 0), tensors=1, data=64),
