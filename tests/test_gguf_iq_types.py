@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from evener_convert.command import convert
 from gguf_files import unpacked_file
-from llamacpp_answers import ROOT, llamacpp
+from llamacpp_answers import requantized
 from model_sources import SOURCES, models_root
+from test_gguf_models import perplexity_drift
 
 from evener import LLM, SamplingParams
 from evener.config import from_overrides
@@ -63,22 +61,6 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, one_thread: None) -> N
 def test_perplexity_is_that_of_llama_cpp(model: str, kind: str, tmp_path: Path) -> None:
     """llama.cpp makes the file. Where a row has no whole blocks of 256 it takes another format, such as IQ4_NL. It
     rounds activations to int8: with IQ3_S, whose numbers are the same in both, Qwen's perplexity differs by 2%."""
-    from test_gguf_models import TEXT, tokenizer_of, workers
-
-    from evener_conformance.oracle import teacher_forced
-
-    source, made = models_root() / "gguf" / SOURCES[model].gguf, tmp_path / "made.gguf"
-    built = Path.home() / ".cache/evener/llamacpp/bin/python"
-    python = os.environ.get("EVENER_BENCH_PYTHON_LLAMACPP", str(built))
-    done = subprocess.run(
-        [python, ROOT / "benchmarks/requantize.py", source, made, kind], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    ids = tokenizer_of(made).encode(TEXT)[:512]
-    theirs = -torch.tensor(llamacpp({"model": str(made), "ids": ids, "threads": torch.get_num_threads()})).mean()
-    for _, worker in workers(made):
-        chosen = teacher_forced(worker, ids[:-1]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
-    ours = -chosen.mean()
-    drift = float((ours - theirs).exp()) - 1
-    print(f"\n{made.name}: perplexity {float(ours.exp()):.4f}, llama.cpp {float(theirs.exp()):.4f} ({drift:+.3%})")
-    assert abs(drift) < 0.01
+    made = tmp_path / "made.gguf"
+    requantized(models_root() / "gguf" / SOURCES[model].gguf, made, kind)
+    assert abs(perplexity_drift(made, 512)) < 0.01

@@ -59,6 +59,14 @@ def test_captured_and_eager_tokens_are_equal_at_every_batch_size(start: Any, kin
     assert eager.replays == []
 
 
+def test_a_plan_has_the_block_tables_of_captured_steps(start: Any) -> None:
+    captured, eager = start("Llama", ONE_LAYER), start("Llama", ONE_LAYER, **EAGER)
+    captured.play(requests(3, GREEDY))
+    own = captured.worker.runner.tables.__dict__["captured_blocks"].nbytes
+    planned = [run.worker.facts.info.memory.tables for run in (captured, eager)]
+    assert planned[0] - planned[1] == own > 0
+
+
 @pytest.mark.parametrize("kinds", [(GREEDY,), (WARM, GREEDY)], ids=["all", "some"])
 def test_steps_with_masks_are_captured_too(start: Any, kinds: tuple[Sampling, ...]) -> None:
     settings = {**ONE_LAYER, "vocab_size": VOCAB}

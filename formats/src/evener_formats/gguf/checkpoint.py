@@ -20,7 +20,7 @@ from evener.errors import CheckpointError, did_you_mean
 from evener_formats.gguf.families import FAMILIES, Llama, family_of_file
 from evener_formats.gguf.header import MXFP4, UNPACKED, GgufHeader, GgufTensor, read_header
 from evener_formats.gguf.made import Made, Mxfp4Matrix, UnpackedMatrix
-from evener_formats.gguf.stored import memory_map
+from evener_formats.gguf.stored import folder_rows, memory_map
 from evener_formats.read_ahead import FileRange, ReadAhead
 from evener_formats.tokenizers.gguf_tokenizer import tokenizer_files
 from evener_formats.tokenizers.tokenizer_json import MadeTokenizer
@@ -124,11 +124,8 @@ class GgufCheckpoint(Checkpoint, MadeTokenizer):
             raise CheckpointError(f"{self.path} has no tensor {name!r}{did_you_mean(name, self.headers)}")
         stored = self._stored[name]
         self._ahead.used(stored)
-        tensor = memory_map(self._entries[name])
-        heads = self.family.permuted_heads(stored)
-        if heads:
-            # Every row is stored as whole blocks, so rows can be permuted without dequantizing.
-            tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape).contiguous()
+        # Every row is stored as whole blocks, so rows can be permuted without dequantizing.
+        tensor = folder_rows(memory_map(self._entries[name]), self.family.permuted_heads(stored))
         return tensor - self.family.norm_offset if self._offset(name) else tensor
 
     @cached_property

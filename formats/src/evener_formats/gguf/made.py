@@ -11,7 +11,7 @@ from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import BLOCKS
 from evener.errors import CheckpointError
 from evener_formats.gguf.header import MXFP4, UNPACKED, GgufTensor
-from evener_formats.gguf.stored import dequantized, memory_map, split_mxfp4
+from evener_formats.gguf.stored import dequantized, folder_rows, memory_map, split_mxfp4
 
 if TYPE_CHECKING:
     import torch
@@ -76,10 +76,7 @@ class Mxfp4Matrix(Made):
         self.headers = _mxfp4_headers(name, entry.shape)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        stored = memory_map(self._entry)
-        if self._heads:
-            stored = stored.unflatten(0, (self._heads, -1, 2)).transpose(1, 2).reshape(stored.shape)
-        blocks, scales = split_mxfp4(stored)
+        blocks, scales = split_mxfp4(folder_rows(memory_map(self._entry), self._heads))
         return {f"{self._name}_blocks": blocks, f"{self._name}_scales": scales.contiguous()}
 
 
@@ -94,10 +91,7 @@ class UnpackedMatrix(Made):
         self.headers = {name: ("float32", entry.shape)}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        made = dequantized(self._entry)
-        if self._heads:
-            made = made.unflatten(0, (self._heads, -1, 2)).transpose(1, 2).reshape(made.shape)
-        return {self._name: made}
+        return {self._name: folder_rows(dequantized(self._entry), self._heads)}
 
 
 class ExpertStack(Made):

@@ -31,6 +31,12 @@ def memory_map(entry: GgufTensor) -> torch.Tensor:
     return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
+def folder_rows(matrix: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows in the order of a model folder, in which each head has the two halves of its rotation one after the other; a
+    file has their rows in turns. 0 heads: the rows stay as they are."""
+    return matrix.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(matrix.shape) if heads else matrix
+
+
 def dequantized(entry: GgufTensor) -> torch.Tensor:
     """A matrix, or a stack of them, in float32."""
     import torch

@@ -189,8 +189,9 @@ def memory_demand(a: Assembly, config: ResolvedConfig) -> MemoryDemand:
         weights += _estimate(a.draft, a.draft.build.weights, packings, mappable)
     media = int(a.media_rows * a.model.hidden_size * DTYPE_BYTES[config.dtype]) if a.model.encoders else 0
     pooled = a.model.hidden_size if a.pooling is not None and a.pooling.pooling != "last" else 0
-    # 40 bytes: the sampling parameters of a request, see ``DeviceTables``.
-    rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 40 + 4 * columns * len(groups) + 4 * pooled) + media
+    # See ``DeviceTables``: captured steps have block tables of their own; 40 bytes are a request's sampling parameters.
+    tables = 4 * columns * len(groups) * (2 if config.use_cuda_graph else 1)
+    rows = (config.max_reqs + 1) * (4 * (config.max_seq_len + 1) + 40 + tables + 4 * pooled) + media
     return MemoryDemand(
         weights=weights, rows=rows, workspace=scratch + a.resolver.footprint.activations,
         block_bytes=max(1, a.geometry.block_bytes), max_useful_blocks=config.max_reqs * min_blocks,
