@@ -64,7 +64,7 @@ def by_rows(weight: torch.Tensor, int8: bool) -> dict[str, torch.Tensor]:
 def as_a_whole(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The weight with one scale, and the scale with which activations were rounded when it was made."""
     scale = weight.abs().max() / 448
-    return {"": (weight / scale).to(torch.float8_e4m3fn), "_scale": scale, "/input_scale": torch.tensor(0.01)}
+    return {"": (weight / scale).to(torch.float8_e4m3fn), "_scale": scale, "/input_scale": torch.tensor(0.1)}
 
 
 def plain(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:

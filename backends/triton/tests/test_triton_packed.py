@@ -27,7 +27,9 @@ from evener_kernels_triton.tuning import Tuning
 
 HOST = torch.device("cpu")
 SMALL, LARGE = Tuning(4, 48 << 10, False), Tuning(132, 227 << 10, False)
-GROUPS = ("uint4 by 128", "uint4 by row", "uint4 by 32, zeros", "uint4 by 64, act")
+GROUPS = (
+    "uint4 by 128", "uint4 by row", "uint4 by 32, zeros", "uint4 by 64, act", "int8 by 64, zeros", "int8 by 128, act",
+)  # fmt: skip
 STORAGES = (*BLOCKS, MXFP4.storage, *GROUPS, *TABLES)
 
 
@@ -68,7 +70,7 @@ def test_a_packed_matrix_of_two_parts_has_their_values(storage: str) -> None:
 
 
 #: One form of each way to store numbers, scales and order; the others differ in sizes, which the test above reads all.
-QUICK = ("uint4 by 64, act", "uint4 by 32, zeros", "q4_k", "q6_k", "nf4 by 64", "nvfp4")
+QUICK = ("uint4 by 64, act", "int8 by 64, zeros", "uint4 by 32, zeros", "q4_k", "q6_k", "nf4 by 64", "nvfp4")
 
 
 @pytest.mark.parametrize("storage", [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in STORAGES])
@@ -144,7 +146,7 @@ def test_each_matrix_of_a_stack_in_act_order_has_its_own_order_of_columns(tokens
         torch.testing.assert_close(y[1:], want[1:], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("storage", ["q4_k", "uint4 by 32, zeros"])
+@pytest.mark.parametrize("storage", ["q4_k", "uint4 by 32, zeros", "int8 by 64, zeros"])
 def test_products_with_a_stack_are_those_of_each_pairs_matrix(storage: str) -> None:
     """One token, whose programs take a pair each; a few, which programs search; and lists."""
     matrices = [random_parts([storage] * 2, 256, (9, 9), seed) for seed in range(3)]

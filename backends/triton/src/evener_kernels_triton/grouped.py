@@ -1,4 +1,5 @@
-"""Integers of four bits in groups that share a scale (GPTQ, AWQ, compressed-tensors), rearranged for the kernels."""
+"""Integers of four or eight bits in groups that share a scale (GPTQ, AWQ, compressed-tensors), rearranged for the
+kernels."""
 
 from __future__ import annotations
 
@@ -7,22 +8,24 @@ import torch
 from evener.contracts.quant import WeightPart
 from evener_kernels_triton.blocks import PackedForm, Pieces, fitting_units, low_bits, scale_words
 
-#: The storage of these formats; ``evener.contracts.quant`` says what tensors they have.
-GROUPED = "uint4"
+#: The storages of these formats, and what the kernels call them; ``evener.contracts.storage`` says what tensors they
+#: have.
+GROUPED = {"uint4": "q4", "int8": "q8"}
 _GROUPS = (32, 64, 128, 256)
-#: Without zero points, the number that stands for zero.
-_MIDDLE = 8
+#: The dtype of zero points, and without them the number that stands for zero.
+_ZEROS = {"uint4": ("uint8", 8), "int8": ("int8", 0)}
 
 
 def group_form(part: WeightPart) -> PackedForm | str:
     """The form of a part, or why there is none."""
     form = part.format
+    kind, (zeros, middle) = GROUPED[form.storage], _ZEROS[form.storage]
     if form.group_out != 1:
         return "does not know scales of several rows"
     if form.order not in ("row", "act") or (form.groups and form.groups != -(-part.columns // max(1, form.group))):
         return "reads columns in the order of their groups, or whole groups in act-order"
-    if form.zero not in (None, "uint8"):
-        return f"reads zero points in uint8, not {form.zero}"
+    if form.zero not in (None, zeros):
+        return f"reads zero points in {zeros}, not {form.zero}"
     if form.scale not in ("float16", "bfloat16"):
         return f"reads scales in float16 and bfloat16, not {form.scale}"
     if form.group not in (0, *_GROUPS):
@@ -30,8 +33,8 @@ def group_form(part: WeightPart) -> PackedForm | str:
     if form.group == 0 and form.order == "act":
         return "has no act-order of whole rows"
     group = form.group or max(_GROUPS)
-    style, zero = ("zero", 0) if form.zero else ("half", _MIDDLE)
-    return PackedForm("q4", style, group, zero, fitting_units(part.columns, "q4", group), form.scale == "bfloat16")
+    style, zero = ("zero", 0) if form.zero else ("half", middle)
+    return PackedForm(kind, style, group, zero, fitting_units(part.columns, kind, group), form.scale == "bfloat16")
 
 
 def sorted_columns(part: WeightPart) -> torch.Tensor:
@@ -47,17 +50,18 @@ def group_pieces(part: WeightPart, form: PackedForm, first: int, stop: int, devi
     """
     stored, scale, zero = (part.tensors.get(role) for role in ("weight", "scale", "zero"))
     groups, columns = part.format.row_scales(part.columns), part.columns
+    four, (zeros, _) = part.format.storage == "uint4", _ZEROS[part.format.storage]
     for role, tensor, wanted in (
-        ("weight", stored, (torch.uint8, (part.rows, columns // 2))),
+        ("weight", stored, (torch.uint8, (part.rows, columns // 2)) if four else (torch.int8, (part.rows, columns))),
         ("scale", scale, (getattr(torch, str(part.format.scale)), (part.rows, groups))),
-        ("zero", zero, (torch.uint8, (part.rows, groups)) if part.format.zero else None),
+        ("zero", zero, (getattr(torch, zeros), (part.rows, groups)) if part.format.zero else None),
     ):
         found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
         if wanted is not None and found != wanted:
             raise ValueError(f"{role} of {part.name} is {found}, not {wanted}")
     assert stored is not None and scale is not None, "checked above"
     data = stored[first:stop].to(device)
-    numbers = torch.stack((data & 15, data >> 4), -1).flatten(1)
+    numbers = torch.stack((data & 15, data >> 4), -1).flatten(1) if four else data.view(torch.uint8)
     if part.format.order == "act":
         numbers = numbers[:, sorted_columns(part).to(device)]
     scales = scale[first:stop].to(device)
@@ -65,6 +69,6 @@ def group_pieces(part: WeightPart, form: PackedForm, first: int, stop: int, devi
         scales = scales.expand(-1, -(-columns // form.group))
     if zero is None or not part.format.zero:
         return Pieces(low_bits(numbers, form), None, scale_words(scales, form), None)
-    zeros = zero[first:stop].to(device).to(torch.int16).expand_as(scales)
-    both = torch.stack((scales.contiguous().view(torch.int16), zeros), -1)
+    middles = zero[first:stop].to(device).to(torch.int16).expand_as(scales)
+    both = torch.stack((scales.contiguous().view(torch.int16), middles), -1)
     return Pieces(low_bits(numbers, form), None, scale_words(both, form), None)

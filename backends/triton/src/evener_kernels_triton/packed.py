@@ -171,7 +171,7 @@ PACKED = PackedPacking()
 
 def _form(part: WeightPart) -> PackedForm | str:
     """The form of a part, or why there is none."""
-    if part.format.storage == GROUPED:
+    if part.format.storage in GROUPED:
         return group_form(part)
     return table_form(part) if is_table(part.format) else block_form(part)
 
@@ -233,7 +233,7 @@ def _write(to: PackedMatrix, parts: Sequence[WeightPart]) -> None:
             if segment.order is not None:
                 segment.order.copy_(sorted_columns(part))
             pieces = table_pieces if is_table(part.format) else block_pieces
-            if part.format.storage == GROUPED:
+            if part.format.storage in GROUPED:
                 pieces = group_pieces
             for first in range(0, part.rows, step):
                 stop = min(part.rows, first + step)

@@ -108,8 +108,8 @@ def _pair(scales, mask, top, least, u, STYLE: tl.constexpr, GROUP: tl.constexpr,
             w = tl.load(scales + first + 1, mask=mask, other=0)
             s1 = _as_float(w & 0xFFFF, BF16)
         if STYLE == "zero":
-            z0 = ((v >> 16) & 255).to(tl.float32)
-            z1 = ((w >> 16) & 255).to(tl.float32)
+            z0 = (v >> 16).to(tl.float32)
+            z1 = (w >> 16).to(tl.float32)
         else:
             m0 = _as_float((v >> 16) & 0xFFFF, BF16)
             m1 = _as_float((w >> 16) & 0xFFFF, BF16)
