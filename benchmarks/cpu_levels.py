@@ -124,6 +124,7 @@ def rows(
         costs, labels, others = measure(path, entries, jobs, args.repeats, args.threads)
     parts, levels, lengths = (" ".join(map(str, given)) for given in (args.parts, args.levels, args.lengths))
     words = f"--parts {parts} --levels {levels} --lengths {lengths} --repeats {args.repeats}"
+    words += f" --only {args.only!r}" if args.only else ""
     about: dict[str, Any] = {
         "device": f"{cpu_name()}, {args.threads} cores", "model": model, "unit": "tokens/s", "better": "higher",
         "version": f"evener {versions().get('evener', 'of the source tree')}", "level": level, "others_cores": others,
