@@ -33,7 +33,7 @@ def decoding(*tokens: int) -> Any:
 def test_only_a_drafter_that_says_so_may_leave_the_ids_to_the_worker(by_worker: bool) -> None:
     drafter = type("Mine", (ModelDrafter,), {"by_worker": by_worker})
     speculation = Speculation(drafter, 3, 8, vocabulary=9)
-    speculation.begin(1)
+    speculation.begin([], 1)
     assert speculation.propose(decoding(1, 2, 3), 9) == ([BY_WORKER] * 3 if by_worker else [])
     assert speculation.on == by_worker
 
@@ -82,7 +82,7 @@ def test_each_try_that_changes_nothing_doubles_the_pause_before_the_next_and_a_c
 
 def answered(speculation: Speculation, request: Any, *ids: int) -> list[int]:
     """The worker answers these to what is asked for a request; one token more is there then. Returns what was asked."""
-    speculation.begin(1)
+    speculation.begin([], 1)
     asked = speculation.propose(request, 9)
     start, right = len(request.tokens) - 1, sum(id > 0 for id in ids)
     request.tokens += [1] * (1 + right)
@@ -142,15 +142,15 @@ def test_a_step_in_which_the_worker_makes_up_for_a_rest_is_not_measured() -> Non
 def test_forced_tokens_are_proposed_within_all_limits_and_are_no_reason_to_pause() -> None:
     speculation = Speculation(GrammarDrafter, 4, 8, vocabulary=99)
     speculation.forced = lambda request: list(range(50, 60)) if request.tokens[0] == 1 else None
-    speculation.begin(1)
+    speculation.begin([], 1)
     held, free = decoding(1, 2, 3), decoding(2, 2, 3)
     assert speculation.propose(held, 9) == [50, 51, 52, 53] and speculation.propose(free, 9) == []
     assert speculation.propose(held, 9) == [50, 51, 52], "the step samples no more than the memory plan has room for"
     for fields, count in (({"limit": 5}, 1), ({"limit": 4}, 0), ({"decodes": False}, 0)):
-        speculation.begin(1)
+        speculation.begin([], 1)
         request = DecodingStub(**{**vars(held), **fields})
         assert len(speculation.propose(request, 9)) == count
-    speculation.begin(1)
+    speculation.begin([], 1)
     assert speculation.propose(held, 2) == [50, 51]
     # A request whose last token was not read waits only where something may be forced.
     for request, waits in ((held, True), (free, False)):
@@ -159,17 +159,58 @@ def test_forced_tokens_are_proposed_within_all_limits_and_are_no_reason_to_pause
     row = DecodingStub(request=held, start=2, count=3, drafts=[50, 51], samples=3, recomputed=0)
     for _ in range(9):
         speculation.record([row], True, 1)
-    speculation.begin(1)
+    speculation.begin([], 1)
     assert speculation.propose(held, 9) == [50, 51, 52, 53]
 
 
 def test_a_drafter_guesses_where_a_grammar_forces_nothing() -> None:
     speculation = Speculation(NgramDrafter, 4, 8, vocabulary=99)
     speculation.forced = lambda request: [60] if request.tokens[0] == 1 else []
-    speculation.begin(2)
+    speculation.begin([], 2)
     assert speculation.propose(decoding(1, 7, 8, 9, 7, 8), 9) == [60]
     assert speculation.propose(decoding(2, 7, 8, 9, 7, 8), 9) == [9, 7, 8, 9]
     worker = Speculation(ModelDrafter, 3, 8, vocabulary=99)
     worker.forced = speculation.forced
-    worker.begin(1)
+    worker.begin([], 1)
     assert worker.propose(decoding(1, 2, 3), 9) == [BY_WORKER] * 3
+
+
+def unread(*tokens: int) -> Any:
+    """A request whose last plan is in flight."""
+    request = decoding(*tokens)
+    request.unread = 1
+    return request
+
+
+@pytest.mark.parametrize(("ready", "waiting", "together"), [(3, 1, False), (1, 3, True), (2, 2, True), (3, 0, False)])
+def test_two_groups_of_requests_with_drafts_come_together_again(ready: int, waiting: int, together: bool) -> None:
+    """The smaller one waits for the larger one, which goes on meanwhile."""
+    speculation = Speculation(ModelDrafter, 3, 32, vocabulary=9)
+    read, others = [decoding(1, 2, 3) for _ in range(ready)], [unread(1, 2, 3) for _ in range(waiting)]
+    speculation.begin([*read, *others], 0)
+    assert all(speculation.waits(request) for request in others)
+    assert [speculation.waits(request) for request in read] == [together] * ready
+
+
+def test_requests_without_drafts_wait_for_none_while_they_are_the_most() -> None:
+    speculation = Speculation(lambda: NgramDrafter(), 3, 32, vocabulary=9)
+    pausing, guessing = [unread(1, 2, 3) for _ in range(3)], unread(1, 2, 3)
+    for request in pausing:
+        speculation._known(request).resume = 99
+    speculation.begin([*pausing, guessing], 0)
+    assert speculation.waits(guessing) and not any(map(speculation.waits, pausing))
+
+
+def test_a_request_whose_prompt_is_computed_waits_for_no_drafts_of_others() -> None:
+    prompt = decoding(1, 2, 3)
+    prompt.decodes = False
+    speculation = Speculation(ModelDrafter, 3, 32, vocabulary=9)
+    speculation.begin([prompt, unread(1, 2)], 0)
+    assert not speculation.waits(prompt)
+
+
+def test_requests_share_the_room_of_a_step_equally() -> None:
+    speculation = Speculation(ModelDrafter, 4, max_samples=12, vocabulary=9)
+    requests = [decoding(1, 2, 3) for _ in range(4)]
+    speculation.begin(requests, 0)
+    assert [len(speculation.propose(request, 9)) for request in requests] == [2, 2, 2, 2]

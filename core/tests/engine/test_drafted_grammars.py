@@ -4,7 +4,7 @@ proposes them."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -147,8 +147,8 @@ def test_a_text_with_a_grammar_goes_on_while_its_draft_model_computes_what_it_mi
     scheduler, answers = controller.scheduler, list[int]()
     begin, retire = scheduler.drafts.begin, scheduler.retire
 
-    def now_and_then(requests: int) -> None:
-        begin(requests)
+    def now_and_then(running: Sequence[Any], joining: int) -> None:
+        begin(running, joining)
         scheduler.drafts.on = scheduler.stats.steps % 20 > 11
 
     def noted(result: StepResult) -> Any:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 #: Values for ``auto``: (with host memory, with device memory).
-_MAX_REQS = (64, 256)
-_MAX_SEQ_LEN = (32_768, 131_072)
+_MAX_REQS, _MAX_SEQ_LEN = (64, 256), (32_768, 131_072)
 _STEP_TOKENS = (2048, 8192)
+#: Rows of logits that a step of few requests with drafts may have.
+_DRAFTED_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +111,9 @@ class ResolvedConfig:
 
     @property
     def max_samples(self) -> int:
-        """Rows that a step may sample: one for each request, and drafts."""
-        infer = self.config.infer
-        return self.max_reqs + (infer.draft_tokens if infer.proposes != "none" else 0)
+        """Rows that a step may sample: one for each request, and drafts; for all of few requests, else for some."""
+        drafts = self.config.infer.draft_tokens if self.config.infer.proposes != "none" else 0
+        return max(self.max_reqs + drafts, min(self.max_reqs * (1 + drafts), _DRAFTED_ROWS))
 
     def with_value(self, key: str, value: Any, reason: str) -> ResolvedConfig:
         """A copy with ``key`` (as in ``"infer.block_size"``) set to ``value``, and ``reason`` as its reason."""

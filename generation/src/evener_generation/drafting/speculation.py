@@ -58,6 +58,11 @@ class Speculation(Drafts):
     heuristic schedule of transformers' assisted generation. After a draft without a right token a request has none for
     a while, twice as long each time. After an error of a drafter, no request has any.
 
+    A request with drafts has no plan while its last token is not read, and another plan may run meanwhile. So the
+    requests could fall into two groups that take turns, and each step would read all weights for a part of them. The
+    smaller group waits for the larger one, and both are in one plan again. Where a step has less room than all drafts
+    need, each request gets an equal share.
+
     Args:
         drafter: makes the drafter of one request.
         length: the most tokens that are proposed for a request.
@@ -84,17 +89,28 @@ class Speculation(Drafts):
         self._by_worker = isinstance(drafter, type) and issubclass(drafter, Drafter) and drafter.by_worker
         self._only_forced = drafter is GrammarDrafter
         self._texts: WeakKeyDictionary[DecodingRequest, _Text] = WeakKeyDictionary()
-        self._room = 0
+        self._room, self._share, self._gathers = 0, 0, False
         #: Whether the last step that was read had drafts, and when that was; None: it was no decode step.
         self._last: tuple[bool, float] | None = None
 
-    def begin(self, requests: int) -> None:
+    def begin(self, running: Sequence[DecodingRequest], joining: int) -> None:
+        requests = len(running) + joining
         self._room = self._max_samples - requests
         pays = self._payoff is None or self._payoff.pays(requests)
         self.on = requests > 0 and pays and not self._failed
+        decoding = [request for request in running if self._continues(request)] if self.on else []
+        waiting = sum(self._is_read_first(request) for request in decoding)
+        self._gathers = waiting > 0 and len(decoding) <= 2 * waiting
+        self._share = max(1, self._room // max(1, len(decoding)))
 
     def waits(self, request: DecodingRequest) -> bool:
-        if not self.on or not request.unread or not self._continues(request):
+        if not self.on or not self._continues(request):
+            return False
+        return self._gathers or self._is_read_first(request)
+
+    def _is_read_first(self, request: DecodingRequest) -> bool:
+        """Whether a request that decodes has no plan before its last token was read."""
+        if not request.unread:
             return False
         return self._guesses(request) or (not self._by_worker and self.forced(request) is not None)
 
@@ -111,7 +127,7 @@ class Speculation(Drafts):
         if not self.on or request.unread or not self._continues(request):
             return []
         # The last token before the limit is sampled and never computed.
-        most = min(budget, self._room, request.limit - request.length - 1)
+        most = min(budget, self._room, self._share, request.limit - request.length - 1)
         found = [] if self._by_worker else list(self.forced(request) or ())[: max(0, min(most, self._length))]
         if not found and self._guesses(request):
             with self._no_more_after_errors():

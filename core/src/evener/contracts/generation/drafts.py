@@ -70,11 +70,12 @@ class Drafts:
 
     on = False
 
-    def begin(self, requests: int) -> None:
-        """A plan of at most ``requests`` requests is about to be made."""
+    def begin(self, running: Sequence[DecodingRequest], joining: int) -> None:
+        """A plan is about to be made, of requests that run and at most ``joining`` new ones."""
 
     def waits(self, request: DecodingRequest) -> bool:
-        """Whether the request is left out of this plan, because its drafts depend on a token that was not read yet."""
+        """Whether the request is left out of this plan: its drafts, or those of others that it should share a plan
+        with, depend on a token that was not read yet."""
         return False
 
     def propose(self, request: DecodingRequest, budget: int) -> list[int]:

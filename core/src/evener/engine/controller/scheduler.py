@@ -212,7 +212,7 @@ class Scheduler:
         # With pipeline stages, a request whose last token is not sampled yet is planned only if there is no other: the
         # first stage would wait for that token.
         for early in (False, True) if self.batches.stages > 1 else (False,):
-            self.drafts.begin(len(self.running) + min(len(self.waiting), len(self._slots)))
+            self.drafts.begin(self.running, min(len(self.waiting), len(self._slots)))
             decoding = sum(request.tokens_to_compute == 1 for request in self.running if self.batches.stages > 1)
             quota = self.batches.quota(decoding, len(self.running) - decoding + len(self.waiting))
             new = _NewPlan(self._next_plan, self.limit.allowed(self.step_tokens, self.running, self.waiting), quota)
