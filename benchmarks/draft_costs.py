@@ -1,12 +1,14 @@
-"""What drafts cost on an accelerator, with random weights: one request, beside the same request without drafts.
+"""What drafts cost on an accelerator, with random weights: requests with drafts, beside the same ones without.
 
-    python benchmarks/draft_costs.py MODEL [--draft-models same,qwen3-0.6b] [--drafts 1,2,4,7] [--set KEY=VALUE ...]
+    python benchmarks/draft_costs.py MODEL [--draft-models same,qwen3-0.6b] [--drafts 1,2,4,7] [--requests 1]
+        [--set KEY=VALUE ...]
 
 MODEL is a name of ``model_configs.py``. A draft model with the same weights (``same``) is right each time, so each step
 makes as many tokens as it can, and the rows show what proposing and checking cost. Another model's random weights are
 wrong nearly each time. An engine that has learned that drafts do not pay makes none, so such rows show what is lost
-then; with ``--always`` it does not judge, and each request has drafts where its last ones were right. ``equal`` says
-how many of the greedy tokens are those of the answer without drafts before the first other one. In bfloat16 a step of
+then; with ``--always`` it does not judge, and each request has drafts where its last ones were right. ``token_ms`` is
+the time of a step divided by the tokens of one request in it. ``equal`` says how many of the greedy tokens are those of
+the answer without drafts before the first other one, of the request with the fewest. In bfloat16 a step of
 several tokens is rounded in other ways than one of one token, and random weights have many near ties; with
 ``--set dtype=float32`` all must be equal, else it ends with 1. Writes a line of JSON for each draft model and each
 number of drafts to standard output and, with ``--out``, to that file.
@@ -51,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draft-models", default="same", help="same, and names of model_configs.py, with commas")
     made.add_argument("--drafts", default="1,2,4,7", help="values of infer.draft_tokens, with commas between them")
     made.add_argument("--tokens", type=int, default=256, help="tokens of the answer")
+    made.add_argument("--requests", type=int, default=1, help="answers at once")
     made.add_argument("--always", action="store_true", help="drafts whether they pay or not")
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of evener")
     made.add_argument("--out", type=Path)
@@ -60,25 +63,27 @@ def parser() -> argparse.ArgumentParser:
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """One row without drafts for each model, then one for each draft model and number of drafts."""
     command = f"python benchmarks/draft_costs.py {' '.join(sys.argv[1:])}"
-    pairs = ["executor=inline", "infer.max_reqs=4", "infer.max_seq_len=1024", *args.set]
+    pairs = ["executor=inline", f"infer.max_reqs={max(4, args.requests)}", "infer.max_seq_len=1024", *args.set]
     target = write(args.model, folder / args.model)
     right: list[list[int]] = []
     names = args.draft_models.split(",")
     for name in dict.fromkeys([args.model, *(name for name in names if name != "same")]):
-        row, tokens = run(write(name, folder / name), pairs, args.tokens)
+        row, tokens = run(write(name, folder / name), pairs, args.tokens, args.requests)
         right = right or tokens
-        yield {"model": name, "drafts": 0, **row, "command": command}
+        yield {"model": name, "drafts": 0, "requests": args.requests, **row, "command": command}
     for name in names:
         draft = target if name == "same" else folder / name
         for count in (int(part) for part in args.drafts.split(",")):
             more = [f"infer.draft_model={draft}", f"infer.draft_tokens={count}"]
-            shared = {"model": args.model, "draft_model": name, "drafts": count, "always": args.always}
+            shared = {"model": args.model, "draft_model": name, "drafts": count, "requests": args.requests,
+                      "always": args.always}  # fmt: skip
             try:
-                row, tokens = run(target, [*pairs, *more], args.tokens, args.always)
+                row, tokens = run(target, [*pairs, *more], args.tokens, args.requests, args.always)
             except EvenerError as error:  # the other rows are still useful
                 yield {**shared, "error": str(error), "command": command}
                 continue
-            yield {**shared, **row, "equal": common(tokens[0], right[0]), "command": command}
+            equal = min(common(own, other) for own, other in zip(tokens, right, strict=True))
+            yield {**shared, **row, "equal": equal, "command": command}
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -86,13 +91,16 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
     return next((at for at, (one, other) in enumerate(zip(first, second, strict=True)) if one != other), len(first))
 
 
-def run(folder: Path, pairs: Sequence[str], new: int, always: bool = False) -> tuple[dict[str, Any], list[list[int]]]:
+def run(
+    folder: Path, pairs: Sequence[str], new: int, requests: int, always: bool = False
+) -> tuple[dict[str, Any], list[list[int]]]:  # fmt: skip
     """Milliseconds of a step and of a token, what was proposed, and the tokens. The prompt's step is taken off.
 
     Args:
         folder: the model.
         pairs: the configuration.
-        new: tokens of the answer.
+        new: tokens of an answer.
+        requests: answers at once.
         always: nobody judges whether drafts pay.
     """
     llm = start(folder, True, pairs)
@@ -102,11 +110,11 @@ def run(folder: Path, pairs: Sequence[str], new: int, always: bool = False) -> t
         if always:
             scheduler.drafts._payoff = None
         best, counted = float("inf"), (0, 0, 0)
-        answers(llm, 1, PROMPT, new, 1)  # makes the captures
+        answers(llm, requests, PROMPT, new, 1)  # makes the captures
         for _ in range(3):
-            short = answers(llm, 1, PROMPT, 1, 1)[0]
+            short = answers(llm, requests, PROMPT, 1, 1)[0]
             steps, drafted, accepted = stats.steps, stats.drafted_tokens, stats.accepted_tokens
-            seconds, tokens = answers(llm, 1, PROMPT, new, 1)
+            seconds, tokens = answers(llm, requests, PROMPT, new, 1)
             if seconds - short < best:
                 best = seconds - short
                 counted = stats.steps - steps - 1, stats.drafted_tokens - drafted, stats.accepted_tokens - accepted
