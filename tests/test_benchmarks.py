@@ -846,7 +846,7 @@ def test_a_draft_model_with_the_same_weights_is_right_and_a_row_says_what_it_cos
     plain, drafted = (json.loads(line) for line in (tmp_path / "rows").read_text().splitlines())
     assert (plain["steps"], plain["drafted"]) == (24, 0)
     assert drafted["equal"] == 25 and drafted["steps"] < 14, "nearly all requests are in each step"
-    assert drafted["accepted"] == drafted["drafted"] > 12 * requests
+    assert drafted["accepted"] == drafted["drafted"] > 11 * requests
 
 
 def test_a_start_s_parts_are_told_from_the_main_thread_s_stack() -> None:
