@@ -182,9 +182,9 @@ def unread(*tokens: int) -> Any:
     return request
 
 
-@pytest.mark.parametrize(("ready", "waiting", "together"), [(3, 1, False), (1, 3, True), (2, 2, True), (3, 0, False)])
+@pytest.mark.parametrize(("ready", "waiting", "together"), [(5, 1, False), (4, 1, True), (1, 3, True), (3, 0, False)])
 def test_two_groups_of_requests_with_drafts_come_together_again(ready: int, waiting: int, together: bool) -> None:
-    """The smaller one waits for the larger one, which goes on meanwhile."""
+    """Many do not wait for one, which joins them when its token is read and theirs are not."""
     speculation = Speculation(ModelDrafter, 3, 32, vocabulary=9)
     read, others = [decoding(1, 2, 3) for _ in range(ready)], [unread(1, 2, 3) for _ in range(waiting)]
     speculation.begin([*read, *others], 0)
@@ -192,9 +192,9 @@ def test_two_groups_of_requests_with_drafts_come_together_again(ready: int, wait
     assert [speculation.waits(request) for request in read] == [together] * ready
 
 
-def test_requests_without_drafts_wait_for_none_while_they_are_the_most() -> None:
+def test_many_requests_without_drafts_do_not_wait_for_one() -> None:
     speculation = Speculation(lambda: NgramDrafter(), 3, 32, vocabulary=9)
-    pausing, guessing = [unread(1, 2, 3) for _ in range(3)], unread(1, 2, 3)
+    pausing, guessing = [unread(1, 2, 3) for _ in range(9)], unread(1, 2, 3)
     for request in pausing:
         speculation._known(request).resume = 99
     speculation.begin([*pausing, guessing], 0)

@@ -99,6 +99,16 @@ def test_parts_of_several_types_are_one_weight(mix: tuple[str, ...]) -> None:
     torch.testing.assert_close(dequantized(LARGE, matrix, torch.float32), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("storage", ["uint4 by 128", "uint4 by 32, zeros", "int8 by 64, zeros"])
+def test_scales_of_a_single_group_may_be_transposed_as_gptq_stores_them(storage: str) -> None:
+    (part,) = random_parts([storage], GROUPED[storage].group, (20,))
+    turned = {
+        role: tensor.T.clone(memory_format=torch.contiguous_format).T for role, tensor in part.tensors.items()
+    }  # fmt: skip
+    got = dequantized(SMALL, packed([replace(part, tensors=turned)]), torch.float32)
+    torch.testing.assert_close(got, reference_dequantize(part), rtol=1e-5, atol=1e-6)
+
+
 def test_packed_means_packed() -> None:
     """No more than a few percent above the files' bytes."""
     for storage in STORAGES:

@@ -201,7 +201,8 @@ def _fifth_bits(numbers: torch.Tensor, form: PackedForm) -> torch.Tensor:
 
 def scale_words(values: torch.Tensor, form: PackedForm) -> torch.Tensor:
     """Scales of a row's groups, [rows, groups, …], to ``Pieces.scales``, with zeros behind the end."""
-    data = values.reshape(values.shape[0], values.shape[1], -1).contiguous().view(torch.uint8)
+    # With one group, torch calls a transposed tensor contiguous, whose last stride is the number of rows.
+    data = values.reshape(*values.shape[:2], -1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     each = max(1, form.columns // form.group)
     spans = -(-data.shape[1] // each)
     data = torch.nn.functional.pad(data, (0, 0, 0, spans * each - data.shape[1])).reshape(len(data), spans, -1)

@@ -18,6 +18,9 @@ from evener_generation.drafting.payoff import Payoff
 log = logging.getLogger("evener.engine")
 #: The longest pause after wrong drafts, in tokens.
 _LONGEST_PAUSE = 32
+#: So many requests that could go on wait for one whose last token is not read yet: a step takes about as long with it,
+#: and it has several tokens there. More lose more by the pause between the steps.
+_GATHERED = 4
 
 
 @dataclass
@@ -59,8 +62,8 @@ class Speculation(Drafts):
     a while, twice as long each time. After an error of a drafter, no request has any.
 
     A request with drafts has no plan while its last token is not read, and another plan may run meanwhile. So the
-    requests could fall into two groups that take turns, and each step would read all weights for a part of them. The
-    smaller group waits for the larger one, and both are in one plan again. Where a step has less room than all drafts
+    requests could fall into two groups that take turns, and each step would read all weights for a part of them. Unless
+    they are many more, the others wait too, and all are in one plan again. Where a step has less room than all drafts
     need, each request gets an equal share.
 
     Args:
@@ -100,7 +103,7 @@ class Speculation(Drafts):
         self.on = requests > 0 and pays and not self._failed
         decoding = [request for request in running if self._continues(request)] if self.on else []
         waiting = sum(self._is_read_first(request) for request in decoding)
-        self._gathers = waiting > 0 and len(decoding) <= 2 * waiting
+        self._gathers = waiting > 0 and len(decoding) - waiting <= _GATHERED * waiting
         self._share = max(1, self._room // max(1, len(decoding)))
 
     def waits(self, request: DecodingRequest) -> bool:

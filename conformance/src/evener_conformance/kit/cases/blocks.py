@@ -144,7 +144,8 @@ def random_grouped(form: QuantFormat, rows: int, columns: int, generator: torch.
     groups, four = form.row_scales(columns), form.storage == "uint4"
     size = 74.0 if not four else 6.5 if form.zero else 4.6  # the numbers' standard deviation
     scale = (0.5 * 4 ** torch.rand(rows, groups, generator=generator)) * columns**-0.5 / size
-    tensors = {"scale": scale.to(getattr(torch, str(form.scale)))}
+    # As GPTQ's files give them: a transposed view, also of a single group.
+    tensors = {"scale": scale.to(getattr(torch, str(form.scale))).T.clone(memory_format=torch.contiguous_format).T}
     if four:
         tensors["weight"] = integers(0, 256, rows, columns // 2).to(torch.uint8)
     else:
