@@ -112,6 +112,16 @@ def test_a_quantized_file_has_the_blocks_of_the_same_quantization_while_loading(
     assert greedy(made) == greedy(source, quant=quant)
 
 
+@pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("DeepseekV3", marks=pytest.mark.slow)])
+def test_a_file_is_written_anew_from_a_file_and_from_the_folder_of_its_blocks(family: str, tmp_path: Path) -> None:
+    first = written(write_model(tmp_path / "source", family), tmp_path / "first.gguf", quant="q8_0")
+    folder = written(first, tmp_path / "folder")
+    ours = open_checkpoint(first)
+    for theirs in (open_checkpoint(written(each, tmp_path / f"{each.name}-again.gguf")) for each in (first, folder)):
+        assert ours.headers == theirs.headers
+        assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in ours.headers)
+
+
 @pytest.mark.parametrize("family", MODELS)
 def test_the_library_of_such_files_finds_stacks_of_experts_and_the_keys_of_llama_cpp(
     family: str, tmp_path: Path
