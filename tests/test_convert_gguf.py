@@ -192,6 +192,15 @@ def test_a_folder_of_blocks_becomes_the_file_that_they_would_have_been_written_t
     assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in ours.headers)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_a_file_is_written_anew_from_a_file(family: str, tmp_path: Path) -> None:
+    first = written(write_model(tmp_path / "source", family), tmp_path / "first.gguf", quant="q8_0")
+    again = written(first, tmp_path / "again.gguf")
+    ours, theirs = open_checkpoint(first), open_checkpoint(again)
+    assert ours.headers == theirs.headers and ours.config == theirs.config
+    assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in ours.headers)
+
+
 def test_the_file_has_the_keys_types_and_row_order_of_llama_cpp(tmp_path: Path) -> None:
     made = gguf.GGUFReader(written(write_model(tmp_path / "tiny-0.1B", "Llama 3"), tmp_path / "made.gguf"))
     wanted = {

@@ -27,7 +27,7 @@ from evener.config import from_overrides
 from evener.contracts.quant import MXFP4, WeightPart
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
-from evener.errors import ArchitectureError, CheckpointError, EvenerError
+from evener.errors import CheckpointError, EvenerError
 from evener.frontend.tokenizer import Tokenizer
 from evener.loading.checkpoint import open_checkpoint
 from evener_conformance.naive.model import NaiveModel
@@ -36,7 +36,6 @@ from evener_conformance.reference.engine import play
 from evener_formats.gguf.families import GptOss
 from evener_formats.gguf.scheme import GgufScheme
 from evener_formats.gguf.stored import split_mxfp4
-from evener_formats.gguf.written import family_of
 from evener_formats.mxfp4 import Mxfp4Scheme
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -276,11 +275,6 @@ def test_a_file_is_converted_to_a_folder_with_the_same_tokens(folder: Path, tmp_
     assert stored[f"{EXPERTS}.down_proj_blocks"] == ("uint8", (5, 64, 2, 16))
     (tokens, info), (wanted, other) = (greedy(model, prompt_of(259)) for model in (tmp_path / "made", path))
     assert tokens == wanted and info.manifest.packings == other.manifest.packings
-
-
-def test_gpt_oss_is_not_written_to_a_file() -> None:
-    with pytest.raises(ArchitectureError, match="a GptOssForCausalLM cannot be written as GGUF"):
-        family_of("GptOssForCausalLM")
 
 
 def test_a_damaged_file_either_opens_or_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 from gguf_files import dequantized
 
-from evener.errors import ArchitectureError, CheckpointError, ConfigError
+from evener.errors import ArchitectureError, CheckpointError
 from evener.loading.checkpoint import open_checkpoint
 from evener_formats.gguf.scheme import GgufScheme
-from evener_formats.gguf.written import family_of
 
 Write = Callable[..., Path]
 EXPERTS, WIDTH, INNER, VOCAB = 5, 256, 512, 259
@@ -104,11 +103,21 @@ def test_too_many_experts_are_refused_before_they_are_listed(
         open_checkpoint(write_gguf("qwen3moe", KEYS, drawn()))
 
 
-def test_experts_of_another_family_are_refused_and_files_with_experts_are_not_written(write_gguf: Write) -> None:
+def test_experts_of_another_family_are_refused(write_gguf: Write) -> None:
     with pytest.raises(ArchitectureError, match="a qwen2 with 5 experts, which is not implemented for GGUF"):
         _ = open_checkpoint(write_gguf("qwen2", KEYS, drawn())).config
-    with pytest.raises((ArchitectureError, ConfigError), match="a Qwen3MoeForCausalLM cannot be written as GGUF"):
-        family_of("Qwen3MoeForCausalLM")
+
+
+def test_the_gate_of_a_shared_expert_is_a_matrix_of_one_row(write_gguf: Write) -> None:
+    keys = {**KEYS, "expert_shared_feed_forward_length": 384}
+    gate = torch.randn(WIDTH)
+    found = open_checkpoint(write_gguf("qwen2moe", keys, {**drawn(), "blk.0.ffn_gate_inp_shexp.weight": gate}))
+    assert torch.equal(found.tensor("model.layers.0.mlp.shared_expert_gate.weight"), gate[None])
+    expected = {"shared_expert_intermediate_size": 384, "norm_topk_prob": False, "qkv_bias": False}
+    assert {key: found.config[key] for key in expected} == expected
+    wrong = {**drawn(), "blk.0.ffn_gate_inp_shexp.weight": torch.randn(2, WIDTH)}
+    with pytest.raises(CheckpointError, match=r"float32 \[2, 256\], not as a vector of numbers; fetch the file again"):
+        open_checkpoint(write_gguf("qwen2moe", keys, wrong))
 
 
 LATENT = {

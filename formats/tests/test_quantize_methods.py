@@ -110,6 +110,16 @@ def test_scales_of_channels_and_clips_lessen_the_error_of_the_results() -> None:
     assert error(weight, clipped, blocks) < 0.95 * error(weight, nearest(weight, grid, GROUP), blocks)
 
 
+def test_matrices_that_get_few_inputs_count_little_when_scales_are_chosen() -> None:
+    """Experts read the same channels; a token goes to some of them."""
+    (a, gram), (b, other) = matrix(), matrix(7)
+    other, grid = torch.diag(torch.linspace(1, 30, COLUMNS)), Grid(4, False)
+    alone = channel_scales([(a, gram)], gram.diagonal().sqrt(), grid, GROUP)
+    both = [(a, gram), (b, 1e6 * other)]
+    assert torch.equal(alone, channel_scales(both, gram.diagonal().sqrt(), grid, GROUP, shares=[1.0, 1e-9]))
+    assert not torch.equal(alone, channel_scales(both, gram.diagonal().sqrt(), grid, GROUP))
+
+
 def test_channels_that_the_same_rows_make_get_the_same_scales() -> None:
     weight, gram = matrix()
     scales = channel_scales([(weight, gram)], gram.diagonal().sqrt(), Grid(4, False), GROUP, repeat=(3, 16))

@@ -49,6 +49,15 @@ def test_scales_say_what_shares_them(
     assert abs(form.nbytes(*shape) - (shape[0] * shape[1] + 4 * count)) <= 1
 
 
+def test_a_matrix_smaller_than_a_block_has_the_blocks_that_the_config_says() -> None:
+    """A rank's part of a split model: one block of 16 rows is no block of 128."""
+    headers = {"w": ("float8_e4m3fn", (16, 64)), "w_scale_inv": ("float32", (1, 4))}
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    for said, high in ((settings, 16), ({"quant_method": "fp8"}, 128), (settings | {"weight_block_size": [16.0]}, 128)):
+        part = Fp8Scheme().configured({"quantization_config": said}).part("w", headers)
+        assert part is not None and (part.format.group_out, part.format.group) == (high, 16)
+
+
 def test_each_number_is_multiplied_with_its_blocks_scale() -> None:
     part = part_of(200, 300, torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]))
     stored, numbers = part.tensors["weight"].float(), SCHEME.dequantize(part, "float32")

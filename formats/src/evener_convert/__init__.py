@@ -7,6 +7,7 @@ module           holds
 ``quantized``    the view whose matrices are quantized; ``matrices``: which these are
 ``described``    the view of a folder with a quantized model's config and no weights
 ``split``        the view of a folder that was split for ranks
+``merged``       the view of a folder that stores parts of weights together; ``merging``: how that is done
 ``modelslim``    the view of a folder that ModelSlim saved
 ``base_names``   the view of a model without its outermost module
 ``weight_map``   the view whose tensors are renamed by rules
@@ -32,6 +33,7 @@ descriptor = Descriptor(
     checkpoint_views={
         "described": "evener_convert.described:DescribedCheckpoint",
         "split": "evener_convert.split:SplitCheckpoint",
+        "merged": "evener_convert.merged:MergedCheckpoint",
         "modelslim": "evener_convert.modelslim:ModelSlimCheckpoint",
         "base_names": "evener_convert.base_names:BaseCheckpoint",
         "weight_map": "evener_convert.weight_map:RenamedCheckpoint",

@@ -16,6 +16,7 @@ from evener.config.schema import Config
 from evener.errors import ConfigError
 
 if TYPE_CHECKING:
+    from evener_convert.merged import MergedPart
     from evener_convert.source import Source
     from evener_convert.writer import WeightFile
 
@@ -31,11 +32,12 @@ def main(argv: list[str]) -> int:
         "Interrupted, it goes on where it was when it is started again.",
         takes_model=False, words="SRC DST [key=value ...]",
     )  # fmt: skip
+    command.option("--merge", action="store_true", help="store queries, keys and values as one tensor, and gate and up")
     command.option("--json", action="store_true", help="print JSON")
     command.option("--quiet", action="store_true", help="show no progress")
     arguments, words = command.parse(argv)
     config, result = read_arguments(words)
-    made = convert(config, result, quiet=arguments.quiet)
+    made = convert(config, result, quiet=arguments.quiet, merge=arguments.merge)
     print_result(arguments, made, lambda: f"{result}: {made['bytes']:,} bytes in {made['files']} weight files")
     return 0
 
@@ -58,26 +60,34 @@ def read_arguments(words: Sequence[str]) -> tuple[Config, Path]:
     return with_local_model(config), Path(typed.positionals[1]).expanduser().absolute()
 
 
-def convert(config: Config, result: Path, quiet: bool = True) -> dict[str, Any]:
+def convert(config: Config, result: Path, quiet: bool = True, merge: bool = False) -> dict[str, Any]:
     """Convert the model of ``config`` to ``result``, a folder, or a file if it ends in ``.gguf``; returns the number of
     weight files and their bytes.
+
+    Args:
+        merge: store the parts of a weight together where its format allows it.
 
     Raises:
         EvenerError: the model cannot be read or not be stored in this way, or the disk is too small; then there is no
             ``result``.
     """
     from evener_convert.gguf_file import gguf_file
+    from evener_convert.merged import INDEX, merged_index
     from evener_convert.source import description, files, open_source
     from evener_convert.work import refuse_existing, work_folder
     from evener_convert.writer import WeightFile, forget_notes, write_file
 
     refuse_existing(result)
     single = result.suffix == ".gguf"
-    source = open_source(config)
+    if single and merge:
+        raise ConfigError(f"{result.name}: a GGUF file stores the parts of weights apart; leave --merge out")
+    source = open_source(config, merge)
+    parts: list[Mapping[str, Sequence[MergedPart]]] = []
     if single:
         planned = [gguf_file(source, result.name)]
     else:
-        planned = [WeightFile.safetensors(name, pieces) for name, pieces in files(source)]
+        found = list(files(source))
+        planned, parts = [WeightFile.safetensors(each.name, each.pieces) for each in found], [e.parts for e in found]
     sizes = {each.name: each.nbytes for each in planned}
     key = {**description(source), "files": sizes}
     with work_folder(result, key, single) as folder:
@@ -94,6 +104,10 @@ def convert(config: Config, result: Path, quiet: bool = True) -> dict[str, Any]:
         forget_notes(folder)
         if not single:
             _write_beside(folder, source, planned, key)
+            if merge:
+                split = config.infer.tp_size * config.infer.pp_size > 1
+                whole = [{name: each for one in parts for name, each in one.items()}]
+                (folder / INDEX).write_text(merged_index(parts if split else whole), "utf-8")
     source.checkpoint.close()
     return {"path": str(result), "files": len(planned), "bytes": sum(sizes.values())}
 

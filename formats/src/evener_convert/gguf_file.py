@@ -21,6 +21,7 @@ from evener_convert.source import Source, declare, description
 from evener_convert.writer import WeightFile
 from evener_formats.gguf.checkpoint import GgufCheckpoint
 from evener_formats.gguf.families import Llama
+from evener_formats.gguf.file_tensors import FileTensor, file_tensors
 from evener_formats.gguf.written import (
     ALIGNMENT,
     DIVISORS,
@@ -29,9 +30,6 @@ from evener_formats.gguf.written import (
     general_keys,
     header_bytes,
     model_keys,
-    stored_header,
-    stored_name,
-    stored_numbers,
     write_draft,
 )
 from evener_formats.tokenizers.gguf_tokenizer_keys import tokenizer_keys
@@ -46,48 +44,48 @@ def gguf_file(source: Source, name: str) -> WeightFile:
     config, infer = source.checkpoint.config, source.config.infer
     if infer.tp_size * infer.pp_size > 1:
         raise ConfigError(f"{name}: a GGUF file is not split for ranks; leave infer.tp_size and infer.pp_size out")
-    family = family_of(source.checkpoint.architecture)
+    kind, family = family_of(source.checkpoint.architecture)
     settings = config.get("quantization_config")
     method = settings.get("quant_method", "gguf") if isinstance(settings, Mapping) else "gguf"
-    if method != "gguf":
+    if method not in ("gguf", "mxfp4"):
         raise ConfigError(
             f"{source.checkpoint.path} would be stored as {str(method)[:80]}, which a GGUF file cannot hold; use an "
             "unquantized model, and leave quant out or take one of quant=q8_0, q6_k, q5_k_m, q4_k_m, q4_k"
         )
     headers = _element_headers(source)
-    names = {stored_name(family, each): each for each in headers}
+    made = file_tensors(family, config, headers)
     factors = torch.tensor(divisors(config), dtype=torch.float32)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {DIVISORS: ("float32", tuple(factors.shape))} if len(
         factors) else {}  # fmt: skip
-    tensors |= {stored: stored_header(stored, headers[each]) for stored, each in names.items()}
+    tensors |= {stored: (each.dtype, each.shape) for stored, each in made.items()}
     said = description(source)
     origin = {key: value for key, value in said.items() if key != "source"}
     files, path = _text_files(source), Path(source.config.model).expanduser().resolve()
     check_usable_tokenizer(files)
     keys = {
         **general_keys(path.name if path.is_dir() else path.stem, source.config.quant, tensors, origin),
-        **model_keys(family, config), **tokenizer_keys(files, headers["model.embed_tokens.weight"][1][0]),
+        **model_keys(kind, family, config), **tokenizer_keys(files, headers["model.embed_tokens.weight"][1][0]),
     }  # fmt: skip
-    header = header_bytes(family, keys, tensors)
+    header = header_bytes(kind, keys, tensors)
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / name
         write_draft(draft, header, tensors, factors.numpy().tobytes())
         written = GgufCheckpoint(draft)
-        _check(source, headers, files, written)
+        _check(source, {name: each for one in made.values() for name, each in one.read.items()}, files, written)
     pieces = [_divisors_piece(factors)] if len(factors) else []
     stored_as = {_element_name(each): each for each in source.checkpoint.headers}
-    pieces += [_piece(written.family, stored, stored_as[each], tensors[stored]) for stored, each in names.items()]
+    pieces += [_piece(written.family, stored, each, stored_as) for stored, each in made.items()]
     return WeightFile(name, header, pieces, ALIGNMENT)
 
 
-def _check(source: Source, headers: Headers, files: ModelFiles, written: GgufCheckpoint) -> None:
-    """Compare the file ``written``, which has no numbers yet, with the source."""
-    wanted = {name: stored_header(name, each) for name, each in headers.items()}
+def _check(source: Source, wanted: Headers, files: ModelFiles, written: GgufCheckpoint) -> None:
+    """Compare the file ``written``, which has no numbers yet, with the source, of which its reader should give the
+    tensors ``wanted``."""
     if dict(written.headers) != wanted:
         away = sorted(set(wanted.items()) ^ set(written.headers.items()))
         raise CheckpointError(f"the GGUF file would have other tensors: {away[:4]}; this is a mistake of evener's")
     check_same_model(source, written.config)
-    check_same_tokenizer(files, written, headers["model.embed_tokens.weight"][1][0])
+    check_same_tokenizer(files, written, wanted["model.embed_tokens.weight"][1][0])
 
 
 def _element_headers(source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -130,15 +128,11 @@ def _text_files(source: Source) -> ModelFiles:
     return files if files.text("tokenizer.json") is not None else source.family.text_files(files)
 
 
-def _piece(family: Llama, stored: str, name: str, header: tuple[str, tuple[int, ...]]) -> Piece:
+def _piece(family: Llama, stored: str, planned: FileTensor, stored_as: Mapping[str, str]) -> Piece:
     def make(read: Read) -> Mapping[str, torch.Tensor]:
-        return {stored: stored_numbers(family, stored, read(name))}
+        return {stored: planned.make(family, [read(stored_as[name]) for name in planned.names])}
 
-    dtype, shape = header
-    if dtype in BLOCKS:
-        elements, nbytes = BLOCKS[dtype]
-        dtype, shape = "uint8", (*shape[:-1], shape[-1] // elements * nbytes)
-    return Piece(make, {stored: Stored(dtype, shape)})
+    return Piece(make, {stored: Stored(*planned.bytes_shape)})
 
 
 def _divisors_piece(factors: torch.Tensor) -> Piece:

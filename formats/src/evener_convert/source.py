@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +26,8 @@ from evener.loading.checkpoint import open_checkpoint
 from evener.loading.match import check_match
 from evener.loading.views import view_checkpoint
 from evener.plugins.discover import installed_catalog
+from evener_convert.merged import MergedPart
+from evener_convert.merging import MergedPieces, merge
 from evener_convert.pieces import Piece, rank_pieces, whole_pieces
 from evener_convert.split import INDEX, rank_file
 
@@ -43,16 +45,19 @@ class Source:
         checkpoint: as it will be stored: quantized, if ``quant`` says so.
         family: its class.
         scheme: reads ``checkpoint``.
+        merge: whether the parts of a weight are stored together.
     """
 
     config: Config
     checkpoint: Checkpoint
     family: type[Architecture]
     scheme: QuantScheme
+    merge: bool = False
 
 
-def open_source(config: Config) -> Source:
-    """Open the model of ``config`` and compare its tensors with those that its class declares.
+def open_source(config: Config, merged: bool = False) -> Source:
+    """Open the model of ``config`` and compare its tensors with those that its class declares. ``merged``: as
+    ``Source.merge``.
 
     Raises:
         EvenerError: it cannot be read, or not be quantized in this way.
@@ -77,7 +82,7 @@ def open_source(config: Config) -> Source:
     checkpoint, scheme = view_checkpoint(
         ViewRequest(checkpoint, family, schemes, min(length, 4096), config.quant, config.weight_map, config.options)
     )
-    source = Source(config, checkpoint, family, scheme)
+    source = Source(config, checkpoint, family, scheme, merged)
     build = declare(source, World())
     check_match(build.weights, checkpoint.headers, scheme, [build], str(path))
     return source
@@ -100,16 +105,30 @@ def declare(source: Source, world: World) -> Builder:
     return build
 
 
-def files(source: Source) -> Iterator[tuple[str, Sequence[Piece]]]:
-    """The weight files: their names and pieces."""
-    infer = source.config.infer
+@dataclass(frozen=True)
+class PlannedFile:
+    """A weight file of the result: its name, its pieces, and the parts of its merged tensors."""
+
+    name: str
+    pieces: Sequence[Piece]
+    parts: Mapping[str, Sequence[MergedPart]] = field(default_factory=dict)
+
+
+def files(source: Source) -> Iterator[PlannedFile]:
+    """The weight files."""
+    infer, checkpoint, scheme = source.config.infer, source.checkpoint, source.scheme
     size = infer.tp_size * infer.pp_size
-    if size > 1:
-        for rank in range(size):
-            world = World.of(rank, infer.tp_size, infer.pp_size)
-            yield rank_file(world), list(rank_pieces(declare(source, world).weights, source.checkpoint, source.scheme))
-        return
-    yield from shared_out(whole_pieces(source.checkpoint))
+    for rank in range(size):
+        world = World.of(rank, infer.tp_size, infer.pp_size)
+        weights = declare(source, world).weights if size > 1 or source.merge else ()
+        pieces = list(rank_pieces(weights, checkpoint, scheme) if size > 1 else whole_pieces(checkpoint))
+        merged = merge(pieces, weights, checkpoint, scheme) if source.merge else MergedPieces(pieces, {})
+        if size > 1:
+            yield PlannedFile(rank_file(world), merged.pieces, merged.parts)
+            continue
+        for name, group in shared_out(merged.pieces):
+            held = {tensor for piece in group for tensor in piece.stored}
+            yield PlannedFile(name, group, {tensor: p for tensor, p in merged.parts.items() if tensor in held})
 
 
 def shared_out(pieces: Iterable[Piece], stem: str = "model") -> Iterator[tuple[str, Sequence[Piece]]]:
@@ -157,7 +176,7 @@ def description(source: Source) -> dict[str, Any]:
         "options": {
             "quant": config.quant, "infer.tp_size": infer.tp_size, "infer.pp_size": infer.pp_size,
             "infer.ep_size": infer.ep_size, "infer.pp_layer_partition": list(infer.pp_layer_partition),
-            "weight_map": config.weight_map,
+            "weight_map": config.weight_map, **({"merge": True} if source.merge else {}),
             **{f"{name}.{key}": value for name, each in config.options.items() for key, value in each.items()},
         },
         "versions": {name: importlib_metadata.version(name) for name in packages},

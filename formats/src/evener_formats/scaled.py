@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.contracts.checkpoint import Checkpoint, Headers
@@ -26,7 +27,8 @@ _PLAIN = ("float32", "float16", "bfloat16")
 _STORED = ("float8_e4m3fn", "float8_e5m2", "int8")
 #: Bytes of a scale. ``float8_e8m0fnu`` is a power of two (UE8M0).
 _SCALES: Mapping[str, float] = {**{dtype: DTYPE_BYTES[dtype] for dtype in _PLAIN}, "float8_e8m0fnu": 1}
-#: Rows or columns of a block, the usual one first. All are powers of two, so that a shape fits one of them only.
+#: Rows or columns of a block, the usual one first. All are powers of two, so that a shape of several blocks fits one
+#: of them only.
 _BLOCKS = (128, 64, 32, 16, 256)
 _SUFFIXES = ("_scale_inv", "_scale")
 #: What says how activations were rounded, beside a weight: a fixed scale, and what is not used.
@@ -36,9 +38,14 @@ _SLICE = 1 << 22
 
 
 class ScaledScheme(QuantScheme):
-    """Matrices of eight bits, and their scales. A weight without scales is not quantized."""
+    """Matrices of eight bits, and their scales. A weight without scales is not quantized.
+
+    Attributes:
+        block: rows and columns of a block, if the config says it; else they follow from the number of scales.
+    """
 
     methods: tuple[str, ...]
+    block: tuple[int, int] | None = None
 
     def detect(self, config: Mapping[str, Any]) -> bool:
         settings = config.get("quantization_config")
@@ -76,7 +83,7 @@ class ScaledScheme(QuantScheme):
         # A stack of matrices has a stack of scales.
         stack = 1 if len(shape) == 3 and len(scales) == 3 and shape[0] == scales[0] else 0
         readable = dtype in _STORED and scale in _SCALES
-        form = _format(dtype, shape[stack:], scale, scales[stack:]) if readable else None
+        form = _format(dtype, shape[stack:], scale, scales[stack:], self.block) if readable else None
         if form is None:
             raise CheckpointError(
                 f"{name} is stored as {dtype} {list(shape)} with scales as {scale} {list(scales)}; evener reads "
@@ -187,16 +194,19 @@ class Fp8Scheme(ScaledScheme):
 
     Args:
         activations: "dynamic" or "static", as the config says; other words: they are not rounded.
+        block: see ``ScaledScheme``.
     """
 
     name, methods = "fp8", ("fp8", "fbgemm_fp8")
 
-    def __init__(self, activations: str = "") -> None:
-        self._activations = activations
+    def __init__(self, activations: str = "", block: tuple[int, int] | None = None) -> None:
+        self._activations, self.block = activations, block
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
-        settings = config["quantization_config"]
-        return Fp8Scheme(str(settings.get("activation_scheme")) if settings["quant_method"] == "fp8" else "")
+        settings, said = config["quantization_config"], config["quantization_config"].get("weight_block_size")
+        known = isinstance(said, list) and len(said) == 2 and all(type(n) is int and n in _BLOCKS for n in said)
+        activations = str(settings.get("activation_scheme")) if settings["quant_method"] == "fp8" else ""
+        return Fp8Scheme(activations, (said[0], said[1]) if known else None)
 
     def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
         if self._activations == "static":
@@ -204,8 +214,10 @@ class Fp8Scheme(ScaledScheme):
         return Rounding(_STORED[0], max(0, form.group)) if self._activations == "dynamic" else None
 
 
-def _format(dtype: str, shape: tuple[int, ...], scale: str, scales: tuple[int, ...]) -> QuantFormat | None:
-    """The format of a matrix with such scales; None if they do not fit."""
+def _format(
+    dtype: str, shape: tuple[int, ...], scale: str, scales: tuple[int, ...], block: tuple[int, int] | None
+) -> QuantFormat | None:
+    """The format of a matrix with such scales; None if they do not fit. ``block``: as in ``ScaledScheme``."""
     if len(shape) != 2 or not min(shape):
         return None
     rows, columns = shape
@@ -218,10 +230,10 @@ def _format(dtype: str, shape: tuple[int, ...], scale: str, scales: tuple[int, .
         return QuantFormat(dtype, group=0, scale=scale, bits=bits)
     if len(scales) != 2:
         return None
-    for high in _BLOCKS:
-        for wide in _BLOCKS:
-            if (-(-rows // high), -(-columns // wide)) == scales:
-                return QuantFormat(dtype, group=wide, group_out=high, scale=scale, bits=bits)
+    # A piece of a matrix may be smaller than a block: several sizes fit its few scales.
+    for high, wide in (*((block,) if block else ()), *product(_BLOCKS, _BLOCKS)):
+        if (-(-rows // high), -(-columns // wide)) == scales:
+            return QuantFormat(dtype, group=wide, group_out=high, scale=scale, bits=bits)
     return None
 
 

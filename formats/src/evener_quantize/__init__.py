@@ -1,23 +1,24 @@
 """``evener quantize``: a GPTQ or AWQ checkpoint from an unquantized model and a text; and integers of one layout in
 another while they are read or converted. Torch-free to import.
 
-============  ========================================================================
-module        holds
-============  ========================================================================
-``command``   the command
-``settings``  what is asked for
-``chosen``    which matrices are quantized, and what the result stores for them
-``driver``    layer after layer: run, quantize, write; interrupted, it goes on
-``stage``     one layer of the model, as a pipeline stage that runs windows of tokens
-``observed``  what is remembered of the inputs of linear weights
-``rounding``  scales, zero points and codes of groups
-``gptq``      rounding that makes up for its errors in later columns
-``awq``       scales of channels, folded into what comes before, and clipping
-``folded``    these scales in a layer: what they multiply, and what they divide
-``layer``     all matrices of a layer by one of these methods
-``written``   the tensors of a quantized matrix, as the published formats store them
-``relaid``    the view of a quantized checkpoint in another layout; ``layouts``: which
-============  ========================================================================
+==================  ========================================================================
+module              holds
+==================  ========================================================================
+``command``         the command
+``settings``        what is asked for
+``chosen``          which matrices are quantized, and what the result stores for them
+``driver``          layer after layer: run, quantize, write; interrupted, it goes on
+``stage``           one layer of the model, as a pipeline stage that runs windows of tokens
+``observed``        what is remembered of the inputs of linear weights
+``rounding``        scales, zero points and codes of groups
+``gptq``            rounding that makes up for its errors in later columns
+``awq``             scales of channels, folded into what comes before, and clipping
+``folded``          these scales in a layer: what they multiply, and what they divide
+``folded_experts``  the same in a layer of experts
+``layer``           all matrices of a layer by one of these methods
+``written``         the tensors of a quantized matrix, as the published formats store them
+``relaid``          the view of a quantized checkpoint in another layout; ``layouts``: which
+==================  ========================================================================
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def result_error(change: torch.Tensor, gram: torch.Tensor) -> float:
 
 def channel_scales(
     weights: Sequence[tuple[torch.Tensor, torch.Tensor]], magnitude: torch.Tensor, grid: Grid, group: int,
-    repeat: tuple[int, int] | None = None,
+    repeat: tuple[int, int] | None = None, shares: Sequence[float] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """What the columns of matrices are multiplied by before they are rounded, float32 [columns].
 
@@ -32,6 +32,7 @@ def channel_scales(
         magnitude: mean magnitude of each channel, float32 [columns].
         repeat: (n, width): channels come in units of n times ``width``, and the n times get the same scales, because
             they are made by the same rows (value heads that several query heads share); None: each its own.
+        shares: which part of the inputs each matrix gets; None: each all.
     """
     if repeat is not None:
         count, width = repeat
@@ -42,8 +43,9 @@ def channel_scales(
         scales = magnitude.pow(step / _STEPS)
         scales = scales / (scales.max() * scales.min()).sqrt()
         error = 0.0
-        for weight, gram in weights:
-            error += result_error(nearest(weight * scales, grid, group).values() / scales - weight, gram)
+        for (weight, gram), share in zip(weights, shares or [1.0] * len(weights), strict=True):
+            change = nearest(weight * scales, grid, group).values() / scales - weight
+            error += share * result_error(change, gram)
         if error < best:
             best, found = error, scales
     return found

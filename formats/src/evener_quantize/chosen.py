@@ -83,8 +83,6 @@ def choose(source: Source, settings: Settings) -> Chosen:
             f"{where} has no matrix that {settings.method} could store: rows in multiples of {rows_unit(settings)} and "
             f"columns of {group or GROUPS[-1]}; set another --group, or use `evener convert SRC DST quant=q8_0`"
         )
-    if settings.method == "awq" and not settings.nearest and any(weight.experts for weight in taken):
-        raise ConfigError(f"{where} has experts, for whose inputs --method awq finds no scales; use --method gptq")
     replaced = frozenset(name for weight in taken for name in stored_names(weight))
     stored: dict[str, Any] = {}
     for weight in taken:

@@ -43,8 +43,14 @@ def main(argv: list[str]) -> int:
         made = quantize(config, result, settings, text, lambda n, count: bar.update(task, completed=n, total=count))
     how = "to nearest" if settings.nearest else f"with {made['tokens']:,} tokens"
     groups = f"in groups of {made['group']}" if made["group"] else "in whole rows"
+    without = (
+        f"; {made['without_input']} matrices of experts that no token reached are rounded to nearest: give a longer "
+        "text, with --tokens"
+        if made["without_input"]
+        else ""
+    )
     print_result(arguments, made, lambda: f"{result}: {made['matrices']} matrices, {how}, {groups}; {made['bytes']:,} "
-                 f"bytes in {made['files']} weight files")  # fmt: skip
+                 f"bytes in {made['files']} weight files{without}")  # fmt: skip
     return 0
 
 

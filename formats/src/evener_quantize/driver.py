@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -39,6 +38,8 @@ from evener_quantize.stage import Stage, stage_config
 
 #: Bytes of what is remembered of inputs at a time; a layer with more (experts) runs over the text several times.
 REMEMBERED = 2 << 30
+#: In the metadata of a layer's file: how many of its matrices, all of experts, got no input from the text.
+_WITHOUT = "evener_without_input"
 #: Called after each layer with its number, from 1, and the number of layers.
 Report = Callable[[int, int], None]
 
@@ -52,7 +53,8 @@ def quantize(
         text: what inputs are taken from; not read with ``settings.nearest``.
         report: called after each layer with its number, from 1, and the number of layers.
 
-    Returns the number of weight files and their bytes, and how many matrices were quantized from how many tokens.
+    Returns the number of weight files and their bytes, how many matrices were quantized from how many tokens, and how
+    many of them the text never reached: matrices of experts, which are only rounded.
 
     Raises:
         EvenerError: the model cannot be read, run or be stored in this way, or the disk is too small; then there is no
@@ -77,7 +79,7 @@ def quantize(
             layers.make(layer)
             report(layer + 1, chosen.layers)
         layers.forget_streams()
-        where = _write_rest(folder, rest, layers)
+        where, without = _write_rest(folder, rest, layers)
         carry(Path(config.model).expanduser(), rest, folder)
         sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
         write_json(folder / "model.safetensors.index.json",
@@ -85,7 +87,7 @@ def quantize(
         write_json(folder / "evener_quantize.json", key)
     source.checkpoint.close()
     return {"path": str(result), "files": len(sizes), "bytes": sum(sizes.values()), "matrices": len(chosen.names),
-            "tokens": len(ids), "group": chosen.group}  # fmt: skip
+            "tokens": len(ids), "group": chosen.group, "without_input": without}  # fmt: skip
 
 
 class _Layers:
@@ -121,21 +123,18 @@ class _Layers:
         stage = Stage(self._config, self._search, layer, self._chosen.layers, self._observer)
         before = load_file(self._stream(layer))["stream"] if layer and self._windows else torch.empty(0)
         made: dict[str, torch.Tensor] = {}
-        folded = False
-        # Scales of channels reach from one matrix into another: all inputs at once. There are no experts then.
-        most = sys.maxsize if self._settings.method == "awq" and self._windows else REMEMBERED
-        for keys in _batches(self._maker.keys(stage), most):
+        without = 0
+        for keys in self._maker.batches(stage, REMEMBERED):
             seen = {key: Inputs.none(n, stage.assembly.device.torch_device) for key, n in keys.items()}
             self._observer.watched = seen
             for window, stream in self._pieces(before):
                 stage.run(window, stream)
             self._observer.watched = {}
             self._check(stage, seen)
-            if not folded and not self._settings.nearest:
-                made |= self._maker.fold(stage, seen)
-                folded = True
+            without += sum(not inputs.count for inputs in seen.values() if inputs.remembered)
+            made |= self._maker.fold(stage, seen)
             made |= self._maker.quantize(stage, seen)
-        _save(made, self.file(layer))
+        _save(made, self.file(layer), {_WITHOUT: str(without if self._windows else 0)})
         if self._windows and layer + 1 < self._chosen.layers:
             width = stage.assembly.model.hidden_size
             after = before if layer else torch.empty(sum(map(len, self._windows)), width)
@@ -188,21 +187,24 @@ class _Rest(CheckpointView):
         return {**self.inner.config, "quantization_config": dict(self._chosen.config)}
 
 
-def _write_rest(folder: Path, rest: _Rest, layers: _Layers) -> dict[str, str]:
-    """Write what the layers did not make, under the names that the result has. Returns the file of each tensor."""
+def _write_rest(folder: Path, rest: _Rest, layers: _Layers) -> tuple[dict[str, str], int]:
+    """Write what the layers did not make, under the names that the result has. Returns the file of each tensor, and how
+    many matrices got no input."""
     from safetensors import safe_open
 
     found: dict[str, str] = {}
+    without = 0
     made = [layers.file(layer) for layer in range(layers.remaining().stop)]
     for path in made:
         with safe_open(path, "pt") as file:
             found |= dict.fromkeys(file.keys(), path.name)
+            without += int((file.metadata() or {}).get(_WITHOUT, 0))
     rest.made = frozenset(found)
     for name, pieces in shared_out(whole_pieces(rest), "model-rest"):
         write_file(folder, WeightFile.safetensors(name, pieces), rest.tensor, lambda nbytes: None)
         found |= {tensor: name for piece in pieces for tensor in piece.stored}
     forget_notes(folder)
-    return found
+    return found, without
 
 
 def _check_room(folder: Path, rest: _Rest, chosen: Chosen) -> None:
@@ -215,25 +217,11 @@ def _check_room(folder: Path, rest: _Rest, chosen: Chosen) -> None:
         )
 
 
-def _batches(keys: Mapping[Key, int], most: int) -> Iterator[dict[Key, int]]:
-    """Matrices whose inputs are remembered at the same time, in ``most`` bytes if one does not need more."""
-    batch: dict[Key, int] = {}
-    held = 0
-    for key, columns in keys.items():
-        nbytes = 4 * columns * columns
-        if batch and held + nbytes > most:
-            yield batch
-            batch, held = {}, 0
-        batch[key] = columns
-        held += nbytes
-    yield batch
-
-
-def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def _save(tensors: Mapping[str, torch.Tensor], path: Path, more: Mapping[str, str] | None = None) -> None:
     """Write a file as a whole, so that after a loss of power it is there or not."""
     part = path.with_name(f"{path.name}.part")
     # Not the library's own writer of files, whose files others may not read.
-    part.write_bytes(save({name: tensor.clone() for name, tensor in tensors.items()}, {"format": "pt"}))
+    part.write_bytes(save({name: tensor.clone() for name, tensor in tensors.items()}, {"format": "pt", **(more or {})}))
     handle = os.open(part, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -8,7 +8,7 @@ inputs of o               the rows of the values; of no kind of latent
 inputs of down            the rows of up, if it is a factor (a gated MLP)
 ========================  ==================================================
 
-Other matrices get no scales; they are clipped only.
+Those of experts are in ``folded_experts``. Other matrices get no scales; they are clipped only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from evener.contracts.declared import LinearWeight, Weight, WeightGroup
-from evener.contracts.weights import AttentionWeights, MLPWeights
+from evener.contracts.weights import AttentionWeights, MLPWeights, MoEWeights
 from evener_quantize.awq import channel_scales
 from evener_quantize.chosen import Chosen
 from evener_quantize.observed import Inputs, Key
@@ -53,16 +53,16 @@ def fold_scales(stage: Stage, seen: Mapping[Key, Inputs], grid: Grid, chosen: Ch
     changed: dict[str, torch.Tensor] = {}
     seams = [seam for seam in _seams(stage) if chosen.has(seam.reads) and (not seam.makes or chosen.has(seam.makes))]
     for seam in seams:
-        inputs = seen[seam.reads.name, -1]
-        if not inputs.count:
+        inputs = seen.get((seam.reads.name, -1))
+        if inputs is None or not inputs.count:
             continue
-        weight = _values(seam.reads)
+        weight = values_of(seam.reads)
         scales = channel_scales(
             [(weight, inputs.gram / inputs.count)], inputs.magnitudes / inputs.count, grid,
             chosen.group_of(seam.reads.columns), seam.repeat,
         )  # fmt: skip
         if seam.norm is not None:
-            scales = _divide_norm(stage, seam.norm, seam.offset, scales, changed)
+            scales = divide_norm(stage, seam.norm, seam.offset, scales, changed)
         else:
             assert seam.makes is not None, "a seam has a maker"
             _divide_rows(stage, seam, scales, changed)
@@ -75,17 +75,19 @@ def fold_scales(stage: Stage, seen: Mapping[Key, Inputs], grid: Grid, chosen: Ch
 
 def query_and_key_rows(stage: Stage) -> dict[str, int]:
     """How many rows of a linear weight make queries and keys; they come first."""
-    records = [record for site in stage.assembly.build.sites for record in _records(site.static) if "qkv" in record]
+    records = [
+        record for site in stage.assembly.build.sites for record in static_records(site.static) if "qkv" in record
+    ]
     return {r["qkv"].name: (r["heads"] + r["kv_heads"]) * r["head_dim"] for r in records}
 
 
-def _values(weight: LinearWeight) -> torch.Tensor:
+def values_of(weight: LinearWeight) -> torch.Tensor:
     assert weight.value is not None, "the stage is loaded"
     values: torch.Tensor = weight.value.data.float()
     return values
 
 
-def _divide_norm(
+def divide_norm(
     stage: Stage, norm: Weight, offset: float, scales: torch.Tensor, changed: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """Divide a norm by ``scales``. Returns the scales by which it is divided as it is stored: its numbers have few
@@ -115,7 +117,7 @@ def _divide_rows(stage: Stage, seam: _Seam, scales: torch.Tensor, changed: dict[
         count, width = seam.repeat
         scales = scales.view(-1, count, width)[:, 0].flatten()
     rows = slice(seam.first, seam.first + len(scales))
-    weight = _values(seam.makes).clone()
+    weight = values_of(seam.makes).clone()
     weight[rows] /= scales[:, None]
     stage.replace(seam.makes, weight)
     if seam.bias is None:
@@ -132,7 +134,7 @@ def _divide_rows(stage: Stage, seam: _Seam, scales: torch.Tensor, changed: dict[
 
 def _seams(stage: Stage) -> Iterator[_Seam]:
     build = stage.assembly.build
-    statics = [record for site in build.sites for record in _records(site.static)]
+    statics = [record for site in build.sites for record in static_records(site.static)]
     weights = [item for item in build.weights if isinstance(item, Weight)]
     for group in build.groups:
         if group.kind is AttentionWeights:
@@ -141,20 +143,24 @@ def _seams(stage: Stage) -> Iterator[_Seam]:
         elif group.kind is MLPWeights:
             static = next(each for each in statics if each.get("gate_up") is group.fields["gate_up"])
             yield from _mlp(group, static, weights)
+        elif group.kind is MoEWeights:
+            gate_up, down = group.fields.get("shared_gate_up"), group.fields.get("shared_down")
+            if isinstance(gate_up, LinearWeight) and isinstance(down, LinearWeight):
+                yield _Seam(down, makes=gate_up, first=gate_up.rows // 2)
 
 
-def _records(static: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def static_records(static: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Static parameters, and those of the blocks inside."""
     yield static
     for value in static.values():
         if isinstance(value, Mapping):
-            yield from _records(value)
+            yield from static_records(value)
 
 
-def _norm(group: WeightGroup, static: Mapping[str, Any], weights: list[Weight]) -> Weight | None:
+def own_norm(group: WeightGroup, static: Mapping[str, Any], weights: list[Weight]) -> Weight | None:
     """The norm before a block, if it has weights that nothing else reads."""
     norm = group.fields["norm"]
-    if not isinstance(norm, Weight) or norm.make is not None or not static["pre_norm"]:
+    if not isinstance(norm, Weight) or norm.make is not None or not static.get("pre_norm", True):
         return None
     shared = sum(bool({*norm.sources} & {*other.sources}) for other in weights) > 1
     return None if shared else norm
@@ -163,7 +169,7 @@ def _norm(group: WeightGroup, static: Mapping[str, Any], weights: list[Weight]) 
 def _attention(group: WeightGroup, static: Mapping[str, Any], weights: list[Weight]) -> Iterator[_Seam]:
     qkv, o, bias = (group.fields.get(name) for name in ("qkv", "o", "qkv_bias"))
     assert isinstance(qkv, LinearWeight) and isinstance(o, LinearWeight), "attention has both"
-    if (norm := _norm(group, static, weights)) is not None:
+    if (norm := own_norm(group, static, weights)) is not None:
         yield _Seam(qkv, norm=norm, offset=static["offset"])
     heads, kv_heads, width = static["heads"], static["kv_heads"], static["value_dim"]
     first = (heads + kv_heads) * static["head_dim"]
@@ -174,7 +180,7 @@ def _attention(group: WeightGroup, static: Mapping[str, Any], weights: list[Weig
 def _mlp(group: WeightGroup, static: Mapping[str, Any], weights: list[Weight]) -> Iterator[_Seam]:
     gate_up, down, bias = (group.fields.get(name) for name in ("gate_up", "down", "gate_up_bias"))
     assert isinstance(gate_up, LinearWeight) and isinstance(down, LinearWeight), "an MLP has both"
-    if (norm := _norm(group, static, weights)) is not None:
+    if (norm := own_norm(group, static, weights)) is not None:
         yield _Seam(gate_up, norm=norm, offset=static["offset"])
     if static["gated"] and static["activation"] != "clamped_swiglu":
         yield _Seam(down, makes=gate_up, first=static["inner"], bias=bias if isinstance(bias, Weight) else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from evener.errors import EngineError
 from evener_quantize.awq import clips
 from evener_quantize.chosen import Chosen
 from evener_quantize.folded import fold_scales, query_and_key_rows
+from evener_quantize.folded_experts import fold_down, fold_norms, keys_before
 from evener_quantize.gptq import gptq
 from evener_quantize.observed import Inputs, Key
 from evener_quantize.rounding import Grid, Rounded, nearest
@@ -33,8 +34,27 @@ class LayerMaker:
         s = self.settings
         return Grid(s.bits, s.symmetric, least_zero=1 if s.method == "gptq" else 0)
 
-    def keys(self, stage: Stage) -> dict[Key, int]:
-        """The matrices of a layer, and the columns of each."""
+    @property
+    def _folds(self) -> bool:
+        return self.settings.method == "awq" and not self.settings.nearest
+
+    def batches(self, stage: Stage, most: int) -> Iterator[dict[Key, int]]:
+        """The matrices of a layer whose inputs are remembered at the same time, and the columns of each; what is
+        remembered takes ``most`` bytes if no unit needs more. Scales of channels reach from one matrix into another:
+        all matrices but those of experts are one unit then, and so are those of one expert."""
+        keys = self._keys(stage)
+        if not self._folds:
+            yield from _batches([{key: columns} for key, columns in keys.items()], most)
+            return
+        if first := {key: n for key, n in keys.items() if key[1] < 0} | keys_before(stage, self.chosen):
+            yield first
+        units: dict[int, dict[Key, int]] = {}
+        for (name, expert), columns in keys.items():
+            if expert >= 0:
+                units.setdefault(expert, {})[name, expert] = columns
+        yield from _batches(units.values(), most)
+
+    def _keys(self, stage: Stage) -> dict[Key, int]:
         found: dict[Key, int] = {}
         for weight in filter(self.chosen.has, stage.linear):
             experts = range(weight.experts) if weight.experts else (-1,)
@@ -43,9 +63,12 @@ class LayerMaker:
 
     def fold(self, stage: Stage, seen: Mapping[Key, Inputs]) -> dict[str, torch.Tensor]:
         """Scale channels, if the method does; returns the tensors, but those of matrices, that are stored otherwise."""
-        if self.settings.method != "awq":
+        if not self._folds:
             return {}
-        return fold_scales(stage, seen, self.grid, self.chosen)
+        changed = fold_norms(stage, seen, self.grid, self.chosen)
+        changed |= fold_scales(stage, seen, self.grid, self.chosen)
+        fold_down(stage, seen, self.grid, self.chosen)
+        return changed
 
     def quantize(self, stage: Stage, seen: Mapping[Key, Inputs]) -> dict[str, torch.Tensor]:
         """Quantize the matrices of which inputs were ``seen``; the stage computes with the result.
@@ -56,7 +79,7 @@ class LayerMaker:
         made: dict[str, torch.Tensor] = {}
         unclipped = query_and_key_rows(stage)
         for weight in filter(self.chosen.has, stage.linear):
-            numbers = [expert for name, expert in seen if name == weight.name]
+            numbers = [n for (name, n), inputs in seen.items() if name == weight.name and inputs.remembered]
             if not numbers:
                 continue
             assert weight.value is not None, "the stage is loaded"
@@ -99,3 +122,18 @@ def _parts(weight: LinearWeight, expert: int) -> Iterator[tuple[str, range]]:
         name = part.name.format(expert) if isinstance(weight, StackedWeight) else part.name
         yield name, range(at, at + part.rows)
         at += part.rows
+
+
+def _batches(units: Iterable[Mapping[Key, int]], most: int) -> Iterator[dict[Key, int]]:
+    """Units together, if what is remembered of their inputs fits in ``most`` bytes."""
+    batch: dict[Key, int] = {}
+    held = 0
+    for unit in units:
+        nbytes = sum(4 * columns * columns for columns in unit.values())
+        if batch and held + nbytes > most:
+            yield batch
+            batch, held = {}, 0
+        batch |= unit
+        held += nbytes
+    if batch:
+        yield batch

@@ -25,6 +25,8 @@ class Inputs:
         gram: XᵀX, float32 [columns, columns].
         magnitudes: sums of magnitudes, float32 [columns].
         count: rows of X.
+
+    With no columns they are only counted.
     """
 
     gram: torch.Tensor
@@ -36,12 +38,19 @@ class Inputs:
         """Nothing seen yet."""
         return cls(torch.zeros(columns, columns, device=device), torch.zeros(columns, device=device))
 
+    @property
+    def remembered(self) -> bool:
+        """Whether more than their number is remembered."""
+        return len(self.magnitudes) > 0
+
     def see(self, x: torch.Tensor) -> None:
         """Add the rows of ``x`` [n, columns]."""
+        self.count += len(x)
+        if not self.remembered:
+            return
         x = x.float()
         self.gram.addmm_(x.T, x)
         self.magnitudes += x.abs().sum(0)
-        self.count += len(x)
 
 
 class Observer:

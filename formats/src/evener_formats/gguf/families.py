@@ -13,7 +13,7 @@ from typing import Any
 from evener.contracts.quant import BLOCKS
 from evener.errors import ArchitectureError, CheckpointError
 from evener_formats.gguf.header import MXFP4, GgufHeader, GgufTensor
-from evener_formats.gguf.made import ExpertStack, KeysAndValues, Made
+from evener_formats.gguf.made import ExpertStack, KeysAndValues, Made, OneRow
 
 #: Llama 3's frequency bounds and pre-training context. The file holds only the resulting divisors,
 #: ``rope_freqs.weight``.
@@ -21,6 +21,14 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 #: Names, in a layer, of gpt-oss's tensors of all experts that a folder has in another form.
 _STACKS = r"ffn_(?:(?:gate|up)_exps\.(?:weight|bias)|down_exps\.weight)"
+
+#: Names of experts that are numbered in a folder, and of what chooses them.
+_NUMBERED: Mapping[str, str] = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}  # fmt: skip
+#: The name, in a layer, of the gate of a shared expert, which a file has as a vector.
+_SHARED_GATE = r"ffn_gate_inp_shexp\.weight"
 
 
 class Llama:
@@ -38,6 +46,7 @@ class Llama:
         top: from GGUF's names of the tensors outside layers to a model folder's, without ``.weight`` or ``.bias``.
         names: the same for a layer's tensors. A name with ``{}``, in place of an expert's number, is that of a matrix
             in a stack of all experts.
+        others: tensors, in a layer, whose names follow no such rule: GGUF's whole name, and a model folder's.
         experts: the key of their number in ``config.json``; empty for a family without experts.
         inner: the file's key of what ``config.json`` calls ``intermediate_size``.
     """
@@ -45,6 +54,7 @@ class Llama:
     architecture, model_type = "LlamaForCausalLM", "llama"
     permuted = True
     norm_offset = 0.0
+    others: Mapping[str, str] = {}
     experts = ""
     inner = "feed_forward_length"
     activation: Mapping[str, str] = {"hidden_act": "silu"}
@@ -123,6 +133,8 @@ class Llama:
         if stored == "rope_freqs.weight":
             return None
         stem, dot, kind = stored.rpartition(".")
+        if (whole := re.fullmatch(r"blk\.(\d+)\.(.+)", stored)) and whole[2] in self.others:
+            return f"model.layers.{whole[1]}.{self.others[whole[2]]}"
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         if layer is not None and layer[2] in self.names:
             return f"model.layers.{layer[1]}.{self.names[layer[2]]}{dot}{kind}"
@@ -304,15 +316,41 @@ class Mixtral(Llama):
         return {"sliding_window": None}
 
 
+class Qwen2Moe(Qwen2):
+    """Qwen 1.5 and Qwen 2 with experts, and a shared expert with a gate, in all layers."""
+
+    architecture, model_type = "Qwen2MoeForCausalLM", "qwen2_moe"
+    experts = "num_experts"
+    names: Mapping[str, str] = {
+        **Llama.names, **_NUMBERED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    }  # fmt: skip
+
+    def name(self, stored: str) -> str | None:
+        return None if re.fullmatch(rf"blk\.\d+\.{_SHARED_GATE}", stored) else super().name(stored)
+
+    def made(self) -> Sequence[Made]:
+        return [
+            OneRow(f"model.layers.{n}.mlp.shared_expert_gate.weight", *self.found(f"blk.{n}.ffn_gate_inp_shexp.weight"))
+            for n in self.layers_with(_SHARED_GATE)
+        ]
+
+    def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        # llama.cpp never divides the weights of the chosen experts by their sum, and has experts in every layer.
+        return super().more(config) | {
+            "moe_intermediate_size": self.count("expert_feed_forward_length"), "norm_topk_prob": False,
+            "shared_expert_intermediate_size": self.count("expert_shared_feed_forward_length"),
+            "qkv_bias": "blk.0.attn_q.bias" in self.tensors, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
+
+
 class Qwen3Moe(Qwen3):
     """Qwen 3 with experts in all layers."""
 
     architecture, model_type = "Qwen3MoeForCausalLM", "qwen3_moe"
     experts = "num_experts"
-    names: Mapping[str, str] = {
-        **Llama.names, "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-        "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
-    }  # fmt: skip
+    names: Mapping[str, str] = {**Llama.names, **_NUMBERED}
 
     def more(self, config: Mapping[str, Any]) -> dict[str, Any]:
         # llama.cpp always divides the weights of the chosen experts by their sum, and has experts in every layer.
@@ -331,18 +369,15 @@ class Deepseek2(Llama):
     names: Mapping[str, str] = {
         **Llama.names, "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
         "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-        "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj", "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
-        "ffn_down_exps": "mlp.experts.{}.down_proj", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj", **_NUMBERED,
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
         "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
     }  # fmt: skip
 
+    others: Mapping[str, str] = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+
     def name(self, stored: str) -> str | None:
-        if re.fullmatch(r"blk\.\d+\.attn_[kv]_b\.weight", stored):
-            return None
-        if bias := re.fullmatch(r"blk\.(\d+)\.exp_probs_b\.bias", stored):
-            return f"model.layers.{bias[1]}.mlp.gate.e_score_correction_bias"
-        return super().name(stored)
+        return None if re.fullmatch(r"blk\.\d+\.attn_[kv]_b\.weight", stored) else super().name(stored)
 
     def made(self) -> Sequence[Made]:
         return [
@@ -404,13 +439,12 @@ class GptOss(Llama):
         "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
     }  # fmt: skip
 
+    others: Mapping[str, str] = {
+        "attn_sinks.weight": "self_attn.sinks", "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+    }  # fmt: skip
+
     def name(self, stored: str) -> str | None:
-        if re.fullmatch(rf"blk\.\d+\.{_STACKS}", stored):
-            return None
-        if other := re.fullmatch(r"blk\.(\d+)\.(attn_sinks\.weight|ffn_down_exps\.bias)", stored):
-            part = "self_attn.sinks" if "sinks" in other[2] else "mlp.experts.down_proj_bias"
-            return f"model.layers.{other[1]}.{part}"
-        return super().name(stored)
+        return None if re.fullmatch(rf"blk\.\d+\.{_STACKS}", stored) else super().name(stored)
 
     def made(self) -> Sequence[Made]:
         found: list[Made] = []
@@ -444,8 +478,8 @@ class GptOss(Llama):
 
 #: The supported families, by ``general.architecture``.
 FAMILIES: Mapping[str, type[Llama]] = {
-    "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3, "qwen3moe": Qwen3Moe, "gemma3": Gemma3,
-    "deepseek2": Deepseek2, "gpt-oss": GptOss,
+    "llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3, "qwen2moe": Qwen2Moe, "qwen3moe": Qwen3Moe,
+    "gemma3": Gemma3, "deepseek2": Deepseek2, "gpt-oss": GptOss,
 }  # fmt: skip
 
 

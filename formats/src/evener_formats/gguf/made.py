@@ -62,6 +62,30 @@ class KeysAndValues(Made):
         return {self._name: torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)}
 
 
+class OneRow(Made):
+    """A matrix of one row that a file has as a vector.
+
+    Args:
+        name: in a folder.
+        entry: the vector.
+
+    Raises:
+        CheckpointError: it is no vector of numbers.
+    """
+
+    def __init__(self, name: str, entry: GgufTensor) -> None:
+        if len(entry.shape) != 1 or entry.dtype not in ("float32", "float16", "bfloat16"):
+            raise CheckpointError(
+                f"{entry.file}: {name} is stored as {entry.dtype} {list(entry.shape)}, not as a vector of numbers; "
+                "fetch the file again"
+            )
+        self._name, self._entry = name, entry
+        self.headers = {name: (entry.dtype, (1, *entry.shape))}
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return {self._name: memory_map(self._entry)[None]}
+
+
 class Mxfp4Matrix(Made):
     """A matrix in MXFP4, as the two tensors that the scheme "mxfp4" reads.
 

@@ -81,3 +81,16 @@ def split_mxfp4(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         quarters |= quarters >> 4
         half.copy_(quarters.view(torch.uint8)[..., ::2])
     return blocks, stored[..., 0]
+
+
+def join_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``split_mxfp4``: uint8 [..., 16] and uint8 [...] as uint8 [..., 17]."""
+    import torch
+
+    stored = torch.empty((*blocks.shape[:-1], 17), dtype=torch.uint8)
+    stored[..., 0] = scales
+    low, high = blocks & 15, blocks >> 4
+    for half, at in ((low, slice(1, None, 2)), (high, slice(2, None, 2))):
+        # Of the pairs of neighbours, the first eight have the elements below 16, which are in low halves of bytes.
+        stored[..., at] = half[..., :8] | (half[..., 8:] << 4)
+    return stored

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import BLOCKS
 from evener.errors import ArchitectureError, CheckpointError, ConfigError
-from evener_formats.gguf.families import FAMILIES, Gemma3, Llama, llama3_divisor
-from evener_formats.gguf.header import MAX_HEADER, TYPES
+from evener_formats.gguf.expert_keys import expert_keys
+from evener_formats.gguf.families import FAMILIES, Deepseek2, Gemma3, GptOss, Llama, Mixtral, llama3_divisor
+from evener_formats.gguf.header import MAX_HEADER, MXFP4, TYPES
 
 if TYPE_CHECKING:
     import torch
@@ -28,42 +29,50 @@ DIVISORS = "rope_freqs.weight"
 #: llama.cpp's number of the format of most matrices (``LLAMA_FTYPE``), by ``quant`` or by a dtype.
 _FILE_TYPES: Mapping[str, int] = {
     "float32": 0, "float16": 1, "bfloat16": 32, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_k": 10,
-    "q3_k": 12, "q4_k": 14, "q4_k_m": 15, "q5_k": 16, "q5_k_m": 17, "q6_k": 18,
+    "q3_k": 12, "q4_k": 14, "q4_k_m": 15, "q5_k": 16, "q5_k_m": 17, "q6_k": 18, MXFP4: 38,
 }  # fmt: skip
 _NUMBERS: Mapping[str, int] = {name: number for number, (name, _, _) in TYPES.items()}
 
 
-def family_of(architecture: str) -> str:
-    """GGUF's name of the family whose models are saved as ``architecture``.
+#: GGUF's name of a family, and what it calls keys and tensors, by the architecture of a folder.
+_WRITTEN: Mapping[str, tuple[str, type[Llama]]] = {
+    **{family.architecture: (name, family) for name, family in FAMILIES.items()},
+    Mixtral.architecture: ("llama", Mixtral), "DeepseekV2ForCausalLM": ("deepseek2", Deepseek2),
+}  # fmt: skip
+
+
+def family_of(architecture: str) -> tuple[str, type[Llama]]:
+    """GGUF's name of the family whose models are saved as ``architecture``, and the family.
 
     Raises:
         ArchitectureError: there is none.
     """
-    # Stacks of experts are read, not written.
-    found = {family.architecture: name for name, family in FAMILIES.items() if not family.experts}
-    if architecture not in found:
+    if architecture not in _WRITTEN:
         raise ArchitectureError(
-            f"a {architecture} cannot be written as GGUF; what can is {', '.join(sorted(found))}. Give the name of a "
-            "folder to store it as safetensors"
+            f"a {architecture} cannot be written as GGUF; what can is {', '.join(sorted(_WRITTEN))}. Give the name of "
+            "a folder to store it as safetensors"
         )
-    return found[architecture]
+    return _WRITTEN[architecture]
 
 
-def stored_name(family: str, name: str) -> str:
+def stored_name(family: type[Llama], name: str) -> str:
     """GGUF's name of the tensor that a model folder calls ``name``.
 
     Raises:
         ArchitectureError: the family has no such tensor in GGUF.
     """
     stem, dot, kind = name.rpartition(".")
+    whole = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if whole and (other := next((short for short, long in family.others.items() if long == whole[2]), None)):
+        return f"blk.{whole[1]}.{other}"
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-    table = FAMILIES[family].top if layer is None else FAMILIES[family].names
+    table = family.top if layer is None else family.names
     part = stem if layer is None else layer[2]
     stored = next((short for short, long in table.items() if long == part), None)
     if stored is None or kind not in ("weight", "bias"):
         raise ArchitectureError(
-            f"the tensor {name[:120]!r} has no name in a GGUF file of a {family}; give the name of a folder to store "
-            "the model as safetensors"
+            f"the tensor {name[:120]!r} has no name in a GGUF file of a {family.model_type}; give the name of a folder "
+            "to store the model as safetensors"
         )
     return f"{stored}{dot}{kind}" if layer is None else f"blk.{layer[1]}.{stored}{dot}{kind}"
 
@@ -102,8 +111,8 @@ def stored_numbers(family: Llama, stored: str, values: torch.Tensor) -> torch.Te
     return values
 
 
-def model_keys(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the family, from ``config.json``, which its class has read.
+def model_keys(name: str, family: type[Llama], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the family that GGUF calls ``name``, from ``config.json``, which its class has read.
 
     Raises:
         ArchitectureError: GGUF cannot express the model's rope scaling.
@@ -125,12 +134,17 @@ def model_keys(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         keys |= {"rope.scaling.type": kind, "rope.scaling.factor": float(settings["factor"])}
         if settings.get("original_max_position_embeddings") is not None:
             keys["rope.scaling.original_context_length"] = settings["original_max_position_embeddings"]
+        if issubclass(family, GptOss):
+            keys |= {f"rope.scaling.yarn_{k}": float(settings[k]) for k in ("beta_fast", "beta_slow") if k in settings}
+        if issubclass(family, Deepseek2) and settings.get("mscale_all_dim") is not None:
+            # The file has a tenth of it.
+            keys["rope.scaling.yarn_log_multiplier"] = 0.1 * settings["mscale_all_dim"]
     elif kind not in ("default", "llama3"):
         raise ArchitectureError(
             f"the model's rope_type is {kind[:80]!r}, and GGUF has default, linear, yarn and llama3; give the name of "
             "a folder to store it as safetensors"
         )
-    if issubclass(FAMILIES[family], Gemma3):
+    if issubclass(family, Gemma3):
         if type(config.get("sliding_window")) is not int:
             raise ArchitectureError(
                 "a Gemma 3 without sliding_window cannot be written as GGUF; give the name of a folder to store it as "
@@ -142,7 +156,7 @@ def model_keys(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
             keys["rope.freq_base_swa"] = float(local["rope_theta"])
         if config.get("final_logit_softcapping") is not None:
             keys["final_logit_softcapping"] = float(config["final_logit_softcapping"])
-    return {f"{family}.{key}": value for key, value in keys.items()}
+    return {f"{name}.{key}": value for key, value in (keys | expert_keys(family, config)).items()}
 
 
 def divisors(config: Mapping[str, Any]) -> list[float]:
@@ -160,7 +174,7 @@ def general_keys(name: str, quant: str, tensors: Headers, origin: Mapping[str, A
     held: dict[str, int] = {}
     for dtype, shape in tensors.values():
         held[dtype] = held.get(dtype, 0) + _nbytes(dtype, shape)
-    most = max(held, key=lambda dtype: held[dtype])
+    most = MXFP4 if MXFP4 in held else max(held, key=lambda dtype: held[dtype])
     return {
         "general.type": "model", "general.name": name, "general.file_type": _FILE_TYPES[
             quant if quant in _FILE_TYPES else most],

@@ -99,7 +99,7 @@ class _Source:
             raise self._broken("has no merges")
         for merge in merges:
             pair = merge.split(" ") if isinstance(merge, str) else merge
-            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
                 raise self._broken(f"has the merge {str(merge)[:80]!r}, which is not two tokens")
             yield pair[0], pair[1]
 
