@@ -217,8 +217,15 @@ def of_the_even_group(scale: torch.Tensor) -> torch.Tensor:
     return scale[:, ::2].repeat_interleave(2, 1)[:, : scale.shape[1]]
 
 
-#: What a kernel for integers in groups or for numbers of a table may get wrong, and a storage of ``GROUPED`` or
-#: ``TABLES`` in which that shows.
+def of_the_block_before(scale: torch.Tensor, axis: int) -> torch.Tensor:
+    """Scales of blocks, the last of which has that of its neighbour along ``axis``."""
+    last = scale.shape[axis] - 1
+    index = torch.arange(last + 1).clamp(max=max(0, last - 1))
+    return scale.index_select(axis, index)
+
+
+#: What a kernel for numbers with scales, for integers in groups or for numbers of a table may get wrong, and a storage
+#: of ``SCALED``, ``GROUPED`` or ``TABLES`` in which that shows.
 FAULTS: dict[str, tuple[str, Callable[[WeightPart], WeightPart]]] = {
     "scales of the next group": ("uint4 by 32, zeros", lambda p: rolled(p, "scale", 1)),
     "scales of the next row": ("uint4 by row", lambda p: rolled(p, "scale", 0)),
@@ -237,6 +244,19 @@ FAULTS: dict[str, tuple[str, Callable[[WeightPart], WeightPart]]] = {
         "uint4 by 128, zeros, act, piece",
         lambda p: with_tensor(p, "group_index", lambda g: torch.arange(len(g)).int() // p.format.group),
     ),
+    "scales of the next block of rows": ("e4m3 by block", lambda p: rolled(p, "scale", 0)),
+    "scales of the next block of columns": ("e4m3 by block", lambda p: rolled(p, "scale", 1)),
+    "scales of blocks in the order of columns": (
+        "e4m3 by block", lambda p: with_tensor(p, "scale", lambda s: s.T.reshape(s.shape))
+    ),
+    "one scale for all blocks": ("e4m3 by block", lambda p: with_tensor(p, "scale", lambda s: s[:1, :1].expand_as(s))),
+    "the last rows with the scale of the block before": (
+        "e4m3 by block", lambda p: with_tensor(p, "scale", lambda s: of_the_block_before(s, 0))
+    ),
+    "the last columns with the scale of the block before": (
+        "e4m3 by block", lambda p: with_tensor(p, "scale", lambda s: of_the_block_before(s, 1))
+    ),
+    "scales of blocks inverted": ("e4m3 by block", lambda p: with_tensor(p, "scale", torch.reciprocal)),
     "E2M1 without signs": ("nvfp4", lambda p: with_tensor(p, "weight", lambda w: w & 0x77)),
     "E2M1's halves of a byte exchanged": ("nvfp4", lambda p: with_tensor(p, "weight", lambda w: w >> 4 | w << 4)),
     "E4M3 scales of the next group": ("nvfp4", lambda p: rolled(p, "scale", 1)),
@@ -257,7 +277,7 @@ FAULTS: dict[str, tuple[str, Callable[[WeightPart], WeightPart]]] = {
 
 @pytest.mark.parametrize("op", ["linear", pytest.param("grouped_linear", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_table_scales_zero_points_or_order_is_found(fault: str, op: str) -> None:
+def test_a_fault_in_scales_zero_points_order_or_a_table_is_found(fault: str, op: str) -> None:
     storage, spoil = FAULTS[fault]
     assert without_fault(storage, op) == ""
     wrong = results(Only(storage), lambda part: reference_dequantize(spoil(part)), op)
@@ -266,11 +286,11 @@ def test_a_fault_in_the_table_scales_zero_points_or_order_is_found(fault: str, o
 
 
 class Only(Stored):
-    """``Stored`` of one storage of ``GROUPED`` or ``TABLES``."""
+    """``Stored`` of one storage of ``SCALED``, ``GROUPED`` or ``TABLES``."""
 
     def __init__(self, storage: str) -> None:
         super().__init__()
-        self._only = {**GROUPED, **TABLES}[storage]
+        self._only = {**SCALED, **GROUPED, **TABLES}[storage]
 
     def supports(self, parts: Sequence[WeightPart], dtype: str) -> str | None:
         return None if all(part.format == self._only for part in parts) else "of no use here"
@@ -623,8 +643,20 @@ def of_the_first_part(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None
 
 def towards_zero(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
     """Integers are cut off."""
-    most = x.float().abs().amax(1, keepdim=True) / 127
-    return (x.float() / most).trunc() * most if how == Rounding("int8") else rounded(x, how, scale)
+    if how.storage != "int8":
+        return rounded(x, how, scale)
+    most = x.float().abs().amax(1, keepdim=True) / 127 if scale is None else scale
+    return (x.float() / most).clamp(-128, 127).trunc() * most
+
+
+def squared(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+    """Multiplied with a fixed scale twice, so 23 to 64 times too small: the product's scale had it already."""
+    return rounded(x, how, scale) * (1 if scale is None else scale)
+
+
+def of_each_token(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+    """Numbers that a fixed scale cuts off are not."""
+    return x if how.group < 0 else rounded(x, how, scale)
 
 
 @pytest.mark.parametrize("op", ["linear", pytest.param("grouped_linear", marks=pytest.mark.slow)])
@@ -640,7 +672,7 @@ def test_a_kernel_that_rounds_activations_as_the_reference_passes(op: str, monke
         (of_the_other_group, ("x by 128",)), (of_the_first_part, ("x fixed",)),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
             (of_the_next_token, ("x by 128", "x by token")), (without_the_fixed_scale, ("x fixed",)),
-            (towards_zero, ("int8",)))),
+            (towards_zero, ("int8",)), (squared, ("x fixed",)), (of_each_token, ("x fixed",)))),
     ],
 )  # fmt: skip
 def test_wrongly_rounded_activations_are_found(

@@ -59,6 +59,9 @@ _MANY = (*_FEW, _Size(2, 5), _Size(9, 2), _Size(130, 4), _Size(33, 1, unbiased=T
 #: Columns of a deep matrix, rows of a wide one, and the tokens of their step; more where activations may be rounded,
 #: which kernels do for many tokens.
 _DEEP, _WIDE, _LARGE_TOKENS, _ROUNDED_TOKENS = 4352, 8209, 2, 33
+#: Rows, and blocks of columns, of a matrix whose scales are in a table of two dimensions; the last rows are no whole
+#: block.
+_TABLE_ROWS, _TABLE_BLOCKS = 300, 5
 _NAME = "layers.0.example.weight"
 _DTYPES = ("float32", "bfloat16", "float16")
 Matrices = Sequence[tuple[WeightPart, ...]]
@@ -223,15 +226,19 @@ def _weights(
 
 
 @cache
-def _large_parts(storage: str, seed: int) -> tuple[WeightPart, WeightPart]:
-    """A deep and a wide matrix. Plain ones are among the op's own cases."""
-    generator = torch.Generator().manual_seed(seed)
-    wide = random_part(storage, _WIDE, unit_of(storage), generator)
-    return random_part(storage, 33, _DEEP, generator), wide
+def _large_parts(storage: str, seed: int) -> tuple[WeightPart, ...]:
+    """A deep and a wide matrix, and one of several blocks along both axes where rows share scales. Plain ones are among
+    the op's own cases."""
+    generator, unit = torch.Generator().manual_seed(seed), unit_of(storage)
+    wide = random_part(storage, _WIDE, unit, generator)
+    made = random_part(storage, 33, _DEEP, generator), wide
+    if format_of(storage).group_out == 1:
+        return made
+    return *made, random_part(storage, _TABLE_ROWS, _TABLE_BLOCKS * unit, generator)
 
 
 def _large_weights(storage: str, seed: int) -> Iterator[Matrices]:
-    """A deep and a wide matrix, each alone; copies, as a packing may change them by mistake."""
+    """The large matrices, each alone; copies, as a packing may change them by mistake."""
     for part in _large_parts(storage, seed):
         yield [(replace(part, tensors={role: t.clone() for role, t in part.tensors.items()}),)]
 

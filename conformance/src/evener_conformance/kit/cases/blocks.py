@@ -33,6 +33,7 @@ SCALED = {
     "e4m3 by row, x by token": QuantFormat(_E4M3, scale="float32", activation=Rounding(_E4M3)),
     "e4m3 by tensor, x fixed": QuantFormat(_E4M3, -1, scale="float32", activation=Rounding(_E4M3, -1)),
     "int8 by row, x by token": QuantFormat("int8", scale="float32", activation=Rounding("int8")),
+    "int8 by row, x fixed": QuantFormat("int8", scale="float32", activation=Rounding("int8", -1)),
 }
 #: Integers of four or eight bits in groups: with and without zero points, in act-order, and a piece of a weight in
 #: act-order that was cut along the in-features, which has more scales than its columns need.
