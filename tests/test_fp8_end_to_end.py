@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from evener.contracts.quant import PackedWeight
 from evener.engine.facts.manifest_report import ManifestReport
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener.engine.worker.worker import Worker
-from evener.errors import ConfigError
+from evener.errors import CheckpointError, ConfigError
 from evener_conformance.naive.model import NaiveModel, find_architecture
 from evener_conformance.oracle import Comparison, compare_greedy
 from evener_conformance.rank_threads import rank_threads
@@ -265,3 +266,18 @@ def test_ranks_that_would_cut_blocks_are_refused_with_what_fits(
         explain(from_overrides(str(folder), {**SMALL, **ranks(*asked)}))
     found = explain(from_overrides(str(folder), {**SMALL, **ranks(*typed)}))
     assert not found["dequantized"] and found["model"]["problem"] is None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", ["plain", "blocks"])
+def test_a_stack_of_matrices_in_place_of_one_is_refused(kind: str, count: int, tmp_path: Path) -> None:
+    _, folder = checkpoint(tmp_path, "Qwen3", "blocks")
+    folder = tmp_path / "plain" if kind == "plain" else folder
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+    for each in [each for each in tensors if each.startswith(name)]:
+        tensors[each] = torch.stack([tensors[each]] * count)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    message = rf"{name} is \[{count}, 64, 96\].*, not \[64, 96\]"
+    assert re.search(message, explain(from_overrides(str(folder), SMALL))["model"]["problem"])
+    with pytest.raises(CheckpointError, match=message):
+        greedy(folder, [3], 1)
