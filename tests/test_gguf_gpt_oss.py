@@ -205,7 +205,7 @@ def test_stacks_that_do_not_fit_are_refused(
         (r"blk\.0\.attn_sinks", {}, "1 tensor is missing: model.layers.0.self_attn.sinks"),
         (r"blk\.0\.ffn_down_exps\.bias", {}, "1 tensor is missing: model.layers.0.mlp.experts.down_proj_bias"),
         ("$", {"expert_count": 6}, r"gate_up_proj is \[5, 128, 2, 16\], \[5, 128, 2\], not \[6, 128, 64\]"),
-        ("$", {"expert_feed_forward_length": 96}, r"not \[192, 64\]"),
+        ("$", {"expert_feed_forward_length": 96}, r"not \[5, 192, 64\]"),
         ("attention.sliding_window", {}, "lacks gpt-oss.attention.sliding_window; fetch the file again"),
         ("expert_feed_forward_length", {}, "lacks gpt-oss.expert_feed_forward_length"),
     ],

@@ -1,4 +1,5 @@
-"""Mutated configs, headers and numbers of quantized weights: read, or refused with what to do; no other exception."""
+"""Mutated configs, headers and numbers of quantized weights: read, or refused with what to do; no other exception.
+What is read is also cut for a rank, or that is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from evener.contracts.quant import QuantScheme
+from evener.contracts.checkpoint import Headers
+from evener.contracts.quant import BLOCKS, QuantScheme
 from evener.errors import CheckpointError
 from evener_conformance.kit.formats import HeldCheckpoint
 from evener_formats.plugin import evener_quant_schemes
@@ -19,9 +21,13 @@ NAME = "layers.0.example.weight"
 ODD: tuple[Any, ...] = (
     0, -1, 1, 3, 7, 33, 2**31, 2**63, 1.5, "4", "", None, True, [], {}, [1], {"a": 1}, "marlin", "re:(",
 )  # fmt: skip
-NAMES = ("gptq", "awq", "halves", "compressed-tensors", "modelopt", "w4afp8", "bitsandbytes", "modelslim")
-SCHEMES = [scheme for scheme in evener_quant_schemes() if scheme.name in NAMES]
-DTYPES = ("int32", "int64", "uint8", "int8", "float16", "float32", "bfloat16", "float8_e4m3fn")
+#: What configs say beside what the schemes' examples do.
+MORE: Mapping[str, Mapping[str, Any]] = {
+    "fp8": {"fmt": "e4m3", "activation_scheme": "static", "weight_block_size": [128, 128], "scale_fmt": "ue8m0",
+            "modules_to_not_convert": ["lm_head"]},
+    "mxfp4": {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+}  # fmt: skip
+DTYPES = ("int32", "int64", "uint8", "int8", "float16", "float32", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu")
 
 
 def changed(settings: Any, draw: random.Random) -> Any:
@@ -56,18 +62,27 @@ def mutate(stored: Mapping[str, torch.Tensor], draw: random.Random) -> dict[str,
     return tensors
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda each: str(each.name))
+def in_a_folder(headers: Headers, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors by the names of a folder of safetensors files, which knows no blocks: there they are bytes."""
+    return {f"{name}.{headers[name][0]}" if headers[name][0] in BLOCKS else name: t for name, t in tensors.items()}
+
+
+# A scheme that is added is tested here too.
+@pytest.mark.parametrize("scheme", evener_quant_schemes(), ids=lambda each: str(each.name))
 def test_mutated_weights_are_read_or_refused(scheme: QuantScheme) -> None:
     draw, read, refused = random.Random(7), 0, 0
-    for config, _, stored in list(scheme.examples(NAME, 3)):
-        method = config["quantization_config"].get("quant_method", scheme.name)
-        for _ in range(60):
-            settings = dict(config)
+    examples = list(scheme.examples(NAME, 3))
+    for config, known, tensors_of_example in examples:
+        stored = in_a_folder(known, tensors_of_example)
+        given = {**config["quantization_config"], **MORE.get(scheme.name, {})}
+        method = given.get("quant_method", scheme.name)
+        for _ in range(max(60, 300 // len(examples))):
+            settings = {**config, "quantization_config": given}
             tensors = dict(stored)
             if draw.random() < 0.5:
                 tensors = mutate(stored, draw)
             else:
-                odd = changed(config["quantization_config"], draw)
+                odd = changed(given, draw)
                 settings["quantization_config"] = {**odd, "quant_method": method}
             headers = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
             try:
@@ -77,12 +92,18 @@ def test_mutated_weights_are_read_or_refused(scheme: QuantScheme) -> None:
                 part, roles = ready.part(NAME, headers), ready.tensors(NAME, headers)
                 if part is None or not set(roles.values()) <= set(tensors):
                     continue
-                part = replace(part, tensors={role: tensors[stored_name] for role, stored_name in roles.items()})
+                # Of a stack, the first matrix, as the loader takes one after another.
+                found = {role: tensors[each][0] if part.format.stack else tensors[each] for role, each in roles.items()}
+                part = replace(part, tensors=found)
+                list(ready.numbers(part))  # as the loader does, before it arranges
                 ready.arrange(part)
                 shape = ready.dequantize(part, "float32").shape
-                # A plain tensor may also be a vector or a stack, which the loader compares with the model.
+                # The loader compares vectors and stacks with what the model declares (``evener.loading.match``).
                 assert part.format.plain or shape == (part.rows, part.columns)
                 read += 1
+                if not part.format.plain:
+                    half = -(-part.rows // 2)
+                    assert ready.dequantize(ready.cut(part, "out", 0, half), "float32").shape == (half, part.columns)
             except CheckpointError as error:
                 assert len(str(error)) > 40
                 refused += 1

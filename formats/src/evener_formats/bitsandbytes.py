@@ -125,8 +125,8 @@ class BitsAndBytesScheme(BesideScheme):
         stored, state, groups = part.tensors, self._states[part.name], part.columns // part.format.group
         scale = stored["scale"].flatten()
         if state.nested:
-            each = stored["nested scale"].float().repeat_interleave(state.nested)[: len(scale)]
-            scale = stored["nested table"].float()[scale.long()] * each + state.offset
+            each = stored["nested scale"].float().flatten().repeat_interleave(state.nested)[: len(scale)]
+            scale = stored["nested table"].float().flatten()[scale.long()] * each + state.offset
         data = stored["packed"].reshape(part.rows, -1)
         tensors = {
             "weight": data >> 4 | data << 4, "scale": scale.float().reshape(part.rows, groups),

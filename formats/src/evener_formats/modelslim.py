@@ -124,6 +124,8 @@ class ModelSlimScheme(BesideScheme):
         if second is not _ABSENT:
             fits &= BITS[kind] == 4 and not parted and second[0] in PLAIN and len(second[1]) == 2
             fits &= second[1][:1] == scales[:1] and found["second_zero"] in (_ABSENT, second)
+        by_row = (found[role] for role in ("deq_scale", "quant_bias"))
+        fits &= all(each is _ABSENT or each[1][:1] == scales[:1] for each in by_row)
         if fits:
             (height, width), rows = shape, scales[0]
             half: Literal[0, 1] | None = None

@@ -52,7 +52,7 @@ class Mxfp4Scheme(QuantScheme):
                 f"{name} is stored in {dtype} {list(shape)} with scales in {scales[0]} {list(scales[1])}, not in uint8 "
                 f"[…, rows, blocks, {BLOCK // 2}] and […, rows, blocks]; fetch the files again"
             )
-        return WeightPart(name, shape[-3], shape[-2] * BLOCK, MXFP4)
+        return WeightPart(name, shape[-3], shape[-2] * BLOCK, replace(MXFP4, stack=len(shape) == 4))
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
         if f"{name}_blocks" in headers:

@@ -72,7 +72,7 @@ class PackedIntegers(OfLayers):
             layer = replace(layer, act_order=False)
         form = integer_format(layer, columns, group, scale)
         cut = (1 if layer.symmetric else unit, lcm(unit, group or 1))
-        return WeightPart(name, rows, columns, replace(form, cut=cut))
+        return WeightPart(name, rows, columns, replace(form, cut=cut, stack=bool(stack)))
 
     def axes(self, part: WeightPart) -> Mapping[str, Axes]:
         words, group = per_word(self._layer(part.name.removesuffix(".weight")).bits), part.format.group

@@ -97,7 +97,8 @@ class ScaledScheme(QuantScheme):
                 "with symmetric quantization"
             )
         rows, columns = shape[stack:]
-        return WeightPart(name, rows, columns, self._with_rounding(name, form, roles, headers, rows * columns))
+        form = self._with_rounding(name, form, roles, headers, rows * columns)
+        return WeightPart(name, rows, columns, replace(form, stack=bool(stack)))
 
     def _with_rounding(
         self, name: str, form: QuantFormat, roles: Mapping[str, str], headers: Headers, count: int

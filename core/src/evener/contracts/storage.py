@@ -32,8 +32,7 @@ from dataclasses import dataclass, field
 #: Bytes per element of the dtypes that formats and state use.
 DTYPE_BYTES: Mapping[str, float] = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "int8": 1,
-    "uint8": 1, "int4": 0.5, "uint4": 0.5, "float4_e2m1": 0.5, "nf4": 0.5, "fp4": 0.5, "int32": 4, "int64": 8,
-    "bool": 1,
+    "uint8": 1, "int4": 0.5, "uint4": 0.5, "float4_e2m1": 0.5, "nf4": 0.5, "fp4": 0.5, "int32": 4, "int64": 8, "bool": 1
 }  # fmt: skip
 
 
@@ -87,6 +86,7 @@ class QuantFormat:
         groups: number of scales of a row, if it is not ``columns / group`` rounded up: see act-order above.
         cut: rows and columns at whose multiples a checkpoint's tensors can be cut; 0: at those of ``group_out`` and
             ``group``. It says nothing about the elements.
+        stack: whether a checkpoint has a stack of such quantized parts, with a further first axis.
     """
 
     storage: str
@@ -99,6 +99,7 @@ class QuantFormat:
     bits: float = 0.0
     groups: int = 0
     cut: tuple[int, int] = field(default=(0, 0), compare=False)
+    stack: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         # A scheme may name the element type alone.

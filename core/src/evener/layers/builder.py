@@ -297,7 +297,7 @@ class Builder:
         if cut is not None:
             unit, span = form.cut_unit(cut.axis), cut.span
             if span.start % unit or (span.stop % unit and span.stop != span.whole):
-                sizes = [n for n in range(1, span.whole + 1) if span.whole % n == 0 and not span.whole // n % unit]
+                sizes = [n for n in range(1, self.ranks) if n == 1 or not (self.ranks % n or span.whole % (n * unit))]
                 raise self.tp_size_error(f"{name} is stored in units of {unit} and cannot be cut", sizes)
         return WeightPart(name, local_size(rows), local_size(columns), form), cut
 

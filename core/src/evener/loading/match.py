@@ -111,19 +111,19 @@ def _misfit(
     shapes = [list(headers[n][1]) for n in scheme.tensors(name, headers).values() if n in headers]
     wanted = [declared.rows, declared.columns]
     wanted = wanted if cut is None else list(cut.full_shape(wanted))
+    stacked, stack = len(shapes[0]) > 2 if part.format.plain else part.format.stack, list[int]()
     if isinstance(item, StackedWeight) and whole:
         wanted = wanted[::-1] if item.transposed and part.format.plain else wanted
-        if any(shape[0] != (item.held.whole or item.experts) for shape in shapes):
-            yield f"{name} is {', '.join(map(str, shapes))}, not {[item.held.whole or item.experts, *wanted]}"
-            return
-    if [part.rows, part.columns] != wanted:
-        yield f"{name} is {', '.join(map(str, shapes))}, not {wanted}"
+        stack = [item.held.whole or item.experts]
+    fits = [part.rows, part.columns] == wanted and stacked == bool(stack)
+    if not fits or any(stack and shape[:1] != stack for shape in shapes):
+        yield f"{name} is {', '.join(map(str, shapes))}, not {[*stack, *wanted]}"
 
 
 def _shape(name: str, headers: Headers, scheme: QuantScheme) -> tuple[int, ...]:
     """The shape of the tensor ``name`` after dequantization."""
     part = scheme_of(name, scheme, headers).part(name, headers)
-    return headers[name][1] if part is None or part.format.plain else (part.rows, part.columns)
+    return headers[name][1] if part is None or part.format.plain or part.format.stack else (part.rows, part.columns)
 
 
 def _joined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:

@@ -28,15 +28,14 @@ class Unquantized(QuantScheme):
         if name not in headers:
             return None
         dtype, shape = headers[name]
-        form = plain(dtype)
-        if not form.plain:
+        if not plain(dtype).plain:
             raise CheckpointError(
                 f"{name} is stored as {dtype}, but config.json has no quantization_config that says how to read it; "
                 "use the config.json that was published with these weights"
             )
         # A tensor with three axes is a stack of matrices.
         rows, columns = shape[-2:] if len(shape) in (2, 3) else (0, 0)
-        return WeightPart(name, rows, columns, form)
+        return WeightPart(name, rows, columns, plain(dtype))
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
         return {"weight": name}

@@ -48,7 +48,13 @@ class GgufScheme(QuantScheme):
             shape = _elements(stored, headers[stored], *BLOCKS[dtype])
         # Three axes are a stack of matrices; no file has them in blocks, but a quantizer makes them.
         rows, columns = shape[-2:] if len(shape) in (2, 3) else (0, 0)
-        return WeightPart(name, rows, columns, block_format(dtype) if dtype in BLOCKS else plain(dtype))
+        form = block_format(dtype) if dtype in BLOCKS else plain(dtype)
+        if dtype not in BLOCKS and not form.plain:
+            raise CheckpointError(
+                f"{name} is stored as {dtype}, which is neither one of the blocks {', '.join(BLOCKS)} nor a dtype of "
+                "unquantized weights; fetch the files again"
+            )
+        return WeightPart(name, rows, columns, replace(form, stack=len(shape) == 3))
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
         found = _FOUR_BITS.tensors(name, headers)
