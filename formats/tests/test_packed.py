@@ -111,7 +111,7 @@ def test_each_layer_has_the_settings_of_the_most_exact_target() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"num_bits": 3}, {"num_bits": "4"}, {"type": "float"}, {"strategy": "tensor"}, {"group_size": 0},
+        {"num_bits": 9}, {"num_bits": "4"}, {"type": "float"}, {"strategy": "tensor"}, {"group_size": 0},
         {"group_size": -5}, {"group_size": None}, {"symmetric": "yes"}, {"actorder": "sideways"},
     ],
 )  # fmt: skip

@@ -138,7 +138,7 @@ def test_each_scheme_takes_its_own_checkpoints() -> None:
     ("settings", "said"),
     [
         ({"format": "marlin-24"}, "the format 'marlin-24'"),
-        ({"format": "float-quantized", "config_groups": {"a": {"format": "mxfp4-pack-quantized"}}}, "mxfp4"),
+        ({"format": "float-quantized", "config_groups": {"a": {"format": "marlin-24"}}}, "marlin-24"),
         ({"format": "int-quantized", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
         ({"format": "float-quantized", "transform_config": {"config_groups": {}}}, "transforms"),
     ],

@@ -215,7 +215,7 @@ class GptqScheme(BesideScheme):
 
 def integer_format(layer: Layer, columns: int, group: int, scale: str) -> QuantFormat:
     """The format in which a weight of these settings is arranged."""
-    storage, zeros = ("int8", "int8") if layer.bits == 8 else ("uint4", "uint8")
+    storage, zeros = ("int8", "int8") if layer.bits > 4 else ("uint4", "uint8")
     act = layer.act_order and group > 0
     return QuantFormat(
         storage, group, scale=scale, zero=None if layer.symmetric else zeros, order="act" if act else "row",
@@ -244,9 +244,10 @@ def integer_tensors(
             f'the zero points of {part.name} are not all {middle}, and config.json says "sym": true; set "sym": false '
             "in its quantization_config"
         )
-    if layer.bits == 8:
-        tensors = {"weight": (numbers ^ 128).view(torch.int8)}
-        zeros = (zeros ^ 128).view(torch.int8)
+    if layer.bits > 4:
+        # Fewer than eight are kept in eight.
+        tensors = {"weight": (numbers - middle).view(torch.int8)}
+        zeros = (zeros - middle).view(torch.int8)
     else:
         # Fewer bits are moved to the middle of four.
         tensors = {"weight": pairs(numbers + (8 - middle) if layer.symmetric else numbers)}
