@@ -19,7 +19,7 @@ NAME = "layers.0.example.weight"
 ODD: tuple[Any, ...] = (
     0, -1, 1, 3, 7, 33, 2**31, 2**63, 1.5, "4", "", None, True, [], {}, [1], {"a": 1}, "marlin", "re:(",
 )  # fmt: skip
-NAMES = ("gptq", "awq", "halves", "compressed-tensors", "modelopt", "w4afp8", "bitsandbytes", "modelslim")
+NAMES = ("gptq", "awq", "halves", "compressed-tensors", "modelopt", "w4afp8", "bitsandbytes", "torchao", "modelslim")
 SCHEMES = [scheme for scheme in evener_quant_schemes() if scheme.name in NAMES]
 DTYPES = ("int32", "int64", "uint8", "int8", "float16", "float32", "bfloat16", "float8_e4m3fn")
 

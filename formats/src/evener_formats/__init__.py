@@ -5,7 +5,7 @@ else's. Torch-free.
 package/module             holds
 =========================  ==========================================================================================
 ``beside``                 what schemes share whose weights are several tensors
-``bitsandbytes``           the scheme of bitsandbytes checkpoints of four bits
+``bitsandbytes``           the scheme of bitsandbytes checkpoints
 ``chat``                   chat templates
 ``compressed``             the schemes compressed-tensors and modelopt; ``packed``: what both have packed
 ``described``              the tensors of a weight, from a ``quantization_config`` alone
@@ -26,6 +26,7 @@ package/module             holds
 ``safetensors_files``      weights in safetensors files
 ``scaled``                 FP8 and int8 with scales: the scheme fp8
 ``torch_files``            PyTorch's own weight files (``pytorch_model.bin``)
+``torchao``                the scheme of torchao's safetensors files
 ``tokenizers``             ``tokenizer.json``; SentencePiece, tiktoken and GGUF tokenizers as one
 ``unpacked``               integers of up to eight bits that are stored one in a byte
 ``w4afp8``                 the scheme of experts of four bits beside FP8
@@ -53,6 +54,7 @@ descriptor = Descriptor(
         "modelopt",
         "w4afp8",
         "bitsandbytes",
+        "torchao",
         "modelslim",
     ),
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},

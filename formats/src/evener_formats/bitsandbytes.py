@@ -1,9 +1,9 @@
 """The scheme "bitsandbytes": four-bit numbers of a table of 16, NF4 or FP4, and int8, as bitsandbytes saves them.
 
-With four bits, a weight ``<name>`` [rows, columns] is stored as uint8 [rows x columns / 2, 1], the first number of a pair in the high
-half of a byte; ``<name>.quant_map`` float32 [16] is the table; ``<name>.absmax`` has a scale for each block of the
-flattened weight, float32, or uint8 numbers of a second table (``nested_quant_map``, ``nested_absmax`` for each 256).
-The shape is JSON text in ``<name>.quant_state.bitsandbytes__nf4``.
+With four bits, a weight ``<name>`` [rows, columns] is stored as uint8 [rows x columns / 2, 1], the first number of a
+pair in the high half of a byte; ``<name>.quant_map`` float32 [16] is the table; ``<name>.absmax`` has a scale for each
+block of the flattened weight, float32, or uint8 numbers of a second table (``nested_quant_map``, ``nested_absmax`` for
+each 256). The shape is JSON text in ``<name>.quant_state.bitsandbytes__nf4``.
 
 With eight bits (LLM.int8), ``<layer>.weight`` is int8 [rows, columns] and ``<layer>.SCB`` float32 [rows] the largest
 magnitude of each row; ``<layer>.weight_format`` is 0. Activations are not rounded. Imports torch only to read weights.
