@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 #: Bits of a number in GPTQ. Numbers of 3 bits run across words: 32 of them fill three.
 BITS = (2, 3, 4, 8)
+#: Bits of a number, and the widths of the planes that GPTQModel's format "gptq_p" divides it into, the lowest first.
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 
 def per_word(bits: int) -> Fraction:
@@ -24,7 +26,7 @@ def least_count(bits: int) -> int:
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """The numbers of int32 words [..., n]: uint8 [..., 32 n / bits] or a little longer, if whole numbers do not fill
-    the words. ``bits`` is 2 to 8. Number i has the bits from i x ``bits``, counted from the lowest bit of the first
+    the words. ``bits`` is 1 to 8. Number i has the bits from i x ``bits``, counted from the lowest bit of the first
     word."""
     import torch
 
@@ -40,6 +42,19 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     parts = [part.int() if bits < 4 else part.long() for part in data.unflatten(-1, (-1, bits)).unbind(-1)]
     eight = sum((part << 8 * i for i, part in enumerate(parts[1:], 1)), parts[0])
     return torch.stack([(eight >> bits * i & (1 << bits) - 1).to(torch.uint8) for i in range(8)], dim=-1).flatten(-2)
+
+
+def unpack_planes(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The numbers of int32 words [..., n]: uint8 [..., 32 n / bits]. Each ``bits`` words have 32 numbers: first words
+    with the lowest bits of all 32, then those with the next."""
+    import torch
+
+    runs, at = words.unflatten(-1, (-1, bits)), 0
+    numbers = torch.zeros(*runs.shape[:-1], 32, dtype=torch.uint8, device=words.device)
+    for width in PLANES[bits]:
+        numbers |= unpack(runs[..., at : at + width], width) << at
+        at += width
+    return numbers.flatten(-2)
 
 
 def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
