@@ -208,32 +208,61 @@ class CompressedTensors(PartlyPacked):
         )  # fmt: skip
 
 
+#: What Model Optimizer's ``quant_algo`` says of FP8 activations. Scales of four axes are those of blocks.
+_ALGORITHMS: Mapping[str, Rounding | None] = {
+    "FP8": Rounding("float8_e4m3fn", -1), "FP8_PER_CHANNEL_PER_TOKEN": Rounding("float8_e4m3fn"), "FP8_PB_WO": None,
+    "NVFP4": None, "W4A16_NVFP4": None, "MXFP8": None, "MXFP4": None,
+    "MIXED_PRECISION": Rounding("float8_e4m3fn", -1), "NONE": Rounding("float8_e4m3fn", -1),
+}  # fmt: skip
+
+
 class ModelOptScheme(PartlyPacked):
-    """``"quant_method": "modelopt"``: FP8 with a scale for the tensor and one for activations, and NVFP4."""
+    """``"quant_method": "modelopt"``: FP8 with a scale for the tensor, each row or block, NVFP4, MXFP4 and MXFP8.
+
+    Args:
+        how: how activations may be rounded before products with FP8 weights.
+    """
 
     name, methods = "modelopt", ("modelopt", "modelopt_fp4")
 
-    def __init__(self) -> None:
+    def __init__(self, how: Rounding | None = _ALGORITHMS["FP8"]) -> None:
+        self._how, self._microscaled = how, MicroscaledFloats()
         self._floats = PackedFloats("", "_scale_2", divides=False)
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings = config["quantization_config"]
         inner = settings.get("quantization")
         algorithm = str((inner if isinstance(inner, Mapping) else settings).get("quant_algo"))
-        if algorithm not in ("FP8", "NVFP4", "MIXED_PRECISION", "None"):
+        if algorithm.upper() not in _ALGORITHMS:
             raise CheckpointError(
-                f"config.json's quantization_config has the quant_algo {algorithm[:40]!r}; {self.name} reads FP8 and "
-                "NVFP4; use such a checkpoint"
+                f"config.json's quantization_config has the quant_algo {algorithm[:40]!r}; {self.name} reads "
+                f"{', '.join(list(_ALGORITHMS)[:-1])}; use such a checkpoint"
             )
-        return self
+        return ModelOptScheme(_ALGORITHMS[algorithm.upper()])
 
     def packed(self, name: str, headers: Headers) -> BesideScheme | None:
+        if headers.get(f"{name}_scale", ("", ()))[0] == "uint8":
+            return self._microscaled
         return self._floats if name in headers and f"{name}_scale_2" in headers else None
 
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
+        scale = f"{name}_scale"
+        kind, shape = headers.get(scale, ("", ()))
+        blocks = len(shape) == 4 and shape[1] == shape[3] == 1
+        return super().part(name, {**headers, scale: (kind, shape[::2])} if blocks else headers)
+
+    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
+        return super().cut(_without_axes(part), axis, start, stop)
+
+    def arrange(self, part: WeightPart) -> WeightPart:
+        return super().arrange(_without_axes(part))
+
     def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
-        return Rounding("float8_e4m3fn", -1)
+        return self._how
 
     def reader(self, part: WeightPart) -> BesideScheme | None:
+        if "exponents" in part.tensors:
+            return self._microscaled
         return self._floats if "whole" in part.tensors else None
 
     def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
@@ -244,6 +273,23 @@ class ModelOptScheme(PartlyPacked):
         yield config, _headers(tensors), tensors
         for _, headers, scaled in list(super().examples(name, seed))[:2]:
             yield config, headers, scaled
+        weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
+        tensors = {name: weight, f"{name}_scale": torch.full((2, 1, 3, 1), 1 / 64)}
+        yield (
+            {"quantization_config": config["quantization_config"] | {"quant_algo": "fp8_pb_wo"}},
+            _headers(tensors),
+            tensors,
+        )
+
+
+def _without_axes(part: WeightPart) -> WeightPart:
+    """A part with scales [rows, columns] of blocks, in place of [rows, 1, columns, 1]."""
+    scale = part.tensors.get("scale")
+    return (
+        part
+        if scale is None or scale.dim() != 4
+        else replace(part, tensors={**part.tensors, "scale": scale[:, 0, :, 0]})
+    )
 
 
 def _is_in_groups(form: str, group: Mapping[str, Any]) -> bool:

@@ -211,8 +211,17 @@ def _modelopt(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Hea
     named = inner if isinstance(inner, Mapping) else settings
     if _is_excepted(name.removesuffix(".weight"), named):
         return None
-    if named.get("quant_algo") == "NVFP4":
+    algorithm = str(named.get("quant_algo")).upper()
+    if "NVFP4" in algorithm:
         return _nvfp4(name, rows, columns, "", "_scale_2")
+    if algorithm.startswith("MX"):
+        stored = (_FLOAT8, (rows, columns)) if algorithm == "MXFP8" else ("uint8", (rows, columns // 2))
+        return {name: stored, f"{name}_scale": ("uint8", (rows, columns // 32))}
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return {name: (_FLOAT8, (rows, columns)), f"{name}_scale": ("float32", (rows,))}
+    if algorithm == "FP8_PB_WO":
+        blocks = (-(-rows // 128), 1, -(-columns // 128), 1)
+        return {name: (_FLOAT8, (rows, columns)), f"{name}_scale": ("float32", blocks)}
     return {name: (_FLOAT8, (rows, columns)), f"{name}_scale": ("float32", ()), **_input_scale(name, True)}
 
 
