@@ -41,7 +41,7 @@ RECORDED := PYTHONPATH=scripts
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 DIST ?= dist
 
-.PHONY: help install kernels models model llamacpp run serve test test-all test-slow mutants test-peers test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks test-page page-libraries search check wheels wheelhouse triton-binaries bench docs clean
+.PHONY: help install kernels models model llamacpp run serve test test-all test-slow mutants test-peers test-tools test-vendors test-vendors-ascend test-vendors-ascend-triton test-vendors-changed test-forks-gpu test-forks-ranks test-page page-libraries search check wheels wheelhouse triton-binaries bench docs clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '%-16s %s\n' "make $$name" "$$what"; done
@@ -105,6 +105,9 @@ test-all: models llamacpp kernels  ## every test, the slow ones too; the record 
 
 test-peers: model  ## vLLM's tests of the HTTP API and other clients against the server (ARGS="clients", "deploy", "operators", "vllm --only TEXT")
 	@$(PY) scripts/run_peers.py $(ARGS)
+
+test-tools: install  ## checkpoints by gptqmodel, autoawq, llm-compressor, modelopt, bitsandbytes and torchao, read again; five minutes (ARGS="TOOL CASE")
+	@$(PY) scripts/run_tools.py $(ARGS)
 
 # torch_npu's wheel over a fake runtime, in a folder of the cache whose name is a hash of both; once for each chip.
 ASCEND_TESTS := backends/ascend/vendor_tests

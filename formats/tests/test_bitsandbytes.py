@@ -112,6 +112,29 @@ def test_states_that_are_not_json_are_refused(text: bytes) -> None:
         read(tensors)
 
 
-def test_eight_bits_are_refused_with_what_to_use() -> None:
-    with pytest.raises(CheckpointError, match="Q8_0"):
-        BitsAndBytesScheme().configured({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}})
+def eight_bits(**other: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A weight of 3 x 128 in eight bits, and its values."""
+    numbers = (torch.arange(3 * 128).reshape(3, 128) % 255 - 127).to(torch.int8)
+    largest = torch.tensor([0.5, 1.0, 2.0])
+    tensors = {NAME: numbers, "a.SCB": largest, "a.weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors | other, numbers * largest[:, None] / 127
+
+
+def test_eight_bits_are_parts_of_the_largest_magnitude_of_their_row() -> None:
+    tensors, values = eight_bits()
+    scheme, part = read(tensors)
+    torch.testing.assert_close(scheme.dequantize(part, "float32"), values, rtol=1e-6, atol=0)
+    cut = scheme.cut(scheme.cut(part, "out", 1, 3), "in", 8, 50)
+    torch.testing.assert_close(scheme.dequantize(cut, "float32"), values[1:, 8:50], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [({"a.SCB": torch.ones(4)}, r"float32 \[rows\]"), ({NAME: torch.ones(3, 128)}, r"stored as float32 \[3, 128\]"),
+     ({"a.weight_format": torch.tensor(2, dtype=torch.uint8)}, "save it again")],
+)  # fmt: skip
+def test_eight_bits_that_do_not_fit_are_refused(other: dict[str, torch.Tensor], says: str) -> None:
+    tensors, _ = eight_bits(**other)
+    with pytest.raises(CheckpointError, match=says):
+        scheme, part = read(tensors)
+        scheme.arrange(part)

@@ -17,6 +17,7 @@ from evener.loading.checkpoint import open_checkpoint
 from evener_formats.gguf.block_numbers import numbers
 from evener_formats.gguf.header import TYPES, UNPACKED, GgufTensor
 from evener_formats.gguf.made import ExpertStack
+from evener_formats.gguf.scheme import GgufScheme
 
 
 def numbers_of(storage: str, blocks: torch.Tensor) -> torch.Tensor:
@@ -76,3 +77,9 @@ def test_a_type_that_is_not_known_names_those_that_are(tmp_path: Path) -> None:
     path.write_bytes(data[:at] + bytes([GGMLQuantizationType.Q8_K, 0, 0, 0]) + data[at + 4 :])
     with pytest.raises(CheckpointError, match=r"tensor type 15, which is not supported .*iq4_xs"):
         open_checkpoint(path)
+
+
+def test_blocks_in_the_layout_of_gptqmodel_are_refused_with_what_to_use() -> None:
+    settings = {"quant_method": "gguf", "bits": 4, "checkpoint_format": "q_k_m"}
+    with pytest.raises(CheckpointError, match=r"checkpoint_format 'q_k_m'.*use a \.gguf file"):
+        GgufScheme().configured({"quantization_config": settings})

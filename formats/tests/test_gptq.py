@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from integer_files import Quantized, awq_tensors, gptq_tensors, headers_of, quantized
+from integer_files import Quantized, awq_tensors, gptq_tensors, headers_of, quantized, words_of
 
 from evener.contracts.quant import QuantScheme, WeightPart
 from evener.errors import CheckpointError
@@ -17,6 +17,7 @@ from evener_conformance.kit.formats import scheme_results
 from evener_conformance.kit.outcome import Check
 from evener_formats.awq import AwqScheme
 from evener_formats.gptq import GptqScheme
+from evener_formats.words import unpack_planes
 
 STEM, NAME = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj.weight"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
@@ -178,3 +179,19 @@ def test_a_piece_of_an_act_ordered_layer_keeps_the_scales_of_all_groups() -> Non
     assert sum(t.nbytes for t in piece.tensors.values()) == piece.format.nbytes(64, 96)
     with pytest.raises(CheckpointError, match="groups of 32"):
         scheme.cut(part, "in", 16, 256)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+def test_planes_have_the_lowest_bits_of_32_numbers_then_the_next(bits: int) -> None:
+    numbers = torch.randint(0, 1 << bits, (3, 64), generator=torch.Generator().manual_seed(bits))
+    rows = []
+    for row in numbers.tolist():
+        words: list[int] = []
+        for run in (row[:32], row[32:]):
+            low = 0
+            for width in {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}.get(bits, (bits,)):
+                words += words_of([number >> low & ((1 << width) - 1) for number in run], width)
+                low += width
+        rows.append(words)
+    stored = torch.tensor(rows, dtype=torch.int32)
+    assert torch.equal(unpack_planes(stored, bits).long(), numbers)

@@ -19,8 +19,8 @@ SCHEMES = {scheme.name: scheme for scheme in evener_quant_schemes()}
 #: How many of a scheme's own examples each layout can store.
 STORED = {
     ("gptq", "awq"): 4, ("gptq", "halves"): 4, ("awq", "gptq"): 3, ("awq", "halves"): 2, ("halves", "gptq"): 5,
-    ("halves", "awq"): 4, ("compressed-tensors", "gptq"): 6, ("compressed-tensors", "awq"): 3,
-    ("compressed-tensors", "halves"): 3,
+    ("halves", "awq"): 4, ("compressed-tensors", "gptq"): 8, ("compressed-tensors", "awq"): 4,
+    ("compressed-tensors", "halves"): 5,
 }  # fmt: skip
 
 

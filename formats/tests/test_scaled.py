@@ -147,7 +147,7 @@ def test_each_scheme_takes_its_own_checkpoints() -> None:
     ("settings", "said"),
     [
         ({"format": "marlin-24"}, "the format 'marlin-24'"),
-        ({"format": "float-quantized", "config_groups": {"a": {"format": "mxfp4-pack-quantized"}}}, "mxfp4"),
+        ({"format": "float-quantized", "config_groups": {"a": {"format": "marlin-24"}}}, "marlin-24"),
         ({"format": "int-quantized", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
         ({"format": "float-quantized", "transform_config": {"config_groups": {}}}, "transforms"),
     ],
@@ -247,3 +247,27 @@ def test_a_scheme_of_before_that_names_only_the_element_type_means_a_scale_for_e
     form = QuantFormat("int8", scale="float32", activation="int8")  # type: ignore[arg-type]
     assert form == QuantFormat("int8", scale="float32", activation=Rounding("int8"))
     assert form.nbytes(4, 8) == 4 * 8 + 4 * 4
+
+
+def gptqmodel(**other: object) -> dict[str, object]:
+    settings = {"quant_method": "fp8", "weight_scale_semantics": "inverse"}
+    return {"quantization_config": settings | other}
+
+
+def test_scales_of_gptqmodel_divide() -> None:
+    numbers = torch.randn(6, 10, generator=torch.Generator().manual_seed(2)).to(torch.float8_e4m3fn)
+    scale = torch.rand(6, generator=torch.Generator().manual_seed(3)) * 100 + 1
+    scheme, headers = SCHEME.configured(gptqmodel()), {"w": (E4M3, (6, 10)), "w_scale_inv": ("float32", (6,))}
+    part = scheme.part("w", headers)
+    assert part is not None
+    full = replace(part, tensors={"weight": numbers, "scale": scale})
+    wanted = numbers.float() / scale[:, None]
+    torch.testing.assert_close(scheme.dequantize(full, "float32"), wanted, rtol=1e-6, atol=0)
+    arranged = scheme.arrange(full).tensors
+    torch.testing.assert_close(arranged["weight"].float() * arranged["scale"][:, None], wanted, rtol=1e-6, atol=0)
+    with pytest.raises(CheckpointError, match="which divides, is zero"):
+        scheme.arrange(replace(part, tensors={"weight": numbers, "scale": torch.zeros(6)}))
+    with pytest.raises(CheckpointError, match="scales that divide are read in float32"):
+        scheme.part("w", headers | {"w_scale_inv": ("bfloat16", (6,))})
+    with pytest.raises(CheckpointError, match="weight_scale_semantics 'other'"):
+        SCHEME.configured(gptqmodel(weight_scale_semantics="other"))

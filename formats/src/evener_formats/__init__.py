@@ -5,7 +5,7 @@ else's. Torch-free.
 package/module             holds
 =========================  ==========================================================================================
 ``beside``                 what schemes share whose weights are several tensors
-``bitsandbytes``           the scheme of bitsandbytes checkpoints of four bits
+``bitsandbytes``           the scheme of bitsandbytes checkpoints
 ``chat``                   chat templates
 ``compressed``             the schemes compressed-tensors and modelopt; ``packed``: what both have packed
 ``described``              the tensors of a weight, from a ``quantization_config`` alone
@@ -13,6 +13,7 @@ package/module             holds
 ``gguf``                   GGUF files: header, families' tensor names, and the scheme of block formats
 ``halves``                 the scheme of GPTQ and AWQ numbers in a device's file layout
 ``kv_cache``               which state is quantized, and the scales of keys and values
+``microscaled``            floats with powers of two, as compressed-tensors has them
 ``modelslim``              the scheme of ModelSlim's checkpoints, which describe their weights in a file of their own
 ``modelslim_description``  that file
 ``modelslim_examples``     small checkpoints of this scheme, for the conformance kit
@@ -25,10 +26,11 @@ package/module             holds
 ``safetensors_files``      weights in safetensors files
 ``scaled``                 FP8 and int8 with scales: the scheme fp8
 ``torch_files``            PyTorch's own weight files (``pytorch_model.bin``)
+``torchao``                the scheme of torchao's safetensors files
 ``tokenizers``             ``tokenizer.json``; SentencePiece, tiktoken and GGUF tokenizers as one
-``unpacked``               integers of four bits that are stored one in a byte
+``unpacked``               integers of up to eight bits that are stored one in a byte
 ``w4afp8``                 the scheme of experts of four bits beside FP8
-``words``                  numbers of 2, 3, 4 and 8 bits in words of 32
+``words``                  numbers of two to eight bits in words of 32
 =========================  ==========================================================================================
 """
 
@@ -52,6 +54,7 @@ descriptor = Descriptor(
         "modelopt",
         "w4afp8",
         "bitsandbytes",
+        "torchao",
         "modelslim",
     ),
     state_formats={"kv_cache": "evener_formats.kv_cache.choice:choose_state"},

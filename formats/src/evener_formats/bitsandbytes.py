@@ -1,9 +1,12 @@
-"""The scheme "bitsandbytes": four-bit numbers of a table of 16, NF4 or FP4, as bitsandbytes saves them.
+"""The scheme "bitsandbytes": four-bit numbers of a table of 16, NF4 or FP4, and int8, as bitsandbytes saves them.
 
-A weight ``<name>`` [rows, columns] is stored as uint8 [rows x columns / 2, 1], the first number of a pair in the high
-half of a byte; ``<name>.quant_map`` float32 [16] is the table; ``<name>.absmax`` has a scale for each block of the
-flattened weight, float32, or uint8 numbers of a second table (``nested_quant_map``, ``nested_absmax`` for each 256).
-The shape is JSON text in ``<name>.quant_state.bitsandbytes__nf4``. Imports torch only to read weights.
+With four bits, a weight ``<name>`` [rows, columns] is stored as uint8 [rows x columns / 2, 1], the first number of a
+pair in the high half of a byte; ``<name>.quant_map`` float32 [16] is the table; ``<name>.absmax`` has a scale for each
+block of the flattened weight, float32, or uint8 numbers of a second table (``nested_quant_map``, ``nested_absmax`` for
+each 256). The shape is JSON text in ``<name>.quant_state.bitsandbytes__nf4``.
+
+With eight bits (LLM.int8), ``<layer>.weight`` is int8 [rows, columns] and ``<layer>.SCB`` float32 [rows] the largest
+magnitude of each row; ``<layer>.weight_format`` is 0. Activations are not rounded. Imports torch only to read weights.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class State:
 
 
 class BitsAndBytesScheme(BesideScheme):
-    """``"quant_method": "bitsandbytes"`` with ``load_in_4bit``.
+    """``"quant_method": "bitsandbytes"`` with ``load_in_4bit`` or ``load_in_8bit``.
 
     Args:
         states: by the weight's name.
@@ -66,11 +69,6 @@ class BitsAndBytesScheme(BesideScheme):
         return isinstance(settings, Mapping) and settings.get("quant_method") == self.name
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
-        if config["quantization_config"].get("load_in_8bit"):
-            raise CheckpointError(
-                "config.json's quantization_config has load_in_8bit, and bitsandbytes is read with four bits only; use "
-                "a checkpoint in another format, e.g. GGUF's Q8_0"
-            )
         states = {}
         for stored, (kind, shape) in checkpoint.headers.items() if checkpoint else ():
             name, found, _ = stored.partition(_STATE)
@@ -81,7 +79,9 @@ class BitsAndBytesScheme(BesideScheme):
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
         if name not in self._states:
-            return {"weight": name}
+            stem = name.removesuffix(".weight")
+            eight = {"weight": name, "largest": f"{stem}.SCB", "layout": f"{stem}.weight_format"}
+            return {role: each for role, each in eight.items() if role == "weight" or each in headers}
         state = self._states[name]
         ends = {"packed": "", "table": ".quant_map", "scale": ".absmax", "state": f"{_STATE}{state.kind}"}
         if state.nested:
@@ -90,7 +90,7 @@ class BitsAndBytesScheme(BesideScheme):
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         if name not in self._states:
-            return super().part(name, headers)
+            return self._eight_bits(name, headers) or super().part(name, headers)
         state, roles = self._states[name], self.tensors(name, headers)
         count = state.rows * state.columns
         blocks = count // state.block
@@ -113,13 +113,39 @@ class BitsAndBytesScheme(BesideScheme):
         form = QuantFormat(state.kind, group=state.block, scale="float32")
         return WeightPart(name, state.rows, state.columns, form)
 
+    def _eight_bits(self, name: str, headers: Headers) -> WeightPart | None:
+        """The part of a weight of eight bits; None: it is none."""
+        roles = self.tensors(name, headers)
+        if name not in headers or "largest" not in roles:
+            return None
+        (kind, shape), (scale, scales) = headers[name], headers[roles["largest"]]
+        fits = (kind, scale) == ("int8", "float32") and len(shape) == 2 and min(shape) > 0
+        if not fits or scales not in ((shape[0],), (shape[0], 1)):
+            raise CheckpointError(
+                f"{name} is stored as {kind} {list(shape)} with {roles['largest']} {scale} {list(scales)}; eight bits "
+                "are int8 [rows, columns] and float32 [rows]; fetch the files again"
+            )
+        return WeightPart(name, shape[0], shape[1], QuantFormat("int8", scale="float32"))
+
     def axes(self, part: WeightPart) -> Mapping[str, Axes]:
+        if part.format.storage == "int8":
+            return {"weight": Axes(Along(0), Along(1)), "largest": Axes(Along(0))}
         return {"weight": Axes(Along(0), Along(1, 2)), "scale": Axes(Along(0), Along(1, part.format.group))}
 
     def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
-        return super().cut(self.arrange(part), axis, start, stop)
+        eight = "largest" in part.tensors
+        return super().cut(part if eight else self.arrange(part), axis, start, stop)
 
     def arrange(self, part: WeightPart) -> WeightPart:
+        if "largest" in part.tensors:
+            stored = part.tensors
+            if "layout" in stored and bool((stored["layout"] != 0).any()):
+                raise CheckpointError(
+                    f"{part.name} is stored in an order of bytes for one kind of GPU (weight_format); load it with "
+                    "bitsandbytes 0.45 or later and save it again"
+                )
+            scale = stored["largest"].reshape(part.rows, 1) / 127
+            return replace(part, tensors={"weight": stored["weight"], "scale": scale})
         if part.format.plain or "packed" not in part.tensors:
             return part
         stored, state, groups = part.tensors, self._states[part.name], part.columns // part.format.group
@@ -153,8 +179,18 @@ class BitsAndBytesScheme(BesideScheme):
                 tensors[f"{name}.nested_absmax"] = torch.rand(-(-blocks // nested), generator=random) / 4
             text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
             tensors[f"{name}{_STATE}{kind}"] = text
-            headers = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
-            yield {"quantization_config": {"quant_method": self.name, "load_in_4bit": True}}, headers, tensors
+            yield {"quantization_config": {"quant_method": self.name, "load_in_4bit": True}}, _headers(tensors), tensors
+        stem = name.removesuffix(".weight")
+        tensors = {
+            name: torch.randint(-127, 128, (rows, columns), generator=random).to(torch.int8),
+            f"{stem}.SCB": torch.rand(rows, generator=random) + 0.5,
+            f"{stem}.weight_format": torch.tensor(0, dtype=torch.uint8),
+        }
+        yield {"quantization_config": {"quant_method": self.name, "load_in_8bit": True}}, _headers(tensors), tensors
+
+
+def _headers(tensors: Mapping[str, torch.Tensor]) -> Headers:
+    return {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
 
 
 def _state(name: str, text: bytes) -> State:

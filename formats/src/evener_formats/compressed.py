@@ -6,7 +6,7 @@ points and act-order. Layers that ``ignore`` or ``exclude_modules`` names are st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from re import Pattern
@@ -17,19 +17,20 @@ from evener.contracts.quant import QuantFormat, QuantScheme, Rounding, WeightPar
 from evener.errors import CheckpointError
 from evener_formats.beside import BesideScheme
 from evener_formats.gptq import Layer
+from evener_formats.microscaled import MicroscaledFloats, microscaled_examples
 from evener_formats.packed import PackedFloats, PackedIntegers
 from evener_formats.rules import expression
 from evener_formats.scaled import ScaledScheme
 from evener_formats.unpacked import UnpackedIntegers
-from evener_formats.words import least_count
 
 if TYPE_CHECKING:
     import torch
 
 #: Formats of compressed-tensors that have one matrix and its scales for a weight, and the packed ones.
-_SCALED = ("float-quantized", "int-quantized", "naive-quantized")
-_PACKED = ("pack-quantized", "nvfp4-pack-quantized")
-_BITS = (4, 8)
+_SCALED = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized")
+_PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized")
+#: Bits of integers, least and most.
+_BITS = (2, 8)
 #: What says how activations or the KV cache were rounded.
 _UNUSED = ("input_global_scale", "k_scale", "v_scale")
 
@@ -69,6 +70,10 @@ class PartlyPacked(ScaledScheme):
         reader = self.reader(part)
         return super().arrange(part) if reader is None else reader.arrange(part)
 
+    def numbers(self, part: WeightPart) -> Iterable[torch.Tensor]:
+        reader = self.reader(part)
+        return super().numbers(part) if reader is None else reader.numbers(part)
+
 
 #: How a layer is named, its settings if its numbers are integers in groups, and how its activations are rounded.
 _Rule = tuple[str | Pattern[str] | None, Layer | None, Rounding | None]
@@ -86,6 +91,7 @@ class CompressedTensors(PartlyPacked):
 
     def __init__(self, rules: tuple[_Rule, ...] = ()) -> None:
         self._rules, self._floats = rules, PackedFloats("_packed", "_global_scale", divides=True)
+        self._microscaled = MicroscaledFloats()
         self._integers, self._unpacked = PackedIntegers(cache(self._layer)), UnpackedIntegers(cache(self._layer))
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
@@ -123,19 +129,23 @@ class CompressedTensors(PartlyPacked):
         return CompressedTensors(tuple(rules))
 
     def packed(self, name: str, headers: Headers) -> BesideScheme | None:
+        if headers.get(f"{name}_scale", ("", ()))[0] == "uint8":
+            return self._microscaled
         if f"{name}_packed" not in headers:
             stored = headers.get(name, ("", ()))[0] == "int8" and self._settings(name.removesuffix(".weight"))[0]
             return self._unpacked if stored else None
         return self._floats if headers[f"{name}_packed"][0] == "uint8" else self._integers
 
     def reader(self, part: WeightPart) -> BesideScheme | None:
+        if "exponents" in part.tensors:
+            return self._microscaled
         if "packed" not in part.tensors:
             return self._unpacked if "numbers" in part.tensors else None
         return self._floats if "whole" in part.tensors else self._integers
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         part, reader = super().part(name, headers), self.packed(name, headers)
-        if part is None or reader is None or reader is self._floats:
+        if part is None or reader in (None, self._floats, self._microscaled):
             return part
         how = self.rounding(name, part.format)
         # No published scheme has integers in groups and a fixed scale of activations.
@@ -167,10 +177,11 @@ class CompressedTensors(PartlyPacked):
         random, rows, columns = torch.Generator().manual_seed(seed), 64, 192
         for bits, group, symmetric, actorder in (
             (4, 32, True, None), (4, 64, False, None), (4, 32, False, "group"), (8, 96, True, "group"),
-            (4, -1, True, None), (8, 64, False, None),
+            (4, -1, True, None), (8, 64, False, None), (3, 32, False, None), (5, 64, True, None),
         ):  # fmt: skip
-            unit, groups = least_count(bits), columns // group if group > 0 else 1
-            sizes = {"packed": (rows, columns // unit)} | ({} if symmetric else {"zero_point": (rows // unit, groups)})
+            groups = columns // group if group > 0 else 1
+            zeros = {} if symmetric else {"zero_point": (rows * bits // 32, groups)}
+            sizes = {"packed": (rows, columns * bits // 32), **zeros}
             tensors = {
                 f"{name}_{end}": torch.randint(-(2**31), 2**31, size, generator=random).int()
                 for end, size in sizes.items()
@@ -189,6 +200,7 @@ class CompressedTensors(PartlyPacked):
             found = {"quant_method": self.name, "format": "pack-quantized", "config_groups": groups_of}
             yield {"quantization_config": found}, _headers(tensors), tensors
         yield from _four_and_eight_bits(name, random)
+        yield from microscaled_examples(name, random)
         tensors = _float_example(name, "_packed", "_global_scale", random)
         yield (
             {"quantization_config": {"quant_method": self.name, "format": "nvfp4-pack-quantized"}}, _headers(tensors),
@@ -196,32 +208,61 @@ class CompressedTensors(PartlyPacked):
         )  # fmt: skip
 
 
+#: What Model Optimizer's ``quant_algo`` says of FP8 activations. Scales of four axes are those of blocks.
+_ALGORITHMS: Mapping[str, Rounding | None] = {
+    "FP8": Rounding("float8_e4m3fn", -1), "FP8_PER_CHANNEL_PER_TOKEN": Rounding("float8_e4m3fn"), "FP8_PB_WO": None,
+    "NVFP4": None, "W4A16_NVFP4": None, "MXFP8": None, "MXFP4": None,
+    "MIXED_PRECISION": Rounding("float8_e4m3fn", -1), "NONE": Rounding("float8_e4m3fn", -1),
+}  # fmt: skip
+
+
 class ModelOptScheme(PartlyPacked):
-    """``"quant_method": "modelopt"``: FP8 with a scale for the tensor and one for activations, and NVFP4."""
+    """``"quant_method": "modelopt"``: FP8 with a scale for the tensor, each row or block, NVFP4, MXFP4 and MXFP8.
+
+    Args:
+        how: how activations may be rounded before products with FP8 weights.
+    """
 
     name, methods = "modelopt", ("modelopt", "modelopt_fp4")
 
-    def __init__(self) -> None:
+    def __init__(self, how: Rounding | None = _ALGORITHMS["FP8"]) -> None:
+        self._how, self._microscaled = how, MicroscaledFloats()
         self._floats = PackedFloats("", "_scale_2", divides=False)
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings = config["quantization_config"]
         inner = settings.get("quantization")
         algorithm = str((inner if isinstance(inner, Mapping) else settings).get("quant_algo"))
-        if algorithm not in ("FP8", "NVFP4", "MIXED_PRECISION", "None"):
+        if algorithm.upper() not in _ALGORITHMS:
             raise CheckpointError(
-                f"config.json's quantization_config has the quant_algo {algorithm[:40]!r}; {self.name} reads FP8 and "
-                "NVFP4; use such a checkpoint"
+                f"config.json's quantization_config has the quant_algo {algorithm[:40]!r}; {self.name} reads "
+                f"{', '.join(list(_ALGORITHMS)[:-1])}; use such a checkpoint"
             )
-        return self
+        return ModelOptScheme(_ALGORITHMS[algorithm.upper()])
 
     def packed(self, name: str, headers: Headers) -> BesideScheme | None:
+        if headers.get(f"{name}_scale", ("", ()))[0] == "uint8":
+            return self._microscaled
         return self._floats if name in headers and f"{name}_scale_2" in headers else None
 
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
+        scale = f"{name}_scale"
+        kind, shape = headers.get(scale, ("", ()))
+        blocks = len(shape) == 4 and shape[1] == shape[3] == 1
+        return super().part(name, {**headers, scale: (kind, shape[::2])} if blocks else headers)
+
+    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
+        return super().cut(_without_axes(part), axis, start, stop)
+
+    def arrange(self, part: WeightPart) -> WeightPart:
+        return super().arrange(_without_axes(part))
+
     def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
-        return Rounding("float8_e4m3fn", -1)
+        return self._how
 
     def reader(self, part: WeightPart) -> BesideScheme | None:
+        if "exponents" in part.tensors:
+            return self._microscaled
         return self._floats if "whole" in part.tensors else None
 
     def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
@@ -232,6 +273,23 @@ class ModelOptScheme(PartlyPacked):
         yield config, _headers(tensors), tensors
         for _, headers, scaled in list(super().examples(name, seed))[:2]:
             yield config, headers, scaled
+        weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
+        tensors = {name: weight, f"{name}_scale": torch.full((2, 1, 3, 1), 1 / 64)}
+        yield (
+            {"quantization_config": config["quantization_config"] | {"quant_algo": "fp8_pb_wo"}},
+            _headers(tensors),
+            tensors,
+        )
+
+
+def _without_axes(part: WeightPart) -> WeightPart:
+    """A part with scales [rows, columns] of blocks, in place of [rows, 1, columns, 1]."""
+    scale = part.tensors.get("scale")
+    return (
+        part
+        if scale is None or scale.dim() != 4
+        else replace(part, tensors={**part.tensors, "scale": scale[:, 0, :, 0]})
+    )
 
 
 def _is_in_groups(form: str, group: Mapping[str, Any]) -> bool:
@@ -250,11 +308,11 @@ def _layer_of(group: Mapping[str, Any]) -> Layer:
     bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
     whole = strategy == "channel" or (strategy == "group" and size == -1)
     kind, grouped = weights.get("type", "int"), strategy == "group" and _positive(size)
-    if not isinstance(bits, int) or bits not in _BITS or kind != "int" or not (whole or grouped):
+    if not isinstance(bits, int) or not _BITS[0] <= bits <= _BITS[1] or kind != "int" or not (whole or grouped):
         raise CheckpointError(
             f"config.json's quantization_config has weights of type {str(kind)[:20]} with num_bits {str(bits)[:20]}, "
             f"strategy {str(strategy)[:20]} and group_size {str(size)[:20]}; integers are read with "
-            f"{' or '.join(map(str, _BITS))} bits in groups or channels; use such a checkpoint"
+            f"{' to '.join(map(str, _BITS))} bits in groups or channels; use such a checkpoint"
         )
     symmetric, order = weights.get("symmetric", True), weights.get("actorder")
     if not isinstance(symmetric, bool) or order not in (None, False, True, "group", "weight", "static", "dynamic"):

@@ -17,6 +17,8 @@ from evener_formats.rules import expression, number
 #: Keys that name the layers that are stored plain.
 _EXCEPTIONS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
 _FLOAT8 = "float8_e4m3fn"
+#: Formats of floats with powers of two, and the bits of a number.
+_MICROSCALED = {"mxfp4-pack-quantized": 4, "mxfp6-pack-quantized": 6, "mxfp8-quantized": 8}
 _Sizes = tuple[str, int, int]
 
 
@@ -87,8 +89,8 @@ def _fp8(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Headers:
     return {name: (_FLOAT8, (rows, columns)), **scale, **_input_scale(name, fixed)}
 
 
-def _input_scale(name: str, fixed: bool) -> Headers:
-    return {f"{name.removesuffix('.weight')}.input_scale": ("float32", ())} if fixed else {}
+def _input_scale(name: str, fixed: bool, shape: tuple[int, ...] = ()) -> Headers:
+    return {f"{name.removesuffix('.weight')}.input_scale": ("float32", shape)} if fixed else {}
 
 
 def _gptq(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Headers | None:
@@ -144,6 +146,11 @@ def _compressed(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> H
     groups = _groups(weights.get("group_size"), columns) if strategy == "group" else 1
     if form == "nvfp4-pack-quantized":
         return _nvfp4(name, rows, columns, "_packed", "_global_scale")
+    if form in _MICROSCALED:
+        packed = {name: (_FLOAT8, (rows, columns))} if form == "mxfp8-quantized" else {
+            f"{name}_packed": ("uint8", (rows, columns * _MICROSCALED[form] // 8))
+        }  # fmt: skip
+        return {**packed, f"{name}_scale": ("uint8", (rows, columns // 32))}
     symmetric = weights.get("symmetric", True)
     if form == "pack-quantized":
         found: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -165,7 +172,8 @@ def _compressed(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> H
     more = {} if symmetric else {f"{name}_zero_point": ("int8", scales)}
     stored = "int8" if weights.get("type", "int") == "int" else _FLOAT8
     return {
-        name: (stored, (rows, columns)), f"{name}_scale": ("bfloat16", scales), **more, **_input_scale(name, fixed),
+        name: (stored, (rows, columns)), f"{name}_scale": ("bfloat16", scales), **more,
+        **_input_scale(name, fixed, (1,)),
     }  # fmt: skip
 
 
@@ -203,8 +211,17 @@ def _modelopt(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Hea
     named = inner if isinstance(inner, Mapping) else settings
     if _is_excepted(name.removesuffix(".weight"), named):
         return None
-    if named.get("quant_algo") == "NVFP4":
+    algorithm = str(named.get("quant_algo")).upper()
+    if "NVFP4" in algorithm:
         return _nvfp4(name, rows, columns, "", "_scale_2")
+    if algorithm.startswith("MX"):
+        stored = (_FLOAT8, (rows, columns)) if algorithm == "MXFP8" else ("uint8", (rows, columns // 2))
+        return {name: stored, f"{name}_scale": ("uint8", (rows, columns // 32))}
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return {name: (_FLOAT8, (rows, columns)), f"{name}_scale": ("float32", (rows,))}
+    if algorithm == "FP8_PB_WO":
+        blocks = (-(-rows // 128), 1, -(-columns // 128), 1)
+        return {name: (_FLOAT8, (rows, columns)), f"{name}_scale": ("float32", blocks)}
     return {name: (_FLOAT8, (rows, columns)), f"{name}_scale": ("float32", ()), **_input_scale(name, True)}
 
 

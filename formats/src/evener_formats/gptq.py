@@ -1,14 +1,15 @@
-"""The scheme "gptq": integers of 2, 3, 4 or 8 bits as GPTQModel and AutoGPTQ save them.
+"""The scheme "gptq": integers of 2 to 8 bits as GPTQModel and AutoGPTQ save them.
 
 A linear weight ``<layer>.weight`` [rows, columns] is stored as ``<layer>.qweight`` int32 [columns x bits / 32, rows],
 ``qzeros`` int32 [groups, rows x bits / 32], ``scales`` [groups, rows] and ``g_idx`` int32 [columns], the group of each
-column. ``"checkpoint_format": "gptq"`` stores each zero point less one, "gptq_v2" as it is. Numbers of 2 and 3 bits are
-kept in 4. Imports torch only to read weights.
+column. ``"checkpoint_format": "gptq"`` stores each zero point less one, "gptq_v2" as it is. "gptq_p", the only one with
+5, 6 and 7 bits, stores them as they are too, and all numbers in planes of bits. Numbers of 2 and 3 bits are kept in 4,
+and those of 5 to 7 in 8. Imports torch only to read weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm
@@ -19,13 +20,14 @@ from evener.contracts.quant import QuantFormat, QuantScheme, WeightPart
 from evener.errors import CheckpointError
 from evener_formats.beside import PLAIN, Along, Axes, BesideScheme
 from evener_formats.rules import expression, flag, number
-from evener_formats.words import BITS, least_count, pairs, per_word, unpack
+from evener_formats.words import BITS, PLANES, least_count, pairs, per_word, unpack, unpack_planes
 
 if TYPE_CHECKING:
     import torch
 
 #: Where the zero points are stored less one, and where as they are.
-_FORMATS = {"gptq": 1, "gptq_v2": 0}
+_PLANAR = "gptq_p"
+_FORMATS = {"gptq": 1, "gptq_v2": 0, _PLANAR: 0}
 #: The ``layout`` of a ``quantization_config`` with numbers of GPTQ or AWQ in files that another scheme reads.
 HALVES = "halves"
 
@@ -47,18 +49,18 @@ class Layer:
     act_order: bool = False
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], method: str = "gptq") -> Layer:
-        """From the keys of a ``quantization_config``.
+    def of(cls, settings: Mapping[str, Any], method: str = "gptq", known: Collection[int] = BITS) -> Layer:
+        """From the keys of a ``quantization_config``; ``known`` are the bits that its format has.
 
         Raises:
             CheckpointError: a value is none that is read.
         """
         bits, group = number(settings, ("bits", "w_bit")), number(settings, ("group_size", "q_group_size"), 128)
-        if bits not in BITS or group is None or not (group == -1 or group > 0):
+        if bits is None or bits not in known or group is None or not (group == -1 or group > 0):
             raise CheckpointError(
                 f"config.json's quantization_config has bits: {str(settings.get('bits'))[:40]} and group_size: "
-                f"{str(settings.get('group_size'))[:40]}; {method} has {', '.join(map(str, BITS))} bits and a positive "
-                "group_size, or -1 for whole rows; use the config.json that was published with these weights"
+                f"{str(settings.get('group_size'))[:40]}; {method} has {', '.join(map(str, known))} bits and a "
+                "positive group_size, or -1 for whole rows; use the config.json that was published with these weights"
             )
         symmetric, act_order = flag(settings, "sym", True), flag(settings, "desc_act", False)
         return cls(bits, max(0, group), symmetric, act_order)
@@ -71,12 +73,16 @@ class GptqScheme(BesideScheme):
         layer: the settings of the layers that no rule names.
         less: what is added to a stored zero point.
         rules: (expression, settings) of ``dynamic``, the first that fits a layer's name; None: it is not quantized.
+        planar: whether numbers are stored in planes of bits.
     """
 
     name = "gptq"
 
-    def __init__(self, layer: Layer = Layer(), less: int = 1, rules: tuple[tuple[Any, Layer | None], ...] = ()) -> None:
-        self._less, self._rules, self._layer = less, rules, layer
+    def __init__(
+        self, layer: Layer = Layer(), less: int = 1, rules: tuple[tuple[Any, Layer | None], ...] = (),
+        planar: bool = False,
+    ) -> None:  # fmt: skip
+        self._less, self._rules, self._layer, self._planar = less, rules, layer, planar
         self.layer = cache(self._find)
 
     def detect(self, config: Mapping[str, Any]) -> bool:
@@ -95,15 +101,16 @@ class GptqScheme(BesideScheme):
                 f"{str(settings.get('pack_dtype', 'int32'))[:40]!r}; {self.name} reads {' and '.join(_FORMATS)} in "
                 "int32; use a checkpoint in one of them"
             )
-        layer, dynamic = Layer.of(settings), settings.get("dynamic") or {}
+        known = PLANES if form == _PLANAR else BITS
+        layer, dynamic = Layer.of(settings, self.name, known), settings.get("dynamic") or {}
         if not isinstance(dynamic, Mapping) or len(dynamic) > 10_000:
             raise CheckpointError("config.json's quantization_config has a dynamic that is no map of rules; correct it")
         rules = []
         for text, changes in dynamic.items():
             pattern = expression(str(text).removeprefix("-:").removeprefix("+:"), "quantization_config.dynamic")
-            rule = None if str(text).startswith("-:") else Layer.of({**settings, **_mapping(changes, text)})
-            rules.append((pattern, rule))
-        return GptqScheme(layer, _FORMATS[form], tuple(rules))
+            changed = {} if str(text).startswith("-:") else {**settings, **_mapping(changes, text)}
+            rules.append((pattern, Layer.of(changed, self.name, known) if changed else None))
+        return GptqScheme(layer, _FORMATS[form], tuple(rules), form == _PLANAR)
 
     def _find(self, stem: str) -> Layer:
         found = next((layer for pattern, layer in self._rules if pattern.match(stem)), self._layer)
@@ -113,6 +120,10 @@ class GptqScheme(BesideScheme):
                 "config.json that was published with these weights"
             )
         return found
+
+    def _unit(self, layer: Layer) -> int:
+        """The least count of numbers that fills whole words."""
+        return 32 if self._planar and len(PLANES[layer.bits]) > 1 else least_count(layer.bits)
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
         stem = name.removesuffix(".weight")
@@ -132,7 +143,7 @@ class GptqScheme(BesideScheme):
         )
         rows = words[1] if len(words) == 2 else 0
         exact = per_word(layer.bits) * (words[0] if len(words) == 2 else 0)
-        columns, unit = int(exact), least_count(layer.bits)
+        columns, unit = int(exact), self._unit(layer)
         group = 0 if layer.group >= columns else layer.group
         groups = -(-columns // group) if group else 1
         fits = (
@@ -172,9 +183,10 @@ class GptqScheme(BesideScheme):
         if part.format.plain:
             return part
         layer, stored = self.layer(part.name.removesuffix(".weight")), part.tensors
-        numbers = unpack(stored["qweight"].T.contiguous(), layer.bits)
+        read = unpack_planes if self._planar else unpack
+        numbers = read(stored["qweight"].T.contiguous(), layer.bits)
         # A zero point less one is stored as the largest number if it was 0.
-        zeros = (unpack(stored["qzeros"], layer.bits).T + self._less) & ((1 << layer.bits) - 1)
+        zeros = (read(stored["qzeros"], layer.bits).T + self._less) & ((1 << layer.bits) - 1)
         tensors = integer_tensors(part, layer, numbers, zeros, stored["scales"].T)
         if "g_idx" in stored:
             check_groups(part, stored["g_idx"])
@@ -189,7 +201,8 @@ class GptqScheme(BesideScheme):
         for bits, group, symmetric, act_order, form in (
             (4, 32, True, False, "gptq"), (4, 64, False, False, "gptq_v2"), (4, 32, False, True, "gptq"),
             (8, 32, True, True, "gptq"), (8, -1, False, False, "gptq_v2"), (3, 32, False, False, "gptq"),
-            (2, 64, True, True, "gptq_v2"), (3, 96, True, False, "gptq"),
+            (2, 64, True, True, "gptq_v2"), (3, 96, True, False, "gptq"), (5, 32, False, False, _PLANAR),
+            (7, 64, False, True, _PLANAR), (6, -1, False, False, _PLANAR),
         ):  # fmt: skip
             rows, columns = 96, 192
             groups = columns // group if group > 0 else 1
@@ -215,7 +228,7 @@ class GptqScheme(BesideScheme):
 
 def integer_format(layer: Layer, columns: int, group: int, scale: str) -> QuantFormat:
     """The format in which a weight of these settings is arranged."""
-    storage, zeros = ("int8", "int8") if layer.bits == 8 else ("uint4", "uint8")
+    storage, zeros = ("int8", "int8") if layer.bits > 4 else ("uint4", "uint8")
     act = layer.act_order and group > 0
     return QuantFormat(
         storage, group, scale=scale, zero=None if layer.symmetric else zeros, order="act" if act else "row",
@@ -244,9 +257,10 @@ def integer_tensors(
             f'the zero points of {part.name} are not all {middle}, and config.json says "sym": true; set "sym": false '
             "in its quantization_config"
         )
-    if layer.bits == 8:
-        tensors = {"weight": (numbers ^ 128).view(torch.int8)}
-        zeros = (zeros ^ 128).view(torch.int8)
+    if layer.bits > 4:
+        # Fewer than eight are kept in eight.
+        tensors = {"weight": (numbers - middle).view(torch.int8)}
+        zeros = (zeros - middle).view(torch.int8)
     else:
         # Fewer bits are moved to the middle of four.
         tensors = {"weight": pairs(numbers + (8 - middle) if layer.symmetric else numbers)}

@@ -1,4 +1,4 @@
-"""Weights of four and eight bits as compressed-tensors packs them: "pack-quantized" integers and "nvfp4-pack-quantized"
+"""Weights of two to eight bits as compressed-tensors packs them: "pack-quantized" integers and "nvfp4-pack-quantized"
 floats, and the same floats as ModelOpt stores them. Imports torch only to read weights."""
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class PackedIntegers(OfLayers):
         groups = -(-columns // group) if group else 1
         zeros = absent if layer.symmetric else (_INT32, (-(-rows * layer.bits // 32), groups))
         order = (_INT32, (columns,)) if layer.act_order and group else absent
-        fits = kind == _INT32 and scale in PLAIN and rows > 0 < columns and group % unit == 0 == columns % (group or 1)
+        whole = group % unit == 0 == columns % (group or unit)
+        fits = kind == _INT32 and scale in PLAIN and rows > 0 < columns and whole
         if not fits or scales != (rows, groups) or zero != zeros or (index != order and index != absent):
             raise CheckpointError(
                 f"{name}_packed is {kind} {list(words)} with scales {scale} {list(scales)}, zero points {zero[0]} "

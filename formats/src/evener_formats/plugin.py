@@ -23,8 +23,9 @@ def evener_quant_schemes() -> Sequence[QuantScheme]:
     from evener_formats.modelslim import ModelSlimScheme
     from evener_formats.mxfp4 import Mxfp4Scheme
     from evener_formats.scaled import Fp8Scheme
+    from evener_formats.torchao import TorchaoScheme
     from evener_formats.w4afp8 import W4Afp8Scheme
 
     eight = (Fp8Scheme(), CompressedTensors(), ModelOptScheme(), W4Afp8Scheme())
     integers = (GptqScheme(), AwqScheme(), HalvesScheme())
-    return (GgufScheme(), Mxfp4Scheme(), *eight, *integers, BitsAndBytesScheme(), ModelSlimScheme())
+    return (GgufScheme(), Mxfp4Scheme(), *eight, *integers, BitsAndBytesScheme(), TorchaoScheme(), ModelSlimScheme())

@@ -3,9 +3,10 @@
 
 They store a float8 or int8 matrix ``<name>``, and the scales as ``<name>_scale_inv`` (DeepSeek V3, Qwen 3 FP8, Kimi K2:
 one for each block of 128 × 128) or ``<name>_scale`` (one for the whole matrix, for each row, or for each block). Scales
-multiply. The config may also say how activations are to be rounded, with scales of each token (dynamic) or with
-``input_scale`` (static), which becomes the ``activation`` of formats. With zero points of activations they are not
-rounded: the results are those of the weights as stored, with exact activations. Imports torch only to dequantize.
+multiply, except where GPTQModel's config says that they divide. The config may also say how activations are to be
+rounded, with scales of each token (dynamic) or with ``input_scale`` (static), which becomes the ``activation`` of
+formats. With zero points of activations they are not rounded: the results are those of the weights as stored, with
+exact activations. Imports torch only to dequantize.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _SCALES: Mapping[str, float] = {**{dtype: DTYPE_BYTES[dtype] for dtype in _PLAIN
 #: of them only.
 _BLOCKS = (128, 64, 32, 16, 256)
 _SUFFIXES = ("_scale_inv", "_scale")
+#: GPTQModel's word for scales that divide.
+_INVERSE = "inverse"
 #: What says how activations were rounded, beside a weight: a fixed scale, and what is not used.
 _FIXED, _UNUSED = "input_scale", ("input_scale_ub", "input_zero_point")
 #: Elements that are dequantized at a time, so that the float32 copy stays small.
@@ -196,18 +199,51 @@ class Fp8Scheme(ScaledScheme):
     Args:
         activations: "dynamic" or "static", as the config says; other words: they are not rounded.
         block: see ``ScaledScheme``.
+        divides: whether stored scales divide, as GPTQModel's do.
     """
 
     name, methods = "fp8", ("fp8", "fbgemm_fp8")
 
-    def __init__(self, activations: str = "", block: tuple[int, int] | None = None) -> None:
-        self._activations, self.block = activations, block
+    def __init__(
+        self, activations: str = "", block: tuple[int, int] | None = None, divides: bool = False
+    ) -> None:  # fmt: skip
+        self._activations, self.block, self._divides = activations, block, divides
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings, said = config["quantization_config"], config["quantization_config"].get("weight_block_size")
         known = isinstance(said, list) and len(said) == 2 and all(type(n) is int and n in _BLOCKS for n in said)
+        meaning = settings.get("weight_scale_semantics")
+        if meaning not in (None, _INVERSE):
+            raise CheckpointError(
+                f"config.json's quantization_config has weight_scale_semantics {str(meaning)[:40]!r}; {self.name} "
+                f"reads scales that multiply, and with {_INVERSE!r} those that divide; use such a checkpoint"
+            )
         activations = str(settings.get("activation_scheme")) if settings["quant_method"] == "fp8" else ""
-        return Fp8Scheme(activations, (said[0], said[1]) if known else None)
+        return Fp8Scheme(activations, (said[0], said[1]) if known else None, meaning == _INVERSE)
+
+    def part(self, name: str, headers: Headers) -> WeightPart | None:
+        part = super().part(name, headers)
+        if self._divides and part is not None and part.format.scale not in (None, "float32"):
+            raise CheckpointError(
+                f"the scales of {name} are {part.format.scale}, and scales that divide are read in float32; use such a "
+                "checkpoint"
+            )
+        return part
+
+    def dequantize(self, part: WeightPart, dtype: str) -> torch.Tensor:
+        return super().dequantize(self._multiplying(part), dtype)
+
+    def arrange(self, part: WeightPart) -> WeightPart:
+        return super().arrange(self._multiplying(part))
+
+    def _multiplying(self, part: WeightPart) -> WeightPart:
+        """A part whose scales multiply."""
+        scale = part.tensors.get("scale")
+        if not self._divides or scale is None:
+            return part
+        if bool((scale == 0).any()):
+            raise CheckpointError(f"a scale of {part.name}, which divides, is zero; fetch the files again")
+        return replace(part, tensors={**part.tensors, "scale": 1 / scale})
 
     def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
         if self._activations == "static":

@@ -1,4 +1,4 @@
-"""Integers of four and eight bits in groups that are stored one in a byte: "int-quantized" of compressed-tensors, as
+"""Integers of two to eight bits in groups that are stored one in a byte: "int-quantized" of compressed-tensors, as
 llm-compressor saves its schemes W4A8 and W4AFP8. Imports torch only to read weights."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UnpackedIntegers(OfLayers):
         rows, columns = shape if len(shape) == 2 else (0, 0)
         group = 0 if layer.group >= columns else layer.group
         groups = columns // group if group else 1
-        even = layer.bits == 8 or columns % 2 == 0 == group % 2
+        even = layer.bits > 4 or columns % 2 == 0 == group % 2
         fits = kind == _INT8 and scale in PLAIN and rows > 0 < columns and columns % (group or 1) == 0 and even
         zeros = absent if layer.symmetric else (_INT8, (rows, groups))
         if not fits or scales != (rows, groups) or zero != zeros or (layer.act_order and group):
@@ -45,8 +45,8 @@ class UnpackedIntegers(OfLayers):
                 "columns] and scales [rows, groups], not in act-order; use the config.json that was published with "
                 "these weights"
             )
-        # Two numbers of four bits are in a byte once they are arranged.
-        cut = (1, group or (2 if layer.bits == 4 else 1))
+        # Two numbers of up to four bits are in a byte once they are arranged.
+        cut = (1, group or (2 if layer.bits <= 4 else 1))
         return WeightPart(name, rows, columns, replace(integer_format(layer, columns, group, scale), cut=cut))
 
     def axes(self, part: WeightPart) -> Mapping[str, Axes]:

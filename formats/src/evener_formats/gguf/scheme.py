@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from evener.contracts.checkpoint import Headers
+from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.quant import BLOCKS, MXFP4, QuantScheme, WeightPart, block_format, plain
 from evener.errors import CheckpointError
 from evener_formats.mxfp4 import Mxfp4Scheme
@@ -35,6 +35,16 @@ class GgufScheme(QuantScheme):
     def detect(self, config: Mapping[str, Any]) -> bool:
         settings = config.get("quantization_config")
         return isinstance(settings, Mapping) and settings.get("quant_method") == self.name
+
+    def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
+        settings = config.get("quantization_config")
+        form = settings.get("checkpoint_format") if isinstance(settings, Mapping) else None
+        if form is not None:
+            raise CheckpointError(
+                f"config.json's quantization_config has quant_method gguf, checkpoint_format {str(form)[:40]!r}, which "
+                "is GPTQModel's own layout of GGUF's blocks; use a .gguf file, or quantize the model with gptq"
+            )
+        return self
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         if "scale" in _FOUR_BITS.tensors(name, headers):
