@@ -164,7 +164,9 @@ class HalvesScheme(BesideScheme):
             ("gptq", -1, "float16", 256), ("w8a16", 128, "float16", 256),
         ):  # fmt: skip
             rows, groups = 48, -(-columns // group) if group > 0 else 1
-            scales = ((torch.rand(groups, rows, generator=random) + 1) / 64).to(getattr(torch, kind))
+            # Weights stay below one, as in other schemes' examples.
+            small = 1024 if method == "w8a16" else 64
+            scales = ((torch.rand(groups, rows, generator=random) + 1) / small).to(getattr(torch, kind))
             tensors = {f"{stem}.scales": scales}
             if method == "w8a16":
                 words = torch.randint(-127, 128, (rows, columns), generator=random)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from evener.contracts.quant import WeightPart
+from evener.contracts.quant import QuantFormat, WeightPart
 from evener_kernels_triton.blocks import PackedForm, Pieces, fitting_units, low_bits, scale_words
 
 #: The storages of these formats, and what the kernels call them; ``evener.contracts.storage`` says what tensors they
@@ -14,6 +14,12 @@ GROUPED = {"uint4": "q4", "int8": "q8"}
 _GROUPS = (32, 64, 128, 256)
 #: The dtype of zero points, and without them the number that stands for zero.
 _ZEROS = {"uint4": ("uint8", 8), "int8": ("int8", 0)}
+
+
+def is_grouped(form: QuantFormat) -> bool:
+    """Whether these functions speak for a format. Bytes without zero points, in the order of the columns, are read as
+    they are stored (``stored``)."""
+    return form.storage in GROUPED and (form.storage != "int8" or form.zero is not None or form.order != "row")
 
 
 def group_form(part: WeightPart) -> PackedForm | str:

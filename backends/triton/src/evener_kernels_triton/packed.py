@@ -15,7 +15,7 @@ import torch
 
 from evener.contracts.quant import PackedWeight, Packing, QuantFormat, WeightPart
 from evener_kernels_triton.blocks import TABLE_ROWS, PackedForm, Pieces, block_form, block_pieces
-from evener_kernels_triton.grouped import GROUPED, group_form, group_pieces, sorted_columns
+from evener_kernels_triton.grouped import group_form, group_pieces, is_grouped, sorted_columns
 from evener_kernels_triton.kernel import DTYPES
 from evener_kernels_triton.tables import is_table, table_form, table_pieces
 
@@ -171,7 +171,7 @@ PACKED = PackedPacking()
 
 def _form(part: WeightPart) -> PackedForm | str:
     """The form of a part, or why there is none."""
-    if part.format.storage in GROUPED:
+    if is_grouped(part.format):
         return group_form(part)
     return table_form(part) if is_table(part.format) else block_form(part)
 
@@ -233,7 +233,7 @@ def _write(to: PackedMatrix, parts: Sequence[WeightPart]) -> None:
             if segment.order is not None:
                 segment.order.copy_(sorted_columns(part))
             pieces = table_pieces if is_table(part.format) else block_pieces
-            if part.format.storage in GROUPED:
+            if is_grouped(part.format):
                 pieces = group_pieces
             for first in range(0, part.rows, step):
                 stop = min(part.rows, first + step)
