@@ -32,7 +32,7 @@ def always(controller: Controller) -> dict[tuple[str, int], list[int]]:
     """With drafts by the worker in each step that can have some. Returns what was proposed behind how many tokens of a
     request."""
     scheduler, seen = controller.scheduler, dict[tuple[str, int], list[int]]()
-    scheduler.drafts = Always(ModelDrafter, length=4, max_samples=8, vocabulary=11)
+    scheduler.drafts = Always(ModelDrafter, length=4, max_samples=20, vocabulary=11)
     retire = scheduler.retire
 
     def watched(result: Any) -> Any:

@@ -50,7 +50,7 @@ def drafted(config: Config, draft: Config | None = None) -> Config:
 
 def always(controller: Controller) -> Controller:
     """With drafts in each step that can have some, whatever they cost."""
-    controller.scheduler.drafts = Speculation(ModelDrafter, length=4, max_samples=8, vocabulary=10**9)
+    controller.scheduler.drafts = Speculation(ModelDrafter, length=4, max_samples=20, vocabulary=10**9)
     return controller
 
 

@@ -185,8 +185,8 @@ def test_steps_are_captured_while_the_layer_that_follows_the_others_rests(
     monkeypatch.setattr((chain._drafter if head else chain)._rest, "_patience", 2)
     drafts = drafted.controller.scheduler.drafts = Speculation(ModelDrafter, 4, max_samples=18, vocabulary=10**9)
     begin = drafts.begin
-    monkeypatch.setattr(drafts, "begin", lambda requests: (
-        begin(requests), setattr(drafts, "on", drafted.controller.scheduler.stats.steps < 10))[1])  # fmt: skip
+    monkeypatch.setattr(drafts, "begin", lambda *given: (
+        begin(*given), setattr(drafts, "on", drafted.controller.scheduler.stats.steps < 10))[1])  # fmt: skip
     assert drafted.play(messages) == plain.play(messages)
     stats = drafted.controller.scheduler.stats
     assert stats.drafted_tokens > 6 and 12 < sum(r.runs for r in drafted.replays) < stats.steps * 2
