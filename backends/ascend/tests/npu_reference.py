@@ -102,6 +102,7 @@ def grouped_matmul(
 
 #: torch's numbers of dtypes, as the vendor's kernels take them.
 _OUTPUTS = {5: torch.float16, 15: torch.bfloat16}
+_QINT8 = 12
 
 
 def dynamic_quant(input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,6 +111,15 @@ def dynamic_quant(input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Te
     # A row of zeros has a scale of 0.
     codes = torch.round(input.float() / scales.clamp_min(1e-30)[:, None])
     return codes.to(torch.int8), scales
+
+
+def quantize(
+    input: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, dtype: int, axis: int = 1,
+    div_mode: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    assert (zero_points, axis, div_mode) == (None, -1, False), "other forms are not simulated"
+    assert int(dtype) == _QINT8 and scales.dtype == input.dtype and scales.shape in ((1,), input.shape[-1:])
+    return torch.round(input * scales).clamp(-128, 127).to(torch.int8)
 
 
 def quant_matmul(
@@ -260,7 +270,8 @@ IN_GRAPHS: dict[str, Callable[..., Any]] = {
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "npu_rms_norm": rms_norm, "npu_add_rms_norm": add_rms_norm, "npu_swiglu": swiglu, "npu_rotary_mul": rotary_mul,
     "npu_moe_gating_top_k": moe_gating_top_k, "npu_grouped_matmul": grouped_matmul,
-    "npu_dynamic_quant": dynamic_quant, "npu_quant_matmul": quant_matmul,
+    "npu_dynamic_quant": dynamic_quant, "npu_quantize": quantize,
+    "npu_quant_matmul": quant_matmul,
     "npu_weight_quant_batchmatmul": weight_quant_batchmatmul, "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
     "npu_fused_infer_attention_score": fused_infer_attention_score, "npu_format_cast": format_cast,
     "npu_mla_prolog_v3": mla_prolog_v3,

@@ -35,6 +35,9 @@ from evener_backend_ascend.prolog import LATENT_WEIGHTS, NpuLatentAttentionBlock
 from evener_backend_ascend.quantized import NpuInt8GroupedLinear, NpuInt8Linear
 from evener_backend_ascend.state import LatentState, PagedState
 
+FIXED = Rounding("int8", -1)
+#: How activations of int8 products may be rounded.
+ACTIVATIONS = (None, Rounding("int8"), FIXED)
 A2, OLD, NEW = (next(capabilities(chip) for chip in CHIPS if chip.name == name) for name in ("910b", "310p", "950"))
 
 
@@ -124,19 +127,21 @@ def test_products_of_experts_equal_the_reference_and_pairs_without_an_expert_are
     check(NpuGroupedLinear(), linear.grouped_linear, static, x, weight, slots, bias, atol=1e-4)
 
 
-@pytest.mark.parametrize("activation", [None, "int8"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_experts_with_int8_weights_equal_dequantized_ones_L1(
-    npu: None, rows: torch.Generator, activation: str | None, dtype: str
+    npu: None, rows: torch.Generator, activation: Rounding | None, dtype: str
 ) -> None:
     kernel, kind = NpuInt8GroupedLinear(), getattr(torch, dtype)
     (packing,) = kernel.packings
     stack = [[int8_part(24, 64, activation, rows, f"{part}{expert}") for part in "gu"] for expert in range(4)]
     packed = packing.pack_stack(stack, 4, dtype, torch.device("cpu"))
     assert packed.shape == (4, 48, 64)
-    assert packed.nbytes == 4 * packing.nbytes(stack[0], dtype) == packed.data.codes.nbytes + packed.data.scales.nbytes
+    tensors = [packed.data.codes, packed.data.scales, packed.data.fixed]
+    assert packed.nbytes == 4 * packing.nbytes(stack[0], dtype) == sum(t.nbytes for t in tensors if t is not None)
     first = packing.pack(stack[2], dtype, torch.device("cpu"))
-    assert all(torch.equal(mine, own) for mine, own in zip(packed.data[2], first.data, strict=True))
+    assert all(torch.equal(mine, own) for mine, own in zip(packed.data[2][:2], first.data[:2], strict=True))
+    assert len(packed.data[2]) == len(first.data)
     static = {"weight": SimpleNamespace(parts=stack[0]), "experts": 4, "columns": 64, "rows": 48, "dtype": dtype}
     call = OpCall("grouped_linear", static, Bucket(1, 9), A2)
     assert kernel.supports(call) is None
@@ -144,7 +149,12 @@ def test_experts_with_int8_weights_equal_dequantized_ones_L1(
     found = kernel.build(call)(x, packed, slots.int())
     wide = torch.stack([torch.cat([p.tensors["weight"].double() * p.tensors["scale"].double() for p in one])
                         for one in stack])  # fmt: skip
-    want = torch.einsum("tc,tkrc->tkr", x.double(), wide[slots.clamp_min(0)]).masked_fill((slots < 0)[..., None], 0)
+    near = x.double()
+    if activation == FIXED:  # the largest scale of all parts of all matrices
+        scale = torch.stack([p.tensors["activation_scale"] for one in stack for p in one]).max()
+        assert packed.data.fixed is not None and torch.equal(packed.data.fixed[:, 0], scale.expand(4))
+        near = near_fixed(x, scale)
+    want = torch.einsum("tc,tkrc->tkr", near, wide[slots.clamp_min(0)]).masked_fill((slots < 0)[..., None], 0)
     torch.testing.assert_close(found.double(), want, rtol=3e-2, atol=3e-2)
     assert bool((found[3] == 0).all()) and ((found.double() - want).abs().max() > 1e-4)
 
@@ -163,7 +173,7 @@ def test_310p_multiplies_experts_in_float16_by_multiples_of_sixteen_rows_and_int
     check(NpuGroupedLinear(), linear.grouped_linear, {**static, "rows": 32}, x, weight, slots, None, atol=2e-2,
           device=OLD)  # fmt: skip
     linear_static = {"rows": 8, "columns": 64, "dtype": "float16", "out": "float16"}
-    for activation in (None, "int8"):
+    for activation in ACTIVATIONS:
         part = SimpleNamespace(parts=[int8_part(8, 64, activation, rows)])
         for device in (OLD, A2):
             call = OpCall("linear", {**linear_static, "weight": part}, Bucket(1, 9), device)
@@ -171,19 +181,25 @@ def test_310p_multiplies_experts_in_float16_by_multiples_of_sixteen_rows_and_int
             assert NpuInt8Linear().rounds(call, "weight") == (activation is not None and device is A2)
 
 
-def int8_part(rows: int, columns: int, activation: str | None, noise: torch.Generator, name: str = "w") -> WeightPart:
+def near_fixed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x rounded to int8 with one scale for all tokens, by the formula."""
+    return (x.double() / scale.double()).round().clamp(-128, 127) * scale.double()
+
+
+def int8_part(rows: int, columns: int, how: Rounding | None, noise: torch.Generator, name: str = "w") -> WeightPart:
     codes = torch.randint(-127, 128, (rows, columns), generator=noise, dtype=torch.int8)
     tensors = {"weight": codes, "scale": torch.rand(rows, 1, generator=noise) / 500 + 1e-4}
-    how = None if activation is None else Rounding(activation)
+    if how == FIXED:  # each part has its own; some numbers are cut off
+        tensors["activation_scale"] = (1.5 + torch.rand((), generator=noise) / 2) / 127
     form = QuantFormat("int8", group=0, scale="float32", activation=how, bits=8 + 32 / columns)
     return WeightPart(name, rows, columns, form, tensors)
 
 
-@pytest.mark.parametrize("activation", [None, "int8"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_with_int8_weights_equal_dequantized_ones_L1(
-    npu: None, rows: torch.Generator, activation: str | None, dtype: str, biased: bool
+    npu: None, rows: torch.Generator, activation: Rounding | None, dtype: str, biased: bool
 ) -> None:
     kernel, kind = NpuInt8Linear(), getattr(torch, dtype)
     (packing,) = kernel.packings
@@ -202,13 +218,19 @@ def test_products_with_int8_weights_equal_dequantized_ones_L1(
     found = kernel.build(call)(x, packed, bias)
     assert found.dtype == kind and kernel.build(call)(x[:0], packed, bias).shape == (0, 32)
     wide = torch.cat([part.tensors["weight"].double() * part.tensors["scale"].double() for part in parts])
-    want = x.double() @ wide.T + (0 if bias is None else bias.double())
-    # Half a step of each activation's code; a half's rounding of the result, and of the scale where x has the scale's.
-    step = x.double().abs().amax(-1, keepdim=True) / 127 / 2 if activation else torch.zeros(7, 1).double()
+    exact = x.double() @ wide.T + (0 if bias is None else bias.double())
+    want = exact
+    if activation == FIXED:
+        near = near_fixed(x, torch.stack([part.tensors["activation_scale"] for part in parts]).max())
+        want = near @ wide.T + (0 if bias is None else bias.double())
+    # Half a step of each activation's code, where it is not known; a half's rounding of the result, and of the scale
+    # where x has the scale's.
+    dynamic = activation == Rounding("int8")
+    step = x.double().abs().amax(-1, keepdim=True) / 127 / 2 if dynamic else torch.zeros(7, 1).double()
     allowed = step * wide.abs().sum(1) + (want.abs() + x.double().abs() @ wide.abs().T) * torch.finfo(kind).eps
     assert bool(((found.double() - want).abs() <= allowed + 1e-6).all())
     if activation:
-        error = (found.double() - want).abs().max()
+        error = (found.double() - exact).abs().max()
         assert error > 1e-4, "activations were not quantized"
 
 
@@ -244,6 +266,8 @@ def test_wrong_operands_of_int8_products_are_errors_L1(npu: None, change: dict[s
         "x": torch.ones(2, 8, dtype=torch.float16), "codes": torch.ones(8, 4, dtype=torch.int8),
         "scales": torch.ones(4), "bias": None,
     }  # fmt: skip
+    with pytest.raises(EngineError, match=r"fixed \[1\]"):
+        calls.int8_matmul(**right, fixed=torch.ones(1))
     for product in (calls.int8_matmul, calls.int8_weight_matmul):
         torch.testing.assert_close(product(**right), torch.full((2, 4), 8.0, dtype=torch.float16), rtol=1e-3, atol=0)
         with pytest.raises(EngineError, match=message):

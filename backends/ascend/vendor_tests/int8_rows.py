@@ -1,5 +1,6 @@
-"""A scheme for tests: int8 codes with one scale a row, with activations in int8 or in their own type; and a writer of
-tiny Llama checkpoints in it. ``w`` has its scales float32 [rows, 1] in ``w_scale``.
+"""A scheme for tests: int8 codes with one scale a row, with activations in int8, by scales of tokens or a fixed one, or
+in their own type; and a writer of tiny Llama checkpoints in it. ``w`` has its scales float32 [rows, 1] in ``w_scale``,
+and the fixed scale of activations, float32 [], in ``w_input_scale``.
 
 The module of a descriptor imports no torch, so functions do."""
 
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
 descriptor = Descriptor(
     name="int8-rows", summary="For tests.", contracts={"quant": 3}, module="int8_rows",
-    formats=("int8-rows", "int8-rows-w8a8"),
+    formats=("int8-rows", "int8-rows-w8a8", "int8-rows-w8a8-fixed"),
 )  # fmt: skip
 
 
 class Int8Rows(QuantScheme):
-    """One of two: with the activations' own type, or with int8."""
+    """One of three: with the activations' own type, or with int8."""
 
     def __init__(self, name: str, activation: Rounding | None) -> None:
         self.name, self._activation = name, activation
@@ -35,7 +36,11 @@ class Int8Rows(QuantScheme):
         return bool((config.get("quantization_config") or {}).get("quant_method") == self.name)
 
     def tensors(self, name: str, headers: Headers) -> Mapping[str, str]:
-        return {"weight": name, "scale": f"{name}_scale"} if f"{name}_scale" in headers else {"weight": name}
+        if f"{name}_scale" not in headers:
+            return {"weight": name}
+        fixed = self._activation is not None and self._activation.group < 0
+        return {"weight": name, "scale": f"{name}_scale",
+                **({"activation_scale": f"{name}_input_scale"} if fixed else {})}  # fmt: skip
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         if name not in headers:
@@ -56,7 +61,7 @@ class Int8Rows(QuantScheme):
     def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
         tensors = dict(part.tensors)
         if axis == "out":
-            tensors = {role: tensor[start:stop] for role, tensor in tensors.items()}
+            tensors = {role: tensor[start:stop] if tensor.dim() else tensor for role, tensor in tensors.items()}
             return replace(part, rows=stop - start, tensors=tensors)
         if tensors:
             tensors["weight"] = tensors["weight"][:, start:stop]
@@ -65,8 +70,11 @@ class Int8Rows(QuantScheme):
 
 @hookimpl
 def evener_quant_schemes() -> list[QuantScheme]:
-    """Both."""
-    return [Int8Rows("int8-rows", None), Int8Rows("int8-rows-w8a8", Rounding("int8"))]
+    """All."""
+    return [
+        Int8Rows("int8-rows", None), Int8Rows("int8-rows-w8a8", Rounding("int8")),
+        Int8Rows("int8-rows-w8a8-fixed", Rounding("int8", -1)),
+    ]  # fmt: skip
 
 
 def write_llama(folder: Path) -> None:
@@ -95,4 +103,7 @@ def write_llama(folder: Path) -> None:
             scales = values.abs().amax(1, keepdim=True) / 127
             tensors[f"{layer}{name}.weight"] = (values / scales).round().to(torch.int8)
             tensors[f"{layer}{name}.weight_scale"] = scales
+            if config["quantization_config"]["quant_method"].endswith("-fixed"):
+                # Three times the usual size of what follows a norm, so a few numbers are cut off.
+                tensors[f"{layer}{name}.weight_input_scale"] = torch.tensor(3 / 127)
     save_file(tensors, folder / "model.safetensors")

@@ -90,8 +90,11 @@ def test_int8_weights_stay_int8_and_give_the_tokens_of_the_reference_L3(
         assert bool(npu.calls[f"npu::{kernel}"]) == (kernel in _chip().kernels)
 
 
-def test_int8_activations_give_nearly_the_log_probabilities_of_the_reference_L3(npu: SimulatedNpu, start: Any) -> None:
-    changes = {**GROUPED, "quantization_config": {"quant_method": "int8-rows-w8a8"}}
+@pytest.mark.parametrize(("method", "rounds"), [("w8a8", "npu_dynamic_quant"), ("w8a8-fixed", "npu_quantize")])
+def test_int8_activations_give_nearly_the_log_probabilities_of_the_reference_L3(
+    npu: SimulatedNpu, start: Any, method: str, rounds: str
+) -> None:
+    changes = {**GROUPED, "quantization_config": {"quant_method": f"int8-rows-{method}"}}
     ids = [7 * i % 89 + 1 for i in range(140)]
     asked = [NewRequest(id="r", prompt=ids, max_tokens=1, sampling=Sampling(temperature=0.0, prompt_logprobs=0))]
     want, got = (
@@ -105,7 +108,7 @@ def test_int8_activations_give_nearly_the_log_probabilities_of_the_reference_L3(
     assert error < 0.2
     has = "npu_quant_matmul" in _chip().kernels
     assert (error > 0.01) == has, "without the kernel there is no rounding of activations"
-    assert bool(npu.calls["npu::npu_quant_matmul"]) == has
+    assert bool(npu.calls["npu::npu_quant_matmul"]) == bool(npu.calls[f"npu::{rounds}"]) == has
 
 
 #: The kernel's sizes, which are those of DeepSeek V3; one layer, and small parts outside of attention.

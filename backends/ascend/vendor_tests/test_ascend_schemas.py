@@ -58,11 +58,17 @@ def test_calls_pass_the_vendors_shape_inference_L2() -> None:
         for dtype in (torch.float16, torch.bfloat16):
             found = product(_empty(6, 64, dtype=dtype), codes, scales, scales)
             assert (found.shape, found.dtype) == ((6, 32), dtype)
+    fixed = _empty(2, dtype=torch.float32)
+    for dtype in (torch.float16, torch.bfloat16):
+        found = calls.int8_matmul(_empty(6, 64, dtype=dtype), codes, scales, scales, fixed)
+        assert (found.shape, found.dtype) == ((6, 32), dtype)
     stack, stacked = _empty(4, 64, 32, dtype=torch.int8), _empty(4, 32, dtype=torch.float32)
     for product in (calls.grouped_int8_matmul, calls.grouped_int8_weight_matmul):
         for dtype in (torch.float16, torch.bfloat16):
             found = product(_empty(6, 64, dtype=dtype), stack, stacked, counts)
             assert (found.shape, found.dtype) == ((6, 32), dtype)
+    found = calls.grouped_int8_matmul(_empty(6, 64), stack, stacked, counts, fixed)
+    assert (found.shape, found.dtype) == ((6, 32), torch.bfloat16)
     key, pages = _empty(6, 2, 64), _empty(10, 128, 2, 64)
     calls.write_pages(key, key, pages, pages, _empty(6, dtype=torch.int32))
 

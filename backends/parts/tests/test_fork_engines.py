@@ -14,9 +14,11 @@ import pytest
 from fork_hosts import install_on_host
 
 from evener import LLM, SamplingParams
+from evener.config import from_overrides
 from evener_conformance.distributions import write_distribution
 from evener_conformance.fake_torch import FakeTorch
 from evener_conformance.naive.model import find_architecture
+from evener_inspection.explanation import explain
 
 
 def answers(folder: Path, **overrides: Any) -> tuple[list[list[int]], str]:
@@ -47,6 +49,32 @@ def test_tokens_are_the_cpus_L3(
     assert got == want
     attention = "triton.latent" if family == "DeepseekV2" else "triton.paged"
     assert attention in manifest and "triton.head" in manifest, "the portable kernels ran, not the references"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("vendor", "static"), [("hygon", True), ("hygon", False), ("muxi", True)])
+def test_w8a8_stays_packed_and_gives_the_cpus_tokens_L3(
+    vendor: str, static: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """Activations are kept: nobody ran Triton's integer products on these chips, so their devices do not offer them."""
+    install_on_host(vendor, tmp_path / "site", monkeypatch)
+    common = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"], "weights": {**common, "strategy": "channel", "dynamic": False},
+        "input_activations": {**common, "strategy": "tensor" if static else "token", "dynamic": not static},
+    }  # fmt: skip
+    settings = {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }  # fmt: skip
+    tiny = find_architecture("Qwen3ForCausalLM").tiny_config()
+    (tmp_path / "config.json").write_text(json.dumps({**tiny, "quantization_config": settings}))
+    keys = {"load": "dummy", "dtype": "float32", "infer.max_seq_len": 64, "backend": vendor}
+    found = explain(from_overrides(str(tmp_path), keys))
+    assert found["packings"]["triton.stored"] == 4 * tiny["num_hidden_layers"] and not found["dequantized"]
+    got, manifest = answers(tmp_path, backend=vendor)
+    want, _ = answers(tmp_path, backend="cpu", **{"infer.quant_activations": "keep"})
+    assert got == want and "weights int8 by row, activations as they are" in manifest
 
 
 FORKS = {

@@ -105,13 +105,14 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
 
 
 def grouped_int8_matmul(
-    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor,
+    fixed: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Rows of x [P, K] as int8 with one scale a row, of which ``counts[e]`` belong to matrix e, times int8 codes
-    [E, K, N] with float32 scales [E, N]; in the dtype of x."""
+    [E, K, N] with float32 scales [E, N]; in the dtype of x. ``fixed``: as for ``int8_matmul``."""
     name = "npu_grouped_matmul"
     _require_grouped_int8(x, codes, scales, counts, name)
-    quantized, rows = torch.ops.npu.npu_dynamic_quant(x.contiguous())
+    quantized, rows = _int8_rows(x, fixed)
     # The vendor takes scales of bfloat16 for a result of bfloat16, and of float32 for one of float16.
     scale = scales.to(torch.bfloat16) if x.dtype == torch.bfloat16 else scales
     found = torch.ops.npu.npu_grouped_matmul(
@@ -150,15 +151,32 @@ def _require_grouped_int8(
     _require(max(codes.shape[1:]) < 65536, name, f"codes {list(codes.shape)}")
 
 
-def int8_matmul(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] as int8 with one scale a token, times int8 codes [K, N] with float32 scales [N]; in the dtype of x."""
+def int8_matmul(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None,
+    fixed: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, K] as int8, times int8 codes [K, N] with float32 scales [N]; in the dtype of x. ``fixed``: float32 [2], the
+    scale of all tokens and its reciprocal; None: each token has a scale of its own."""
     _require_int8(x, codes, scales, bias, "npu_quant_matmul")
-    quantized, tokens = torch.ops.npu.npu_dynamic_quant(x.contiguous())
+    quantized, tokens = _int8_rows(x, fixed)
     y: torch.Tensor = torch.ops.npu.npu_quant_matmul(
         quantized, codes, scales, pertoken_scale=tokens, bias=None if bias is None else bias.float(),
         output_dtype=x.dtype,
     )  # fmt: skip
     return y
+
+
+def _int8_rows(x: torch.Tensor, fixed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K] as int8, and a float32 scale for each row [T]."""
+    if fixed is None:
+        quantized, rows = torch.ops.npu.npu_dynamic_quant(x.contiguous())
+        return quantized, rows
+    _require(fixed.dtype == torch.float32 and fixed.shape == (2,), "npu_quantize", f"fixed {list(fixed.shape)}")
+    # The vendor takes scales in the dtype of what they multiply, and the reciprocal in bfloat16 would move large
+    # elements by a quarter of a step. Division by the scale (``div_mode``) has the same rule, by an older operator.
+    codes = torch.ops.npu.npu_quantize(x.float().contiguous(), fixed[1:], None, torch.qint8, axis=-1, div_mode=False)
+    # Without scales of tokens, a result of float16 needs the weight's scales in another form.
+    return codes, fixed[:1].expand(x.shape[0]).contiguous()
 
 
 def int8_weight_matmul(

@@ -39,7 +39,7 @@ _SINCE_A2 = _EVERYWHERE | {
     "npu_rotary_mul", "npu_moe_gating_top_k", "npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score",
 }  # fmt: skip
 _A2 = _SINCE_A2 | {
-    LATENT, INT8_EXPERTS, "npu_dynamic_quant", "npu_quant_matmul", "npu_weight_quant_batchmatmul",
+    LATENT, INT8_EXPERTS, "npu_dynamic_quant", "npu_quantize", "npu_quant_matmul", "npu_weight_quant_batchmatmul",
     "npu_mla_prolog_v3",
 }  # fmt: skip
 _310P = _EVERYWHERE | {"npu_weight_quant_batchmatmul", "_npu_reshape_and_cache", "_npu_paged_attention"}

@@ -1,5 +1,5 @@
-"""Linear layers over int8 weights: ``npu_quant_matmul`` where the format lets activations be rounded to int8 with a
-scale a token and the chip has it, otherwise ``npu_weight_quant_batchmatmul``; and experts, by forms of
+"""Linear layers over int8 weights: ``npu_quant_matmul`` where the format lets activations be rounded to int8, with a
+scale a token or a fixed one, and the chip has it, otherwise ``npu_weight_quant_batchmatmul``; and experts, by forms of
 ``npu_grouped_matmul``."""
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ _LONGEST = 65535
 
 @dataclass(frozen=True)
 class Int8Stack:
-    """Codes int8 [matrices, columns, rows] and scales float32 [matrices, rows]."""
+    """Codes int8 [matrices, columns, rows] and scales float32 [matrices, rows]. ``fixed``: float32 [matrices, 2], the
+    same fixed scale of activations and its reciprocal for each; None: no such scale."""
 
     codes: torch.Tensor
     scales: torch.Tensor
+    fixed: torch.Tensor | None = None
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.codes[index], self.scales[index]
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        fixed = () if self.fixed is None else (self.fixed[index],)
+        return self.codes[index], self.scales[index], *fixed
 
 
 class Int8Rows(Packing):
     """Weights of int8 codes with one scale a row. ``data``: codes int8 [columns, rows], which is the order that the
-    vendor recommends, and scales float32 [rows], of all parts; of a stack, ``Int8Stack``."""
+    vendor recommends, and scales float32 [rows], of all parts; where the scale of activations is fixed, also the
+    largest of the parts' and its reciprocal, float32 [2]. Of a stack, ``Int8Stack``."""
 
     layout = "ascend.int8"
 
@@ -53,34 +57,40 @@ class Int8Rows(Packing):
         return None if dtype in _HALVES else f"computes in {' or '.join(_HALVES)}, not in {dtype}"
 
     def nbytes(self, parts: Sequence[WeightPart], dtype: str) -> int:
-        return sum(part.rows for part in parts) * (parts[0].columns + 4)
+        return sum(part.rows for part in parts) * (parts[0].columns + 4) + (_FIXED_BYTES if _is_fixed(parts) else 0)
 
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
         codes = torch.cat([part.tensors["weight"].to(device) for part in parts])
         scales = torch.cat([part.tensors["scale"].to(device, torch.float32).reshape(-1) for part in parts])
-        rows, columns = codes.shape
-        data = codes.T.contiguous(), scales
-        return PackedWeight(self.layout, (rows, columns), data, rows * (columns + 4), tuple(p.format for p in parts))
+        data: tuple[torch.Tensor, ...] = codes.T.contiguous(), scales
+        if _is_fixed(parts):
+            own = [part.tensors["activation_scale"].to(device, torch.float32).reshape(1) for part in parts]
+            data = *data, _with_reciprocal(torch.cat(own))
+        nbytes = self.nbytes(parts, dtype)
+        return PackedWeight(self.layout, tuple(codes.shape), data, nbytes, tuple(part.format for part in parts))
 
     def pack_stack(
         self, matrices: Iterable[Sequence[WeightPart]], count: int, dtype: str, device: torch.device
     ) -> PackedWeight:
         stack: Int8Stack | None = None
         formats: tuple[QuantFormat, ...] = ()
+        nbytes = 0
         for index, parts in enumerate(matrices):
             one = self.pack(parts, dtype, device)
-            codes, scales = one.data
             if stack is None:  # the first matrix has the sizes
-                stack = Int8Stack(codes.new_empty(count, *codes.shape), scales.new_empty(count, *scales.shape))
-                formats = one.formats
-            stack.codes[index], stack.scales[index] = codes, scales
+                stack = Int8Stack(*(each.new_empty(count, *each.shape) for each in one.data))
+                formats, nbytes = one.formats, one.nbytes
+            for room, each in zip(stack[index], one.data, strict=True):
+                room.copy_(each)
         assert stack is not None, "there is at least one matrix"
+        if stack.fixed is not None:
+            stack.fixed[:] = _with_reciprocal(stack.fixed[:, 0])
         columns, rows = stack.codes.shape[1:]
-        return PackedWeight(self.layout, (count, rows, columns), stack, count * rows * (columns + 4), formats)
+        return PackedWeight(self.layout, (count, rows, columns), stack, count * nbytes, formats)
 
 
 class NpuInt8Linear(NpuKernel):
-    """Activations as int8 with one scale a token, where the format says so; then sums are of int8 products."""
+    """Activations as int8 with one scale a token or a fixed one, as the format says; then sums are of int8 products."""
 
     op, name, vendor = "linear", "ascend.int8_linear", "npu_weight_quant_batchmatmul"
     packings = (Int8Rows(),)
@@ -94,15 +104,19 @@ class NpuInt8Linear(NpuKernel):
 
     def workspace(self, call: OpCall) -> int:
         # The activations in one piece and as codes, their scales, and the weight's scales in the activations' dtype.
+        # With a fixed scale the one piece is in float32.
         tokens, s = call.bucket.high, call.static
-        return int(tokens * (3 * s["columns"] + 4) + 6 * s["rows"])
+        return int(tokens * ((5 if _fixed(call) else 3) * s["columns"] + 4) + 6 * s["rows"])
 
     def build(self, call: OpCall) -> OpFunction:
         product = calls.int8_matmul if _quantizes(call) else calls.int8_weight_matmul
+        fixed = _fixed(call)
 
         def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-            codes, scales = weight.data
-            return product(x, codes, scales, bias) if x.shape[0] else x.new_empty(0, codes.shape[1])
+            codes, scales, *rest = weight.data
+            if not x.shape[0]:
+                return x.new_empty(0, codes.shape[1])
+            return calls.int8_matmul(x, codes, scales, bias, rest[0]) if fixed else product(x, codes, scales, bias)
 
         return run
 
@@ -122,14 +136,45 @@ class NpuInt8GroupedLinear(NpuGroupedLinear):
 
     def product(self, call: OpCall) -> Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]:
         function = calls.grouped_int8_matmul if _quantizes(call) else calls.grouped_int8_weight_matmul
+        fixed = _fixed(call)
 
         def multiply(x: torch.Tensor, data: Int8Stack, counts: torch.Tensor) -> torch.Tensor:
+            if fixed:
+                assert data.fixed is not None, "packed with the scale that the format has"
+                return calls.grouped_int8_matmul(x, data.codes, data.scales, counts, data.fixed[0])
             return function(x, data.codes, data.scales, counts)
 
         return multiply
 
+    def workspace(self, call: OpCall) -> int:
+        # As 16 experts a token there; the rows also as codes, with a fixed scale in float32 too, and their scales.
+        more = (5 if _fixed(call) else 1) * call.static["columns"] + 4 if _quantizes(call) else 0
+        return super().workspace(call) + int(call.bucket.high * 16 * more)
+
+
+#: How the vendor's products may round activations, and what rounds them.
+_ROUNDED = {Rounding("int8"): "npu_dynamic_quant", Rounding("int8", -1): "npu_quantize"}
+#: A fixed scale and its reciprocal.
+_FIXED_BYTES = 8
+
 
 def _quantizes(call: OpCall) -> bool:
     """Whether activations are rounded to int8."""
-    how = call.static["weight"].parts[0].format.activation
-    return how == Rounding("int8") and refusal(call.device.variant, "npu_quant_matmul") is None
+    rounds = _ROUNDED.get(call.static["weight"].parts[0].format.activation)
+    return rounds is not None and refusal(call.device.variant, "npu_quant_matmul", rounds) is None
+
+
+def _fixed(call: OpCall) -> bool:
+    """Whether they are, with a fixed scale."""
+    return _quantizes(call) and _is_fixed(call.static["weight"].parts)
+
+
+def _is_fixed(parts: Sequence[WeightPart]) -> bool:
+    """Whether the parts have a fixed scale with which activations may be rounded to int8."""
+    return parts[0].format.activation == Rounding("int8", -1)
+
+
+def _with_reciprocal(scales: torch.Tensor) -> torch.Tensor:
+    """Float32 [2]: the largest scale, and its reciprocal."""
+    largest = scales.max()
+    return torch.stack((largest, largest.reciprocal()))
