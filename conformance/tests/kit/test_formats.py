@@ -581,7 +581,15 @@ def test_a_plain_packing_is_right() -> None:
     assert any(r.outcome == "not applicable" for r in found) and any(r.outcome == "passed" for r in found)
 
 
+#: (activations, how, fixed scales of all parts of all matrices) to rounded activations.
 Round = Callable[[torch.Tensor, Rounding, "torch.Tensor | None"], torch.Tensor]
+#: The kit's formats with fixed scales of activations.
+FIXED = tuple(name for name, form in SCALED.items() if form.activation is not None and form.activation.group < 0)
+
+
+def nearest(x: torch.Tensor, how: Rounding, scales: torch.Tensor | None) -> torch.Tensor:
+    """As the reference: parts and matrices share the largest fixed scale."""
+    return rounded(x, how, None if scales is None else scales.max())
 
 
 class RoundsActivations(Widening):
@@ -602,7 +610,7 @@ class RoundsActivations(Widening):
                 return exact(x, weight, *rest)
             matrices = [weight.data] if self.op == "linear" else list(weight.data)
             scales = [part.tensors["activation_scale"] for each in matrices for part in each.parts if form.group < 0]
-            near = self._how(x, form, torch.stack(scales).max() if scales else None)
+            near = self._how(x, form, torch.stack(scales) if scales else None)
             return exact(near.to(x.dtype), weight, *rest)
 
         return run
@@ -613,75 +621,106 @@ def rounding_results(op: str, how: Round, says: bool, monkeypatch: pytest.Monkey
     names = tuple(name for name, form in SCALED.items() if form.activation is not None)
     monkeypatch.setattr(kit_formats, "STORAGES", names)
     monkeypatch.setattr(kit_blocks, "STORAGES", names)
-    monkeypatch.setattr(kit_blocks, "MIXES", ((names[0],) * 2, (names[2],) * 2))
+    # The kit's own mixes with fixed scales, and one with blocks.
+    fixed = tuple(mix for mix in kit_blocks.MIXES if set(mix) <= set(FIXED))
+    monkeypatch.setattr(kit_blocks, "MIXES", ((names[0],) * 2, *fixed))
     kernel = RoundsActivations(op, how, says)
     return list(kernel_results(CHECK, kernel, SCHEMAS[op], HostDevice(0), ["float32", "bfloat16"], 3))
 
 
-def of_the_next_token(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+def of_the_next_token(x: torch.Tensor, how: Rounding, scales: torch.Tensor | None) -> torch.Tensor:
     """Elements divided by their token's scale, and multiplied with that of the next."""
     factors = x.abs().amax(1, keepdim=True) / x.roll(-1, 0).abs().amax(1, keepdim=True)
-    return rounded(x, how, scale) / factors if how.group >= 0 else rounded(x, how, scale)
+    return nearest(x, how, scales) / factors if how.group >= 0 else nearest(x, how, scales)
 
 
-def of_the_other_group(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+def of_the_other_group(x: torch.Tensor, how: Rounding, scales: torch.Tensor | None) -> torch.Tensor:
     """The scales of groups, in reverse."""
     if how.group <= 0:
-        return rounded(x, how, scale)
+        return nearest(x, how, scales)
     most = x.float().unflatten(1, (-1, how.group)).abs().amax(-1)
-    return rounded(x, how, scale) * (most.flip(1) / most).repeat_interleave(how.group, 1)
+    return nearest(x, how, scales) * (most.flip(1) / most).repeat_interleave(how.group, 1)
 
 
-def without_the_fixed_scale(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
-    return rounded(x, Rounding(how.storage) if how.group < 0 else how, scale)
+def without_the_fixed_scale(x: torch.Tensor, how: Rounding, scales: torch.Tensor | None) -> torch.Tensor:
+    return nearest(x, Rounding(how.storage) if how.group < 0 else how, scales)
 
 
-def of_the_first_part(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
-    """A smaller fixed scale than the largest, as that of another part is."""
-    return rounded(x, how, None if scale is None else scale * 0.9)
+def of_the_first_part(x: torch.Tensor, how: Rounding, scales: torch.Tensor | None) -> torch.Tensor:
+    return nearest(x, how, None if scales is None else scales[:1])
 
 
-def towards_zero(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+def of_the_last_part(x: torch.Tensor, how: Rounding, scales: torch.Tensor | None) -> torch.Tensor:
+    return nearest(x, how, None if scales is None else scales[-1:])
+
+
+def of_the_smallest_part(x: torch.Tensor, how: Rounding, scales: torch.Tensor | None) -> torch.Tensor:
+    return nearest(x, how, None if scales is None else scales.min())
+
+
+def towards_zero(x: torch.Tensor, how: Rounding, scales: torch.Tensor | None) -> torch.Tensor:
     """Integers are cut off."""
     if how.storage != "int8":
-        return rounded(x, how, scale)
-    most = x.float().abs().amax(1, keepdim=True) / 127 if scale is None else scale
+        return nearest(x, how, scales)
+    most = x.float().abs().amax(1, keepdim=True) / 127 if scales is None else scales.max()
     return (x.float() / most).clamp(-128, 127).trunc() * most
 
 
-def squared(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
-    """Multiplied with a fixed scale twice, so 23 to 64 times too small: the product's scale had it already."""
-    return rounded(x, how, scale) * (1 if scale is None else scale)
+def squared(x: torch.Tensor, how: Rounding, scales: torch.Tensor | None) -> torch.Tensor:
+    """Multiplied with a fixed scale twice, so 42 to 224 times too small: the product's scale had it already."""
+    return nearest(x, how, scales) * (1 if scales is None else scales.max())
 
 
-def of_each_token(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
+def of_each_token(x: torch.Tensor, how: Rounding, scales: torch.Tensor | None) -> torch.Tensor:
     """Numbers that a fixed scale cuts off are not."""
-    return x if how.group < 0 else rounded(x, how, scale)
+    return x if how.group < 0 else nearest(x, how, scales)
 
 
 @pytest.mark.parametrize("op", ["linear", pytest.param("grouped_linear", marks=pytest.mark.slow)])
 def test_a_kernel_that_rounds_activations_as_the_reference_passes(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = rounding_results(op, rounded, True, monkeypatch)
+    found = rounding_results(op, nearest, True, monkeypatch)
     assert not failures(found)
     assert sum(r.case.startswith("37 tokens") and r.outcome == "passed" for r in found) >= 8
 
 
+#: Faults in the rounding of activations, and formats in which each shows.
+ROUNDING_FAULTS: dict[Round, tuple[str, ...]] = {
+    of_the_other_group: ("e4m3 by block, x by 128",),
+    of_the_next_token: ("e4m3 by block, x by 128", "e4m3 by row, x by token", "int8 by row, x by token"),
+    towards_zero: tuple(name for name, form in SCALED.items() if form.activation and form.storage == "int8"),
+    **dict.fromkeys((without_the_fixed_scale, squared, of_each_token), FIXED),
+}
+
+
 @pytest.mark.parametrize(
-    ("fault", "caught"),
-    [
-        (of_the_other_group, ("x by 128",)), (of_the_first_part, ("x fixed",)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            (of_the_next_token, ("x by 128", "x by token")), (without_the_fixed_scale, ("x fixed",)),
-            (towards_zero, ("int8",)), (squared, ("x fixed",)), (of_each_token, ("x fixed",)))),
-    ],
+    "fault",
+    [of_the_other_group, without_the_fixed_scale,
+     *(pytest.param(fault, marks=pytest.mark.slow) for fault in (of_the_next_token, towards_zero, squared,
+                                                                 of_each_token))],
+    ids=lambda fault: fault.__name__,
 )  # fmt: skip
-def test_wrongly_rounded_activations_are_found(
-    fault: Round, caught: Sequence[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrongly_rounded_activations_are_found(fault: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ROUNDING_FAULTS[fault]
     found = failed_cases(rounding_results("linear", fault, True, monkeypatch))
-    assert found and all(any(word in case for word in caught) for case in found)
-    for word in caught:
-        assert any(word in case and case.startswith("37 tokens") for case in found)
+    assert all(any(name in case for name in names) for case in found)
+    for name in names:
+        assert any(case.startswith(f"37 tokens, {name}, ") for case in found), name
+
+
+@pytest.mark.parametrize(
+    ("op", "fault"),
+    [("linear", of_the_first_part),
+     *(pytest.param(op, fault, marks=pytest.mark.slow) for op, fault in (
+         ("linear", of_the_last_part), ("linear", of_the_smallest_part), ("grouped_linear", of_the_first_part),
+         ("grouped_linear", of_the_last_part)))],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)  # fmt: skip
+def test_the_fixed_scale_of_a_wrong_part_is_found_in_merged_weights_of_every_format(
+    op: str, fault: Round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = failed_cases(rounding_results(op, fault, True, monkeypatch))
+    for name in FIXED:
+        assert any(case.startswith(f"37 tokens, {' + '.join([name] * 3)}, ") for case in found), name
 
 
 @pytest.mark.parametrize("says", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -689,7 +728,7 @@ def test_a_kernel_that_says_otherwise_than_it_rounds_is_found(says: bool, monkey
     def kept(x: torch.Tensor, how: Rounding, scale: torch.Tensor | None) -> torch.Tensor:
         return x
 
-    found = failed_cases(rounding_results("linear", kept if says else rounded, says, monkeypatch))
+    found = failed_cases(rounding_results("linear", kept if says else nearest, says, monkeypatch))
     for word in ("x by 128", "x by token", "x fixed"):
         assert any(word in case and case.startswith("37 tokens") for case in found)
 

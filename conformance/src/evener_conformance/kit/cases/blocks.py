@@ -7,6 +7,7 @@ Block formats are dequantized here independently of evener's own schemes and ker
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -32,6 +33,7 @@ SCALED = {
     "e4m3 by block, x by 128": QuantFormat(_E4M3, 128, 128, scale="float32", activation=Rounding(_E4M3, 128)),
     "e4m3 by row, x by token": QuantFormat(_E4M3, scale="float32", activation=Rounding(_E4M3)),
     "e4m3 by tensor, x fixed": QuantFormat(_E4M3, -1, scale="float32", activation=Rounding(_E4M3, -1)),
+    "int8 by tensor, x fixed": QuantFormat("int8", -1, scale="float32", activation=Rounding("int8", -1)),
     "int8 by row, x by token": QuantFormat("int8", scale="float32", activation=Rounding("int8")),
     "int8 by row, x fixed": QuantFormat("int8", scale="float32", activation=Rounding("int8", -1)),
 }
@@ -63,7 +65,8 @@ STORAGES = (*BLOCKS, MXFP4.storage, *_BESIDE)
 MIXES = (("q4_k", "q4_k", "q6_k"), ("q5_0", "q5_0", "q8_0"), ("q8_0", "plain", "q4_1"), ("plain", MXFP4.storage),
          ("e4m3 by tensor",) * 3, ("e4m3 by block", "e4m3 by block"), ("plain", "int8 by row"),
          ("uint4 by 128",) * 3, ("uint4 by 64, act",) * 2, ("uint4 by 32, zeros", "plain"),
-         ("nvfp4",) * 3, ("nf4 by 64", "plain", "fp4 by 128"))  # fmt: skip
+         ("nvfp4",) * 3, ("nf4 by 64", "plain", "fp4 by 128"), ("e4m3 by tensor, x fixed",) * 3,
+         ("int8 by tensor, x fixed",) * 3, ("int8 by row, x fixed",) * 3)  # fmt: skip
 #: Offsets of the float16 numbers in a block, in bytes.
 _FLOAT16_OFFSETS = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82), "q3_k": (108,),
@@ -120,7 +123,8 @@ def random_part(storage: str, rows: int, columns: int, generator: torch.Generato
 
 
 def _random_scaled(form: QuantFormat, rows: int, columns: int, generator: torch.Generator) -> WeightPart:
-    """Scales differ by up to a factor of four, so that one in the wrong place is seen."""
+    """Scales differ by up to a factor of four, so that one in the wrong place is seen. Those of whole tensors differ by
+    2.5, as all rows have the same: if all had twice the usual norm, errors would be larger than ``TOLERANCE`` has."""
     if form.storage == "int8":
         weight = torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
         size = 74.0  # their standard deviation
@@ -128,7 +132,8 @@ def _random_scaled(form: QuantFormat, rows: int, columns: int, generator: torch.
         weight = torch.randn(rows, columns, generator=generator).to(getattr(torch, form.storage))
         size = 1.0
     shape = () if form.group == -1 else (-(-rows // form.group_out), -(-columns // (form.group or columns)))
-    scale = (0.5 * 4 ** torch.rand(shape, generator=generator)) * columns**-0.5 / size
+    least, spread = (0.55, 2.5) if form.group == -1 else (0.5, 4)
+    scale = (least * spread ** torch.rand(shape, generator=generator)) * columns**-0.5 / size
     tensors = {"weight": weight, "scale": scale.to(getattr(torch, str(form.scale)))}
     if form.activation is not None and form.activation.group < 0:  # some activations about normal are cut off
         tensors["activation_scale"] = (2 + torch.rand((), generator=generator)) / LARGEST[form.activation.storage]
@@ -329,9 +334,15 @@ _DEQUANTIZERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def mixed_parts(mix: Sequence[str], blocks: int, generator: torch.Generator) -> tuple[WeightPart, ...]:
-    """Parts of these storages, with different numbers of rows; each row has ``blocks`` of the largest block."""
+    """Parts of these storages, with different numbers of rows; each row has ``blocks`` of the largest block. Of three
+    or more, the first and the last have smaller fixed scales of activations than the others, whose largest is that of
+    all: a scale of the wrong part is seen."""
     columns = blocks * max(32, *map(unit_of, mix))
-    return tuple(random_part(storage, 17 + 16 * (i == 0), columns, generator) for i, storage in enumerate(mix))
+    parts = [random_part(storage, 17 + 16 * (i == 0), columns, generator) for i, storage in enumerate(mix)]
+    for i in (0, -1) if len(mix) > 2 else ():
+        if (fixed := parts[i].tensors.get("activation_scale")) is not None:
+            parts[i] = replace(parts[i], tensors={**parts[i].tensors, "activation_scale": 0.6 * fixed})
+    return tuple(parts)
 
 
 def make_case(
