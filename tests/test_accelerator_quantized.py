@@ -47,10 +47,12 @@ LARGE: dict[str, dict[str, Any]] = {
 Made = tuple[Path, dict[str, Any], Path]
 
 
-def of_eight_bits(kind: str) -> Callable[[Path, str], Made]:
+def stored(checkpoint: Callable[[Path, str, str], tuple[Any, Path]], kind: str) -> Callable[[Path, str], Made]:
+    """A folder that one of the other tests' functions makes."""
+
     def made(folder: Path, family: str) -> Made:
-        stored = eight_bits.checkpoint(folder, family, kind)[1]
-        return stored, {}, stored
+        path = checkpoint(folder, family, kind)[1]
+        return path, {}, path
 
     return made
 
@@ -61,22 +63,13 @@ def of_large_blocks(folder: Path, family: str) -> Made:
         patch.setattr(eight_bits, "BLOCK", 128)
         patch.setitem(eight_bits.SIZES, family, LARGE[family])
         patch.setitem(eight_bits.KINDS, "large", (eight_bits.KINDS["blocks"][0], settings))
-        stored = eight_bits.checkpoint(folder, family, "large")[1]
-    return stored, {}, stored
-
-
-def of_integers(kind: str) -> Callable[[Path, str], Made]:
-    def made(folder: Path, family: str) -> Made:
-        stored = integers.checkpoint(folder, family, kind)[1]
-        return stored, {}, stored
-
-    return made
+        return stored(eight_bits.checkpoint, "large")(folder, family)
 
 
 def of_four_by_eight(layout: str, kind: str) -> Callable[[Path, str], Made]:
     def made(folder: Path, family: str) -> Made:
-        stored = four_by_eight.checkpoint(folder, family, layout, kind, symmetric=True)[1]
-        return stored, {}, stored
+        path = four_by_eight.checkpoint(folder, family, layout, kind, symmetric=True)[1]
+        return path, {}, path
 
     return made
 
@@ -90,20 +83,19 @@ def quantized_on_load(quant: str) -> Callable[[Path, str], Made]:
 
 
 KINDS: dict[str, Callable[[Path, str], Made]] = {
-    **{kind: of_eight_bits(kind) for kind in eight_bits.KINDS},
-    **{kind: of_integers(kind) for kind in integers.KINDS},
+    **{kind: stored(eight_bits.checkpoint, kind) for kind in eight_bits.KINDS},
+    **{kind: stored(integers.checkpoint, kind) for kind in integers.KINDS},
     **{f"W4A8 {kind}, {layout}": of_four_by_eight(layout, kind)
        for layout, kind in (("int-quantized", "int"), ("pack-quantized", "float"), (four_by_eight.SGLANG, "float"))},
     **{f"quant={quant}": quantized_on_load(quant) for quant in on_load.ROUNDED},
+    "blocks of 128": of_large_blocks,
 }  # fmt: skip
 #: SGLang's layout is of experts.
 CASES = [
     *((family, kind) for kind in KINDS for family in ("Qwen3", "Qwen3Moe")
       if family == "Qwen3Moe" or four_by_eight.SGLANG not in kind),
-    *(("DeepseekV3", kind) for kind in ("blocks", "rows", "int8", "gptq 4", "awq", "nvfp4")),
-    *((family, "blocks of 128") for family in LARGE),
+    *(("DeepseekV3", kind) for kind in ("blocks", "rows", "int8", "gptq 4", "awq", "nvfp4", "blocks of 128")),
 ]  # fmt: skip
-KINDS["blocks of 128"] = of_large_blocks
 
 
 def said(folder: Path, ids: list[int], vocab: int, **keys: Any) -> tuple[torch.Tensor, list[int], Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from family_runner import ANSWER, SMALL, assert_naive_logits, prompt_of
 from safetensors.torch import load_file, save_file
 
 from evener.config import from_overrides
+from evener.contracts.checkpoint import Headers
+from evener.contracts.quant import WeightPart
 from evener.engine.facts.engine_info import EngineInfo
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
@@ -75,6 +78,21 @@ def test_logits_and_greedy_tokens_are_those_of_transformers_with_dequantized_exp
     answer, _ = greedy(folder, ids, ANSWER, **WIDER)
     compare_greedy(oracle, [ids], [answer], lambda tokens, n: greedy(folder, tokens, n, **WIDER)[0], result)
     result.check()
+
+
+def test_a_scheme_that_does_not_say_that_it_reads_stacks_is_read(
+    packed: tuple[Logits, Path], monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    _, folder = packed
+    ids = prompt_of(CONFIG["vocab_size"])
+    answer, part_of = greedy(folder, ids, 4, **WIDER)[0], Mxfp4Scheme.part
+
+    def silent(self: Mxfp4Scheme, name: str, headers: Headers) -> WeightPart | None:
+        found = part_of(self, name, headers)
+        return found and replace(found, format=replace(found.format, stack=False))
+
+    monkeypatch.setattr(Mxfp4Scheme, "part", silent)
+    assert greedy(folder, ids, 4, **WIDER)[0] == answer
 
 
 def test_a_backend_that_reads_the_blocks_keeps_them_and_counts_what_they_take(

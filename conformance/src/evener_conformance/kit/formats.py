@@ -50,8 +50,10 @@ class _Size:
     """Tokens of a step, blocks of a row; ``unbiased`` as in ``make_case``."""
 
     tokens: int
-    blocks: int
+    blocks: int = 0
     unbiased: bool = False
+    #: Whether the weight is a scheme's example, whose rows may have any norm.
+    any_norm: bool = False
 
 
 #: Few sizes and many.
@@ -63,7 +65,7 @@ _DEEP, _WIDE, _LARGE_TOKENS, _ROUNDED_TOKENS = 4352, 8209, 2, 33
 #: Rows, and blocks of columns, of a matrix whose scales are in a table of two dimensions; the last rows are no whole
 #: block.
 _TABLE_ROWS, _TABLE_BLOCKS = 300, 5
-_NAME, _EXAMPLE = "layers.0.example.weight", "example"
+_NAME = "layers.0.example.weight"
 _DTYPES = ("float32", "bfloat16", "float16")
 Matrices = Sequence[tuple[WeightPart, ...]]
 
@@ -159,9 +161,9 @@ def packing_results(
             continue
         ready = _PackingCheck(check, kernel, schema, device, dtype, packing, held, watch or FallbackMonitor(device))
         before = dtypes[: dtypes.index(dtype)]
-        for name, tokens, matrices, unbiased in _asked(schema.name, dtype, before, packing, seed, foreign, thorough):
+        for name, size, matrices in _asked(schema.name, dtype, before, packing, seed, foreign, thorough):
             if only in (None, dtype):
-                yield from ready.results(name, tokens, matrices, unbiased)
+                yield from ready.results(name, size, matrices)
             refused.append(_refusal(packing, matrices[0], dtype) or "")
     if all(refused) and only in (None, dtypes[0]):
         detail = f"{packing.layout} accepts no format that the kit has, so it could not be checked"
@@ -171,17 +173,16 @@ def packing_results(
 
 def _asked(
     op: str, dtype: str, before: Sequence[str], packing: Packing, seed: int, foreign: Sequence[Example], thorough: bool
-) -> Iterator[tuple[str, int, Matrices, bool]]:
-    """(case name, tokens, matrices, unbiased) of a compute dtype. A deep and a wide weight of each storage come in the
+) -> Iterator[tuple[str, _Size, Matrices]]:
+    """(case name, size, matrices) of a compute dtype. A deep and a wide weight of each storage come in the
     first dtype that the packing takes it in; ``before``: dtypes that come earlier."""
-    for name, size, matrices in _weights(op, dtype, seed, foreign, _MANY if thorough else _FEW):
-        yield name, size.tokens, matrices, size.unbiased
+    yield from _weights(op, dtype, seed, foreign, _MANY if thorough else _FEW)
     for storage in STORAGES:
         if not thorough and any(_takes(packing, storage, each, seed) for each in before):
             continue
         tokens = _LARGE_TOKENS if format_of(storage).activation is None else _ROUNDED_TOKENS
         for matrices in _large_weights(storage, seed):
-            yield storage, tokens, matrices, False
+            yield storage, _Size(tokens), matrices
 
 
 def _takes(packing: Packing, storage: str, dtype: str, seed: int) -> bool:
@@ -223,7 +224,8 @@ def _weights(
         for size in sizes:
             yield " + ".join(mix), size, [mixed_parts(mix, size.blocks, generator) for _ in range(count)]
     for number, example in enumerate(foreign):
-        yield f"{_EXAMPLE} {number} of {example.scheme.name}", _Size(17, 1), [(example.arranged,)] * count
+        size = _Size(17, 1, any_norm=True)
+        yield f"example {number} of {example.scheme.name}", size, [(example.arranged,)] * count
 
 
 @cache
@@ -264,9 +266,9 @@ class _PackingCheck:
         self._check, self._kernel, self._schema, self._device, self._dtype = check, kernel, schema, device, dtype
         self._packing, self._held, self._watch = packing, held, watch
 
-    def results(self, name: str, tokens: int, matrices: Matrices, unbiased: bool = False) -> Iterator[CaseResult]:
-        """Check the packed weight, then what the kernel computes with it; ``unbiased`` as in ``make_case``."""
-        packing, dtype = self._packing, self._dtype
+    def results(self, name: str, size: _Size, matrices: Matrices) -> Iterator[CaseResult]:
+        """Check the packed weight, then what the kernel computes with it."""
+        packing, dtype, tokens, unbiased = self._packing, self._dtype, size.tokens, size.unbiased
         rows, columns = sum(p.rows for p in matrices[0]), matrices[0][0].columns
         case = f"{name}, {rows} x {columns}, in {packing.layout}"
         try:
@@ -282,7 +284,7 @@ class _PackingCheck:
         )
         generator = torch.Generator().manual_seed(tokens)
         made = make_case(self._schema.name, matrices, tokens, dtype, generator, unbiased)
-        if name.startswith(_EXAMPLE):
+        if size.any_norm:
             made = _with_small_results(made, matrices, self._held)
         found = check_case(self._kernel, self._schema, self._device, dtype, made, packing, self._held, self._watch)
         more = ", no bias, out=float32" if unbiased and self._schema.name == "linear" else ", no bias" * unbiased

@@ -86,7 +86,8 @@ class QuantFormat:
         groups: number of scales of a row, if it is not ``columns / group`` rounded up: see act-order above.
         cut: rows and columns at whose multiples a checkpoint's tensors can be cut; 0: at those of ``group_out`` and
             ``group``. It says nothing about the elements.
-        stack: whether a checkpoint has a stack of such quantized parts, with a further first axis.
+        stack: whether a checkpoint has a stack of such quantized parts, with a further first axis. One in place of a
+            matrix is refused then, before it is read.
     """
 
     storage: str

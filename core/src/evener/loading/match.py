@@ -111,10 +111,12 @@ def _misfit(
     shapes = [list(headers[n][1]) for n in scheme.tensors(name, headers).values() if n in headers]
     wanted = [declared.rows, declared.columns]
     wanted = wanted if cut is None else list(cut.full_shape(wanted))
-    stacked, stack = len(shapes[0]) > 2 if part.format.plain else part.format.stack, list[int]()
+    stack = list[int]()
     if isinstance(item, StackedWeight) and whole:
         wanted = wanted[::-1] if item.transposed and part.format.plain else wanted
         stack = [item.held.whole or item.experts]
+    # A scheme need not say that it reads stacks, but none is read in place of a matrix if it does.
+    stacked = len(shapes[0]) > 2 if part.format.plain else part.format.stack or bool(stack)
     fits = [part.rows, part.columns] == wanted and stacked == bool(stack)
     if not fits or any(stack and shape[:1] != stack for shape in shapes):
         yield f"{name} is {', '.join(map(str, shapes))}, not {[*stack, *wanted]}"
