@@ -118,7 +118,9 @@ class LatentState(ReferenceState):
             # The heads are the queries of one head: all read the same keys.
             for token in range(piece.first, piece.stop):
                 seen = keys[: token - piece.first + piece.offset + 1, None]
-                found, _ = flash(query[token, :, None].to(keys.dtype), seen, seen, meta.attention.scale)
+                # A copy, which begins at a multiple of 64 bytes: torch's products give other bits elsewhere.
+                asks = query[token, :, None].to(keys.dtype, copy=True)
+                found, _ = flash(asks, seen, seen, meta.attention.scale)
                 out[token] = found[:, 0, : out.shape[-1]]
         return out
 
