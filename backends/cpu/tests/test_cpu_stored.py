@@ -1,7 +1,8 @@
 """Weights of one byte an element, read as stored: against torch's own conversion times the scales, in float64.
 
 Tolerance, relative to the lengths of the rows that are multiplied: float32 1e-6 (sums in another order), bfloat16 4e-3
-(the result is rounded). No weight and no activation is rounded, so no format has a tolerance of its own.
+(the result is rounded). No weight is rounded, and no activation but where a test says so, so no format has a tolerance
+of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from packed_blocks import check_products, distance, multiply, portable_device
 from row_invariance import check_invariance
 
 from evener.backend.native_code import Unavailable
+from evener.contracts.declared import LinearWeight
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import MXFP4, QuantFormat, WeightPart, plain
+from evener.contracts.quant import MXFP4, QuantFormat, Rounding, WeightPart, plain
 from evener_backend_cpu.device import CpuDevice
-from evener_backend_cpu.experts import NativeGroupedLinear
+from evener_backend_cpu.experts import NativeGroupedLinear, NativeMoeBlock
+from evener_backend_cpu.primitives import NativeInt8Linear, NativeLinear
 from evener_backend_cpu.stored_packing import KINDS, StoredPacking
 
 DTYPES = ["float32", "bfloat16"]
@@ -180,3 +183,90 @@ def test_without_vector_instructions_the_results_are_the_same(tmp_path: Path) ->
         for dtype in DTYPES:
             test_every_byte_is_the_number_that_torch_reads(other, storage, dtype)
             test_a_product_matches_the_dequantized_product(other, storage, "blocks", dtype)
+
+
+TILES, VECTORS = frozenset({"amx_int8"}), frozenset({"avx512_vnni"})
+BY_TOKEN, FIXED = Rounding("int8"), Rounding("int8", -1)
+
+
+def int8_call(
+    device: CpuDevice, parts: list[WeightPart], bucket: Bucket, dtype: str = "bfloat16", out: str | None = None,
+    features: frozenset[str] = TILES,
+) -> OpCall:  # fmt: skip
+    """A linear layer whose weight is stored by the CPU's packing, on a processor with these features."""
+    rows, columns = sum(each.rows for each in parts), parts[0].columns
+    weight = LinearWeight("w", tuple(parts), rows, columns, dtype, layout=device.stored.layout)
+    static = {"weight": weight, "rows": rows, "columns": columns, "dtype": dtype, "out": out or dtype}
+    capabilities = replace(device.capabilities, features=features)
+    return OpCall("linear", static, bucket, capabilities, {"weight": device.stored.layout})
+
+
+def rounded_parts(how: Rounding | None, columns: int, *rows: int) -> list[WeightPart]:
+    """Int8 parts with scales a row. Their fixed scales differ, and cut off some of normal activations."""
+    made = []
+    for number, count in enumerate(rows):
+        one = part("int8", count, columns, 1, 0, seed=number)
+        tensors = dict(one.tensors)
+        if how == FIXED:
+            tensors["activation_scale"] = torch.tensor((1.5 + 0.5 * (number % 2)) / 127)
+        made.append(replace(one, format=replace(one.format, activation=how), tensors=tensors))
+    return made
+
+
+@pytest.mark.parametrize("how", [BY_TOKEN, FIXED], ids=str)
+def test_activations_of_int8_weights_are_rounded_by_the_formula_in_large_steps(
+    device: CpuDevice, how: Rounding
+) -> None:
+    dtype = "bfloat16"
+    parts = rounded_parts(how, 300, 150, 9)
+    packed = device.stored.pack(parts, dtype, CPU)
+    assert packed.nbytes == device.stored.nbytes([replace(each, tensors={}) for each in parts], dtype)
+    values, bias = torch.cat([dequantized(each) for each in parts]), rows_of(1, 159, dtype)[0]
+    for tokens, out in ((17, dtype), (300, "float32")):  # more than are multiplied at a time
+        kernel, call = NativeInt8Linear(device), int8_call(device, parts, Bucket(17, 512), dtype, out)
+        assert kernel.supports(call) is None and kernel.rounds(call, "weight")
+        x = rows_of(tokens, 300, dtype)
+        x[3] = 0
+        # In float32, so that a quotient in the middle of two elements goes the same way.
+        scale = (
+            x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 127 if how == BY_TOKEN else torch.tensor(2 / 127)
+        )
+        near = (x.float() / scale).round().clamp(-127, 127).double() * scale.double()
+        got = kernel.build(call)(x, packed, bias)
+        assert isinstance(got, torch.Tensor) and got.dtype == getattr(torch, out)
+        without = got.double() - bias.double()
+        assert distance(without, near, values) < (CLOSE["bfloat16"] if out == "bfloat16" else 1e-5)
+        assert out == "bfloat16" or distance(without, x, values) > 1e-3, "activations were not rounded"
+        assert torch.equal(kernel.build(call)(x[:0], packed, bias), got[:0])
+
+
+def test_activations_are_kept_in_small_steps_and_where_nothing_is_gained(device: CpuDevice) -> None:
+    kernel, kept = NativeInt8Linear(device), NativeLinear(device)
+    large = Bucket(17, 32)
+    int8, rows = rounded_parts(FIXED, 64, 8), part("int8", 8, 64, 1, 64)
+    grouped = [replace(rows, format=replace(rows.format, group=32, activation=BY_TOKEN))]
+    for parts, bucket, features, dtype in (
+        (int8, Bucket(9, 16), TILES, "bfloat16"), (int8, large, frozenset[str](), "bfloat16"),
+        (int8, large, TILES, "float32"), (rounded_parts(None, 64, 8), large, TILES, "bfloat16"),
+        (grouped, large, TILES, "bfloat16"), ([int8[0], *rounded_parts(BY_TOKEN, 64, 8)], large, TILES, "bfloat16"),
+    ):  # fmt: skip
+        call = int8_call(device, parts, bucket, dtype, features=features)
+        assert "rounds activations of int8 weights" in (kernel.supports(call) or "")
+        assert kept.supports(call) is None and not kept.rounds(call, "weight")
+    for features in (TILES, VECTORS):
+        assert kernel.supports(int8_call(device, int8, large, features=features)) is None
+    assert kept.batch_invariant and not kernel.batch_invariant
+    # Blocks of experts keep theirs, and kernels of whole layers leave such steps to single ops.
+    assert NativeMoeBlock.keeps_int8
+
+
+def test_the_fixed_scale_is_that_of_all_parts_after_a_restart(device: CpuDevice) -> None:
+    parts = rounded_parts(FIXED, 64, 8, 8)
+    packed = device.stored.pack(parts, "bfloat16", CPU)
+    bare = [replace(each, tensors={}) for each in parts]
+    again = device.stored.restored(list(device.stored.saved(packed)), bare, 0, "bfloat16", CPU)
+    run = NativeInt8Linear(device).build(int8_call(device, parts, Bucket(17, 32)))
+    x = rows_of(20, 64, "bfloat16")
+    assert torch.equal(run(x, again, None), run(x, packed, None)) and again.nbytes == packed.nbytes
+    with pytest.raises(ValueError, match=r"not torch\.float32"):
+        device.stored.restored([t for t in device.stored.saved(packed) if t.numel() > 1], bare, 0, "bfloat16", CPU)

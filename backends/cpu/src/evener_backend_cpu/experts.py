@@ -171,7 +171,7 @@ class NativeRoutedExperts(NativeKernel):
     device computes."""
 
     op = "routed_experts"
-    takes_weights = True
+    takes_weights = keeps_int8 = True
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         return _unsupported(cast(ExpertsStatic, call.static))
@@ -264,7 +264,7 @@ class NativeMoeBlock(NativeKernel):
     """Norm, routing, experts and their weighted sum in one parallel region."""
 
     op = "moe_block"
-    takes_weights = True
+    takes_weights = keeps_int8 = True
 
     def _unsupported_reason(self, call: OpCall) -> str | None:
         static = cast(MoEStatic, call.static)

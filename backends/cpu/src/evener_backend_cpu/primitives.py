@@ -16,6 +16,7 @@ from evener.ops.reference.rounding import LARGEST, LEAST, rounded
 from evener_backend_cpu.arguments import optional, require, require_count, require_indices, require_weight
 from evener_backend_cpu.block_packing import LAYOUT
 from evener_backend_cpu.device import CpuDevice
+from evener_backend_cpu.int8_products import int8_product, int8_rounding, int8_workspace
 from evener_backend_cpu.native_library import DTYPES, Native
 from evener_backend_cpu.segments import addresses
 
@@ -30,6 +31,8 @@ class NativeKernel(Kernel):
     takes_weights = False
     #: Whether activations of four-bit weights are rounded as the checkpoint says.
     rounds_rows = False
+    #: Whether those of eight-bit weights are kept where ``linear`` would round them.
+    keeps_int8 = False
 
     def __init__(self, device: CpuDevice) -> None:
         self.name = f"native_{self.op}"
@@ -45,6 +48,8 @@ class NativeKernel(Kernel):
         if dtype is not None and dtype not in DTYPES:
             return f"computes in float32 and bfloat16, not {dtype}"
         asked = [w for w in linear_weights(call.static) if rounded_as(w) is not None]
+        if not self.keeps_int8:
+            asked += [w for w in linear_weights(call.static) if int8_rounding(call, w) is not None]
         if asked and not self.rounds_rows:
             return f"does not round activations, as {asked[0].name} asks (infer.quant_activations=keep: nobody does)"
         return self._unsupported_reason(call)
@@ -80,8 +85,8 @@ def linear_weights(static: Mapping[str, Any]) -> Iterator[LinearWeight]:
 
 
 def rounded_as(weight: LinearWeight | None) -> Rounding | None:
-    """How activations are rounded before products with four-bit weights; None: not. Elements of eight bits are
-    multiplied by activations as they are, which is exact and takes as long."""
+    """How activations are rounded before products with four-bit weights; None: not. For those of eight bits,
+    ``int8_rounding`` says it."""
     if weight is None or weight.layout != LAYOUT or any(part.format.storage != "uint4" for part in weight.parts):
         return None
     how, *others = {part.format.activation for part in weight.parts}
@@ -148,6 +153,46 @@ class NativeLinear(NativeKernel):
                 device.threads,
             )
             return y if factor is None else with_factor(y, factor, bias).to(out)
+
+        return run
+
+
+class NativeInt8Linear(NativeKernel):
+    """Linear layers over int8 weights in steps of many tokens, with activations in int8 as the checkpoint says. A token
+    in a small step keeps its activations, so a result depends on the size of the step."""
+
+    op = "linear"
+    priority = 110
+    batch_invariant = False
+    takes_weights = rounds_rows = True
+
+    def __init__(self, device: CpuDevice) -> None:
+        super().__init__(device)
+        self.name = "int8_linear"
+
+    def _unsupported_reason(self, call: OpCall) -> str | None:
+        dtype, out = call.static["dtype"], call.static["out"]
+        if int8_rounding(call, call.static.get("weight")) is None:
+            return "rounds activations of int8 weights with a scale a row: 17 or more, bfloat16, with AMX or VNNI"
+        return None if out in (dtype, "float32") else f"gives {dtype} or float32, not {out}"
+
+    def rounds(self, call: OpCall, weight: str) -> bool:
+        return int8_rounding(call, call.static.get(weight)) is not None
+
+    def workspace(self, call: OpCall) -> int:
+        return int8_workspace(call)
+
+    def build(self, call: OpCall) -> OpFunction:
+        dtype, out = getattr(torch, call.static["dtype"]), getattr(torch, call.static["out"])
+        rows, columns, how = call.static["rows"], call.static["columns"], int8_rounding(call, call.static["weight"])
+        assert how is not None, "build is called after supports"
+
+        def run(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+            require_weight("the weight", weight, (rows, columns), dtype)
+            x = x.contiguous()
+            require("the input", x, dtype, (x.shape[0], columns))
+            optional("the bias", bias, dtype, (rows,))
+            return int8_product(x, weight, how, bias, out)
 
         return run
 
@@ -421,6 +466,7 @@ class NativeApplyMask(NativeKernel):
 PRIMITIVES = (
     NativeEmbedding,
     NativeLinear,
+    NativeInt8Linear,
     NativeRmsNorm,
     NativeAddRmsNorm,
     NativeRotary,
