@@ -25,12 +25,14 @@ def paired(numbers: torch.Tensor, axis: int) -> torch.Tensor:
 def layer(
     kind: str, name: str, rows: int, columns: int, *, groups: int = 1, shifted: bool = False,
     dtype: torch.dtype = torch.float32, packed: bool = True, second: int = 0, product: str = "",
+    input_offset: float = -5.0,
 ) -> Stored:  # fmt: skip
     """The tensors of one layer, and its values.
 
     Args:
         packed: whether four bits are two in a byte.
         second: groups of a second scale; 0: there is one.
+        input_offset: of activations with a fixed scale.
         product: "float32" or "bits": only the product with the scale of activations is stored, so or as an int64.
     """
     random, stem = torch.Generator().manual_seed(len(name) + rows), name.removesuffix(".weight")
@@ -56,7 +58,7 @@ def layer(
     if four and packed:
         tensors[f"{stem}.scale_bias"] = 8 * values.sum(1, keepdim=True)
     if kind in ("W8A8", "W8A8_MIX"):
-        scale, offset = torch.tensor([0.015625]), torch.tensor([-5.0])
+        scale, offset = torch.tensor([0.015625]), torch.tensor([input_offset])
         both = (scales.float() * scale).flatten()
         bias = (-numbers.sum(1) * offset).round().int()
         both = both.view(torch.int32).long() if product == "bits" else both

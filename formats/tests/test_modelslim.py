@@ -43,6 +43,8 @@ def read(kind: str, tensors: Tensors, packed: bool = True, **about: Any) -> tupl
 #: Kind, how it is stored, and the format that packings get.
 CASES: tuple[tuple[str, Mapping[str, Any], tuple[str, int, str | None]], ...] = (
     ("W8A8_DYNAMIC", {}, ("int8", 0, None)), ("W8A8", {}, ("int8", 0, None)),
+    ("W8A8", {"input_offset": 0.0}, ("int8", 0, None)),
+    ("W8A8", {"input_offset": 0.0, "product": "bits"}, ("int8", 0, None)),
     ("W8A8", {"product": "float32"}, ("int8", 0, None)), ("W8A8", {"product": "bits"}, ("int8", 0, None)),
     ("W8A8_MIX", {"dtype": torch.bfloat16}, ("int8", 0, None)), ("W8A16", {"groups": 4}, ("int8", 32, None)),
     ("W8A16", {"groups": 2, "shifted": True}, ("int8", 64, "int8")), ("W8A16", {"shifted": True}, ("int8", 0, "int8")),
@@ -63,7 +65,9 @@ def test_a_layer_has_the_numbers_that_were_written(
     scheme, part = read(kind, tensors, how.get("packed", True))
     assert (part.format.storage, part.format.group, part.format.zero) == form
     integers = dict.fromkeys(("W8A8_DYNAMIC", "W4A8_DYNAMIC"), Rounding("int8"))
-    rounded = {**integers, "WFP8AFP8_DYNAMIC": Rounding("float8_e4m3fn")}
+    # A fixed scale, if activations have no offset.
+    fixed = {"W8A8": Rounding("int8", -1)} if how.get("input_offset") == 0 else {}
+    rounded = {**integers, **fixed, "WFP8AFP8_DYNAMIC": Rounding("float8_e4m3fn")}
     assert part.format.activation == (None if part.format.zero == "int8" else rounded.get(kind))
     held = scheme.dequantize(part, "float32")
     # With two scales, or one from a product, the order of the factors rounds differently.
@@ -71,6 +75,8 @@ def test_a_layer_has_the_numbers_that_were_written(
     assert torch.equal(held.bfloat16(), scheme.dequantize(part, "bfloat16"))
     arranged = scheme.arrange(part)
     assert torch.equal(reference_dequantize(arranged), held)
+    if fixed:
+        assert torch.equal(arranged.tensors["activation_scale"], torch.tensor(0.015625))
     assert sum(t.nbytes for t in arranged.tensors.values()) == part.format.nbytes(48, 128)
 
 
@@ -96,6 +102,8 @@ def spoilt(tensors: Tensors, ending: str, value: torch.Tensor | None) -> Tensors
         ("W8A8", {"product": "bits"}, "input_scale", None, "not the tensors of W8A8"),
         ("W8A8", {"product": "bits"}, "input_scale", torch.zeros(1), "NaN or infinite"),
         ("W8A8", {"product": "bits"}, "deq_scale", torch.full((48,), 2**40), "numbers that are no scales"),
+        ("W8A8", {"input_offset": 0.0}, "input_scale", torch.zeros(1), "input_scale of .* is 0, and a scale is more"),
+        ("W8A8", {"input_offset": 0.0}, "input_scale", torch.ones(2), r"input_scale float32 \[2\]"),
         ("W8A8", {}, "quant_bias", torch.full((48,), 10**6, dtype=torch.int32), f"no {STEM}.bias"),
         ("W8A16", {"shifted": True}, "weight_offset", torch.full((48, 1), 0.5), "whole numbers from -128 to 127"),
         ("W4A16", {"shifted": True}, "weight_offset", torch.full((48, 1), 8.0), "whole numbers from -8 to 7"),

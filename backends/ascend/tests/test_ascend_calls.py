@@ -18,6 +18,7 @@ from evener.contracts.state import AttentionSpec, StateProvider, StateSpec, Stat
 from evener.contracts.weights import LatentWeights
 from evener.errors import EngineError
 from evener.ops.reference import basic, experts, linear, norm, rotary
+from evener.ops.reference.rounding import rounded
 from evener.ops.reference.state import ReferenceState
 from evener_backend_ascend import calls
 from evener_backend_ascend.blocked_state import BlockedState
@@ -129,12 +130,13 @@ def test_products_of_experts_equal_the_reference_and_pairs_without_an_expert_are
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shared", [False, True], ids=["by row", "by tensor"])
 def test_experts_with_int8_weights_equal_dequantized_ones_L1(
-    npu: None, rows: torch.Generator, activation: Rounding | None, dtype: str
+    npu: None, rows: torch.Generator, activation: Rounding | None, dtype: str, shared: bool
 ) -> None:
     kernel, kind = NpuInt8GroupedLinear(), getattr(torch, dtype)
     (packing,) = kernel.packings
-    stack = [[int8_part(24, 64, activation, rows, f"{part}{expert}") for part in "gu"] for expert in range(4)]
+    stack = [[int8_part(24, 64, activation, rows, f"{part}{expert}", shared) for part in "gu"] for expert in range(4)]
     packed = packing.pack_stack(stack, 4, dtype, torch.device("cpu"))
     assert packed.shape == (4, 48, 64)
     tensors = [packed.data.codes, packed.data.scales, packed.data.fixed]
@@ -183,27 +185,33 @@ def test_310p_multiplies_experts_in_float16_by_multiples_of_sixteen_rows_and_int
 
 def near_fixed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x rounded to int8 with one scale for all tokens, by the formula."""
-    return (x.double() / scale.double()).round().clamp(-128, 127) * scale.double()
+    return (x.double() / scale.double()).round().clamp(-127, 127) * scale.double()
 
 
-def int8_part(rows: int, columns: int, how: Rounding | None, noise: torch.Generator, name: str = "w") -> WeightPart:
+def int8_part(
+    rows: int, columns: int, how: Rounding | None, noise: torch.Generator, name: str = "w", shared: bool = False
+) -> WeightPart:  # fmt: skip
+    """``shared``: one scale for the whole tensor, else one a row."""
     codes = torch.randint(-127, 128, (rows, columns), generator=noise, dtype=torch.int8)
     tensors = {"weight": codes, "scale": torch.rand(rows, 1, generator=noise) / 500 + 1e-4}
+    if shared:
+        tensors["scale"] = torch.rand((), generator=noise) / 500 + 1e-4
     if how == FIXED:  # each part has its own; some numbers are cut off
         tensors["activation_scale"] = (1.5 + torch.rand((), generator=noise) / 2) / 127
-    form = QuantFormat("int8", group=0, scale="float32", activation=how, bits=8 + 32 / columns)
+    form = QuantFormat("int8", group=-1 if shared else 0, scale="float32", activation=how)
     return WeightPart(name, rows, columns, form, tensors)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shared", [False, True], ids=["by row", "by tensor"])
 def test_products_with_int8_weights_equal_dequantized_ones_L1(
-    npu: None, rows: torch.Generator, activation: Rounding | None, dtype: str, biased: bool
+    npu: None, rows: torch.Generator, activation: Rounding | None, dtype: str, biased: bool, shared: bool
 ) -> None:
     kernel, kind = NpuInt8Linear(), getattr(torch, dtype)
     (packing,) = kernel.packings
-    parts = [int8_part(24, 64, activation, rows, "q"), int8_part(8, 64, activation, rows, "k")]
+    parts = [int8_part(size, 64, activation, rows, f"{size}", shared) for size in (24, 8)]
     assert packing.supports(parts, dtype) is None
     packed = packing.pack(parts, dtype, torch.device("cpu"))
     assert packed.nbytes == packing.nbytes(parts, dtype) == sum(each.nbytes for each in packed.data)
@@ -232,6 +240,15 @@ def test_products_with_int8_weights_equal_dequantized_ones_L1(
     if activation:
         error = (found.double() - exact).abs().max()
         assert error > 1e-4, "activations were not quantized"
+
+
+def test_activations_far_below_a_fixed_scale_are_cut_off_at_minus_127_as_by_the_reference_L1(npu: None) -> None:
+    """The vendor's own range ends at -128."""
+    x = torch.tensor([[-300.0, 300.0, -127.4, -126.6]], dtype=torch.float16)
+    codes, scales = torch.eye(4, dtype=torch.int8), torch.ones(4)
+    found = calls.int8_matmul(x, codes, scales, None, torch.tensor([1.0, 1.0, -127.0]))
+    assert found.tolist() == [[-127.0, 127.0, -127.0, -127.0]]
+    assert found.float().equal(rounded(x, FIXED, torch.tensor(1.0)))
 
 
 @pytest.mark.parametrize(

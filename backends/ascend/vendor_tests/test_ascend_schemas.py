@@ -58,7 +58,7 @@ def test_calls_pass_the_vendors_shape_inference_L2() -> None:
         for dtype in (torch.float16, torch.bfloat16):
             found = product(_empty(6, 64, dtype=dtype), codes, scales, scales)
             assert (found.shape, found.dtype) == ((6, 32), dtype)
-    fixed = _empty(2, dtype=torch.float32)
+    fixed = _empty(3, dtype=torch.float32)
     for dtype in (torch.float16, torch.bfloat16):
         found = calls.int8_matmul(_empty(6, 64, dtype=dtype), codes, scales, scales, fixed)
         assert (found.shape, found.dtype) == ((6, 32), dtype)

@@ -17,7 +17,7 @@ from stand_ins import installed
 
 from evener.config import from_overrides
 from evener.contracts.ops import Bucket, OpCall
-from evener.contracts.quant import QuantFormat, WeightPart
+from evener.contracts.quant import QuantFormat, Rounding, WeightPart
 from evener.engine.processes.start import build_controller
 from evener.engine.wire.messages import NewRequest, Sampling
 from evener_backend_gcu.device import capabilities
@@ -32,10 +32,13 @@ CPU = torch.device("cpu")
 
 def part(rows: int, columns: int, bits: int, group: int, zeros: bool, seed: int = 1) -> WeightPart:
     """Random integers in the tensors that packings get."""
-    made = quantized(bits, rows, columns, group, symmetric=not zeros, seed=seed)
+    made = quantized(bits, rows, columns, max(0, group), symmetric=not zeros, seed=seed)
     if bits == 8:
         tensors = {"weight": (made.codes - 128).to(torch.int8), "scale": made.scales.T.contiguous()}
-        return WeightPart(f"w{seed}", rows, columns, QuantFormat("int8", group, scale="float16"), tensors)
+        if group < 0:  # one for the whole tensor
+            tensors["scale"] = made.scales.float().max()
+        fixed = {"scale": "float32", "activation": Rounding("int8", -1)} if group < 0 else {"scale": "float16"}
+        return WeightPart(f"w{seed}", rows, columns, QuantFormat("int8", group, **fixed), tensors)
     pairs = (made.codes[:, ::2] + 16 * made.codes[:, 1::2]).to(torch.uint8)
     tensors = {"weight": pairs, "scale": made.scales.T.contiguous()}
     if zeros:
@@ -50,7 +53,8 @@ def call(op: str, dtype: str, **more: Any) -> OpCall:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
-    ("bits", "group", "zeros"), [(4, 64, True), (4, 128, False), (8, 0, False), (8, 64, False), (4, 64, None)]
+    ("bits", "group", "zeros"),
+    [(4, 64, True), (4, 128, False), (8, 0, False), (8, -1, False), (8, 64, False), (4, 64, None)],
 )
 def test_products_equal_those_of_dequantized_weights_L1(
     bits: int, group: int, zeros: bool | None, dtype: str, tmp_path: Path

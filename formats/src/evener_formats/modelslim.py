@@ -8,13 +8,16 @@ weight's scale and ``input_scale`` [1], instead of ``weight_scale``; where activ
 the bits of the float32. ``W4A8_DYNAMIC`` of older versions has two scales: ``weight_scale`` [rows, 1] and
 ``weight_scale_second`` [rows, groups]; both multiply.
 
-Activations may be rounded with a scale for each token where the kind ends in ``_DYNAMIC``. ``input_scale``,
-``input_offset``, ``quant_bias`` and ``scale_bias`` serve products of activations rounded with a fixed offset, which are
-not computed: the results are those of the weights as stored. Imports torch only to read weights.
+Activations may be rounded with a scale for each token where the kind ends in ``_DYNAMIC``, and with the fixed
+``input_scale`` where the kind is ``W8A8`` and ``input_offset`` is zero. With another offset they stay as they are:
+``Rounding`` has no offsets, as parts of one weight share a scale, the largest, and there is no such rule for offsets.
+``quant_bias`` (the bias, and the offset times the sum of a row's numbers) and ``scale_bias`` serve other products than
+these and are not used. Imports torch only to read weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -65,7 +68,7 @@ class ModelSlimScheme(BesideScheme):
 
     def __init__(self, description: Description | None = None, checkpoint: Checkpoint | None = None) -> None:
         self._description = description or Description(FILE, {}, False)
-        self._checkpoint, self._shifted = checkpoint, dict[str, bool]()
+        self._checkpoint, self._shifted, self._fixed = checkpoint, dict[str, bool](), dict[str, bool]()
 
     def detect(self, config: Mapping[str, Any]) -> bool:
         settings = config.get("quantization_config")
@@ -119,7 +122,9 @@ class ModelSlimScheme(BesideScheme):
         # Scales for the groups of a row.
         parted, second = len(scales) == 2 and scales[1] > 1, found["second"]
         if static:
-            fits &= kind == "W8A8" and not parted and number[0] in PLAIN and number[1] in ((), (1,))
+            fits &= kind == "W8A8" and not parted and number is not _ABSENT
+        # One scale and one offset for all activations.
+        fits &= number is _ABSENT or (number[0] in PLAIN and number[1] in ((), (1,)))
         fits &= found["zero"] is _ABSENT or (found["zero"][0] in PLAIN and found["zero"][1] == scales)
         if second is not _ABSENT:
             fits &= BITS[kind] == 4 and not parted and second[0] in PLAIN and len(second[1]) == 2
@@ -157,7 +162,7 @@ class ModelSlimScheme(BesideScheme):
         dynamic = Rounding("int8") if kind in ("W8A8_DYNAMIC", "W4A8_DYNAMIC") else None
         if BITS[kind] == 4 and even and (shifted or scale in _NARROW):
             return QuantFormat("uint4", sizes.group, scale=scale, zero="uint8" if shifted else None, activation=dynamic)
-        how = None if shifted else dynamic
+        how = None if shifted else Rounding("int8", -1) if self._is_fixed(name, kind, roles) else dynamic
         return QuantFormat("int8", sizes.group, scale=scale, zero="int8" if shifted else None, activation=how)
 
     def _is_shifted(self, name: str, roles: Mapping[str, str]) -> bool:
@@ -172,6 +177,15 @@ class ModelSlimScheme(BesideScheme):
                 )
             self._shifted[name] = bool(found)
         return self._shifted[name]
+
+    def _is_fixed(self, name: str, kind: str, roles: Mapping[str, str]) -> bool:
+        """Whether activations have a fixed scale and an offset of zero. One number is read."""
+        if name not in self._fixed:
+            held, needed = self._checkpoint, {"input_scale", "input_offset"} <= roles.keys()
+            self._fixed[name] = (
+                kind == "W8A8" and needed and held is not None and not bool(held.tensor(roles["input_offset"]).any())
+            )
+        return self._fixed[name]
 
     def axes(self, part: WeightPart) -> Mapping[str, Axes]:
         weight, group = part.tensors["weight"], part.format.group
@@ -198,6 +212,13 @@ class ModelSlimScheme(BesideScheme):
         tensors = {"weight": numbers, "scale": scale.reshape(part.rows, -1).contiguous()}
         if form.storage == "uint4":
             tensors["weight"] = pairs(numbers.view(torch.uint8) + 8)
+        if form.activation == Rounding("int8", -1):
+            tensors["activation_scale"] = fixed = stored["input_scale"].float().reshape(())
+            if not 0 < float(fixed) < math.inf:
+                raise CheckpointError(
+                    f"input_scale of {part.name} is {float(fixed):g}, and a scale is more than zero and finite; fetch "
+                    "the files again"
+                )
         if form.zero:
             tensors["zero"] = _zeros(part, 8 if form.storage == "uint4" else 0, 16 if four else 256)
         return replace(part, tensors=tensors)

@@ -57,6 +57,13 @@ def examples(name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers,
         }  # fmt: skip
         tensors[f"{stem}.quant_bias"] = (tensors[name].sum(1) * -3).int()
         yield _config(name, "W8A8", False), _headers(tensors), tensors
+    # An offset of zero: activations may be rounded with the fixed scale.
+    tensors = {
+        name: integers(-127, 128, rows, columns).to(torch.int8), f"{name}_scale": scales(8, rows, 1),
+        f"{name}_offset": torch.zeros(rows, 1), f"{stem}.input_scale": torch.tensor([0.02]),
+        f"{stem}.input_offset": torch.zeros(1), f"{stem}.quant_bias": torch.zeros(rows, dtype=torch.int32),
+    }  # fmt: skip
+    yield _config(name, "W8A8", False), _headers(tensors), tensors
     tensors = {
         name: integers(-8, 8, rows, columns).to(torch.int8), f"{name}_scale": scales(4, rows, 1),
         f"{name}_offset": torch.zeros(rows, 1), f"{name}_scale_second": torch.rand(rows, 3, generator=random) + 0.5,

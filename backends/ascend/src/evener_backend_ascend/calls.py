@@ -155,8 +155,8 @@ def int8_matmul(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None,
     fixed: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x [T, K] as int8, times int8 codes [K, N] with float32 scales [N]; in the dtype of x. ``fixed``: float32 [2], the
-    scale of all tokens and its reciprocal; None: each token has a scale of its own."""
+    """x [T, K] as int8, times int8 codes [K, N] with float32 scales [N]; in the dtype of x. ``fixed``: float32 [3], the
+    scale of all tokens, its reciprocal, and -127 times it; None: each token has a scale of its own."""
     _require_int8(x, codes, scales, bias, "npu_quant_matmul")
     quantized, tokens = _int8_rows(x, fixed)
     y: torch.Tensor = torch.ops.npu.npu_quant_matmul(
@@ -171,10 +171,14 @@ def _int8_rows(x: torch.Tensor, fixed: torch.Tensor | None) -> tuple[torch.Tenso
     if fixed is None:
         quantized, rows = torch.ops.npu.npu_dynamic_quant(x.contiguous())
         return quantized, rows
-    _require(fixed.dtype == torch.float32 and fixed.shape == (2,), "npu_quantize", f"fixed {list(fixed.shape)}")
+    _require(fixed.dtype == torch.float32 and fixed.shape == (3,), "npu_quantize", f"fixed {list(fixed.shape)}")
     # The vendor takes scales in the dtype of what they multiply, and the reciprocal in bfloat16 would move large
     # elements by a quarter of a step. Division by the scale (``div_mode``) has the same rule, by an older operator.
-    codes = torch.ops.npu.npu_quantize(x.float().contiguous(), fixed[1:], None, torch.qint8, axis=-1, div_mode=False)
+    wide = x.float().contiguous()
+    # The vendor cuts off at -128 (`ascend_quant_v2` in CANN's ops-nn has no other range), and evener's op at -127. With
+    # a scale a token nothing is cut off: it is the largest magnitude divided by 127.
+    torch.maximum(wide, fixed[2:], out=wide)
+    codes = torch.ops.npu.npu_quantize(wide, fixed[1:2], None, torch.qint8, axis=-1, div_mode=False)
     # Without scales of tokens, a result of float16 needs the weight's scales in another form.
     return codes, fixed[:1].expand(x.shape[0]).contiguous()
 

@@ -12,6 +12,7 @@ import torch
 
 from evener.contracts.ops import OpCall, OpFunction
 from evener.contracts.quant import PackedWeight, Packing, QuantFormat, Rounding, WeightPart
+from evener.ops.reference.rounding import LARGEST
 from evener_backend_ascend import calls
 from evener_backend_ascend.chip import INT8_EXPERTS, refusal
 from evener_backend_ascend.kernels import NpuGroupedLinear, NpuKernel
@@ -24,8 +25,8 @@ _LONGEST = 65535
 
 @dataclass(frozen=True)
 class Int8Stack:
-    """Codes int8 [matrices, columns, rows] and scales float32 [matrices, rows]. ``fixed``: float32 [matrices, 2], the
-    same fixed scale of activations and its reciprocal for each; None: no such scale."""
+    """Codes int8 [matrices, columns, rows] and scales float32 [matrices, rows]. ``fixed``: float32 [matrices, 3], of
+    the same fixed scale of activations for each, as ``calls.int8_matmul`` takes it; None: no such scale."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -37,9 +38,10 @@ class Int8Stack:
 
 
 class Int8Rows(Packing):
-    """Weights of int8 codes with one scale a row. ``data``: codes int8 [columns, rows], which is the order that the
-    vendor recommends, and scales float32 [rows], of all parts; where the scale of activations is fixed, also the
-    largest of the parts' and its reciprocal, float32 [2]. Of a stack, ``Int8Stack``."""
+    """Weights of int8 codes with one scale a row, or one for the whole tensor, which then every row of the part gets.
+    ``data``: codes int8 [columns, rows], which is the order that the vendor recommends, and scales float32 [rows], of
+    all parts; where the scale of activations is fixed, also float32 [3] of the largest of the parts': see
+    ``calls.int8_matmul``. Of a stack, ``Int8Stack``."""
 
     layout = "ascend.int8"
 
@@ -49,7 +51,7 @@ class Int8Rows(Packing):
             return "its parts are stored in different formats"
         if form.storage != "int8" or form.scale not in _SCALES or form.zero or form.order != "row":
             return f"holds int8 codes with float scales and no zero points, and this is stored as {form.storage}"
-        if (form.group, form.group_out) != (0, 1):
+        if form.group > 0 or form.group_out != 1:
             return f"has one scale a row, and {form.group} columns x {form.group_out} rows share one here"
         rows, columns = sum(part.rows for part in parts), parts[0].columns
         if max(rows, columns) > _LONGEST:
@@ -61,11 +63,11 @@ class Int8Rows(Packing):
 
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
         codes = torch.cat([part.tensors["weight"].to(device) for part in parts])
-        scales = torch.cat([part.tensors["scale"].to(device, torch.float32).reshape(-1) for part in parts])
+        scales = torch.cat([_row_scales(part).to(device, torch.float32) for part in parts])
         data: tuple[torch.Tensor, ...] = codes.T.contiguous(), scales
         if _is_fixed(parts):
             own = [part.tensors["activation_scale"].to(device, torch.float32).reshape(1) for part in parts]
-            data = *data, _with_reciprocal(torch.cat(own))
+            data = *data, _fixed_numbers(torch.cat(own))
         nbytes = self.nbytes(parts, dtype)
         return PackedWeight(self.layout, tuple(codes.shape), data, nbytes, tuple(part.format for part in parts))
 
@@ -84,7 +86,7 @@ class Int8Rows(Packing):
                 room.copy_(each)
         assert stack is not None, "there is at least one matrix"
         if stack.fixed is not None:
-            stack.fixed[:] = _with_reciprocal(stack.fixed[:, 0])
+            stack.fixed[:] = _fixed_numbers(stack.fixed[:, 0])
         columns, rows = stack.codes.shape[1:]
         return PackedWeight(self.layout, (count, rows, columns), stack, count * nbytes, formats)
 
@@ -154,8 +156,8 @@ class NpuInt8GroupedLinear(NpuGroupedLinear):
 
 #: How the vendor's products may round activations, and what rounds them.
 _ROUNDED = {Rounding("int8"): "npu_dynamic_quant", Rounding("int8", -1): "npu_quantize"}
-#: A fixed scale and its reciprocal.
-_FIXED_BYTES = 8
+#: A fixed scale, its reciprocal and the smallest activation.
+_FIXED_BYTES = 12
 
 
 def _quantizes(call: OpCall) -> bool:
@@ -174,7 +176,13 @@ def _is_fixed(parts: Sequence[WeightPart]) -> bool:
     return parts[0].format.activation == Rounding("int8", -1)
 
 
-def _with_reciprocal(scales: torch.Tensor) -> torch.Tensor:
-    """Float32 [2]: the largest scale, and its reciprocal."""
+def _row_scales(part: WeightPart) -> torch.Tensor:
+    """The scale of each row [rows]. The vendor's products take a single number too, but parts of one weight may have
+    different ones, and not all of the kernels do."""
+    return part.tensors["scale"].reshape(-1).expand(part.rows)
+
+
+def _fixed_numbers(scales: torch.Tensor) -> torch.Tensor:
+    """Float32 [3]: the largest scale, its reciprocal, and the smallest activation that is not cut off."""
     largest = scales.max()
-    return torch.stack((largest, largest.reciprocal()))
+    return torch.stack((largest, largest.reciprocal(), -LARGEST["int8"] * largest))

@@ -77,7 +77,8 @@ class GcuNibbles(_InGroups):
 
 
 class GcuBytes(_InGroups):
-    """Eight bits. ``data``: int8 [rows, columns] and scales in the compute dtype, [rows] or [groups, rows]."""
+    """Eight bits. ``data``: int8 [rows, columns] and scales in the compute dtype, [rows] or [groups, rows]. A scale
+    for the whole tensor is given to every row."""
 
     layout, storage = "gcu.int8", "int8"
 
@@ -85,7 +86,7 @@ class GcuBytes(_InGroups):
         form = parts[0].format
         if any(part.format.zero for part in parts):
             return "has no zero points of eight bits"
-        if form.group and form.group not in GROUPS:
+        if form.group > 0 and form.group not in GROUPS:
             return f"has groups of {' or '.join(map(str, GROUPS))} columns or whole rows, and here are {form.group}"
         return None
 
@@ -94,10 +95,13 @@ class GcuBytes(_InGroups):
         return rows * columns + int(rows * groups * DTYPE_BYTES[dtype])
 
     def pack(self, parts: Sequence[WeightPart], dtype: str, device: torch.device) -> PackedWeight:
-        kind, rows = getattr(torch, dtype), _sizes(parts)[0]
+        kind = getattr(torch, dtype)
         numbers = torch.cat([part.tensors["weight"].to(device) for part in parts]).contiguous()
-        scale = torch.cat([part.tensors["scale"].to(device, kind).reshape(part.rows, -1) for part in parts])
-        scale = scale.T.contiguous() if parts[0].format.group else scale.reshape(rows)
+        stored = [part.tensors["scale"].to(device, kind) for part in parts]
+        if parts[0].format.group > 0:
+            scale = torch.cat(stored).T.contiguous()
+        else:
+            scale = torch.cat([each.reshape(-1).expand(part.rows) for each, part in zip(stored, parts, strict=True)])
         formats = tuple(part.format for part in parts)
         return PackedWeight(self.layout, tuple(numbers.shape), (numbers, scale), self.nbytes(parts, dtype), formats)
 
