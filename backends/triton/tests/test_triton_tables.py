@@ -12,7 +12,7 @@ from interpreted import every_access_checked
 from evener.contracts.quant import NVFP4, QuantFormat, QuantScheme, WeightPart
 from evener_conformance.kit.cases.blocks import random_table, reference_dequantize
 from evener_formats.bitsandbytes import BitsAndBytesScheme
-from evener_formats.compressed import ModelOptScheme
+from evener_formats.modelopt import ModelOptScheme
 from evener_kernels_triton.experts import grouped
 from evener_kernels_triton.linear import dequantized, few_tokens_linear
 from evener_kernels_triton.packed import PACKED, PackedMatrix

@@ -1,7 +1,7 @@
-"""The schemes "compressed-tensors" (llm-compressor) and "modelopt", whose layers may each have a format of their own.
+"""The scheme "compressed-tensors" (llm-compressor), whose layers may each have a format of their own.
 
 The tensors stored beside a name decide how it is read; the config adds what they do not show: bits, group sizes, zero
-points and act-order. Layers that ``ignore`` or ``exclude_modules`` names are stored plain, and are read so.
+points and act-order. Layers that ``ignore`` names are stored plain, and are read so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evener.errors import CheckpointError
 from evener_formats.beside import BesideScheme
 from evener_formats.gptq import Layer
 from evener_formats.microscaled import MicroscaledFloats, microscaled_examples
-from evener_formats.packed import PackedFloats, PackedIntegers
+from evener_formats.packed import PackedFloats, PackedIntegers, float_example
 from evener_formats.rules import expression
 from evener_formats.scaled import ScaledScheme
 from evener_formats.unpacked import UnpackedIntegers
@@ -201,95 +201,11 @@ class CompressedTensors(PartlyPacked):
             yield {"quantization_config": found}, _headers(tensors), tensors
         yield from _four_and_eight_bits(name, random)
         yield from microscaled_examples(name, random)
-        tensors = _float_example(name, "_packed", "_global_scale", random)
+        tensors = float_example(name, "_packed", "_global_scale", random)
         yield (
             {"quantization_config": {"quant_method": self.name, "format": "nvfp4-pack-quantized"}}, _headers(tensors),
             tensors,
         )  # fmt: skip
-
-
-#: What Model Optimizer's ``quant_algo`` says of FP8 activations. Scales of four axes are those of blocks.
-_ALGORITHMS: Mapping[str, Rounding | None] = {
-    "FP8": Rounding("float8_e4m3fn", -1), "FP8_PER_CHANNEL_PER_TOKEN": Rounding("float8_e4m3fn"), "FP8_PB_WO": None,
-    "NVFP4": None, "W4A16_NVFP4": None, "MXFP8": None, "MXFP4": None,
-    "MIXED_PRECISION": Rounding("float8_e4m3fn", -1), "NONE": Rounding("float8_e4m3fn", -1),
-}  # fmt: skip
-
-
-class ModelOptScheme(PartlyPacked):
-    """``"quant_method": "modelopt"``: FP8 with a scale for the tensor, each row or block, NVFP4, MXFP4 and MXFP8.
-
-    Args:
-        how: how activations may be rounded before products with FP8 weights.
-    """
-
-    name, methods = "modelopt", ("modelopt", "modelopt_fp4")
-
-    def __init__(self, how: Rounding | None = _ALGORITHMS["FP8"]) -> None:
-        self._how, self._microscaled = how, MicroscaledFloats()
-        self._floats = PackedFloats("", "_scale_2", divides=False)
-
-    def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
-        settings = config["quantization_config"]
-        inner = settings.get("quantization")
-        algorithm = str((inner if isinstance(inner, Mapping) else settings).get("quant_algo"))
-        if algorithm.upper() not in _ALGORITHMS:
-            raise CheckpointError(
-                f"config.json's quantization_config has the quant_algo {algorithm[:40]!r}; {self.name} reads "
-                f"{', '.join(list(_ALGORITHMS)[:-1])}; use such a checkpoint"
-            )
-        return ModelOptScheme(_ALGORITHMS[algorithm.upper()])
-
-    def packed(self, name: str, headers: Headers) -> BesideScheme | None:
-        if headers.get(f"{name}_scale", ("", ()))[0] == "uint8":
-            return self._microscaled
-        return self._floats if name in headers and f"{name}_scale_2" in headers else None
-
-    def part(self, name: str, headers: Headers) -> WeightPart | None:
-        scale = f"{name}_scale"
-        kind, shape = headers.get(scale, ("", ()))
-        blocks = len(shape) == 4 and shape[1] == shape[3] == 1
-        return super().part(name, {**headers, scale: (kind, shape[::2])} if blocks else headers)
-
-    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
-        return super().cut(_without_axes(part), axis, start, stop)
-
-    def arrange(self, part: WeightPart) -> WeightPart:
-        return super().arrange(_without_axes(part))
-
-    def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
-        return self._how
-
-    def reader(self, part: WeightPart) -> BesideScheme | None:
-        if "exponents" in part.tensors:
-            return self._microscaled
-        return self._floats if "whole" in part.tensors else None
-
-    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
-        import torch
-
-        config = {"quantization_config": {"quant_method": self.name, "quant_algo": "NVFP4"}}
-        tensors = _float_example(name, "", "_scale_2", torch.Generator().manual_seed(seed))
-        yield config, _headers(tensors), tensors
-        for _, headers, scaled in list(super().examples(name, seed))[:2]:
-            yield config, headers, scaled
-        weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
-        tensors = {name: weight, f"{name}_scale": torch.full((2, 1, 3, 1), 1 / 64)}
-        yield (
-            {"quantization_config": config["quantization_config"] | {"quant_algo": "fp8_pb_wo"}},
-            _headers(tensors),
-            tensors,
-        )
-
-
-def _without_axes(part: WeightPart) -> WeightPart:
-    """A part with scales [rows, columns] of blocks, in place of [rows, 1, columns, 1]."""
-    scale = part.tensors.get("scale")
-    return (
-        part
-        if scale is None or scale.dim() != 4
-        else replace(part, tensors={**part.tensors, "scale": scale[:, 0, :, 0]})
-    )
 
 
 def _is_in_groups(form: str, group: Mapping[str, Any]) -> bool:
@@ -342,16 +258,6 @@ def _rounding_of(group: Mapping[str, Any]) -> Rounding | None:
 
 def _positive(size: Any) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size > 0
-
-
-def _float_example(name: str, weight: str, whole: str, random: torch.Generator) -> dict[str, torch.Tensor]:
-    import torch
-
-    return {
-        name + weight: torch.randint(0, 256, (24, 48), generator=random).to(torch.uint8),
-        f"{name}_scale": (torch.rand(24, 6, generator=random) * 400 + 20).to(torch.float8_e4m3fn),
-        name + whole: torch.tensor([1500.0 if weight else 1 / 1500]),
-    }
 
 
 def _four_and_eight_bits(

@@ -54,3 +54,20 @@ def flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:
             f"config.json's quantization_config has {key}: {str(found)[:40]}, not true or false; correct the file"
         )
     return found
+
+
+def mapping(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The map under ``key``; empty if it is null or not there.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    found = settings.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(
+            f"config.json's quantization_config has {key}: {str(found)[:40]}, not a map; correct the file, or use the "
+            "config.json that was published with these weights"
+        )
+    return found
