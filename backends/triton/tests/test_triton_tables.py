@@ -137,7 +137,7 @@ def cases() -> Iterator[tuple[QuantScheme, WeightPart]]:
             own = scheme.configured(config, read)  # type: ignore[arg-type]
             found = own.part("layer.weight", headers)
             assert found is not None
-            if "float4" in found.format.storage or found.format.storage in ("nf4", "fp4"):
+            if found.format.storage in ("float4_e2m1", "nf4", "fp4"):
                 roles = {role: tensors[name] for role, name in own.tensors("layer.weight", headers).items()}
                 yield own, replace(found, tensors=roles)
 

@@ -19,7 +19,7 @@ from evener_formats.beside import BesideScheme
 from evener_formats.gptq import Layer
 from evener_formats.microscaled import MicroscaledFloats, microscaled_examples
 from evener_formats.packed import PackedFloats, PackedIntegers, float_example
-from evener_formats.rules import expression
+from evener_formats.rules import expression, flag, malformed, mapping, number, texts, word
 from evener_formats.scaled import ScaledScheme
 from evener_formats.unpacked import UnpackedIntegers
 
@@ -31,6 +31,8 @@ _SCALED = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantiz
 _PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized")
 #: Bits of integers, least and most.
 _BITS = (2, 8)
+#: What numbers share a scale.
+_STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
 #: What says how activations or the KV cache were rounded.
 _UNUSED = ("input_global_scale", "k_scale", "v_scale")
 
@@ -96,26 +98,23 @@ class CompressedTensors(PartlyPacked):
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings = config["quantization_config"]
-        groups = settings.get("config_groups") or {}
-        if not isinstance(groups, Mapping) or len(groups) > 10_000:
-            raise CheckpointError("config.json's quantization_config has config_groups that are no map; correct it")
+        groups = mapping(settings, "config_groups")
+        if len(groups) > 10_000:
+            raise malformed(settings, "config_groups", "at most 10000 groups")
         rules: list[_Rule] = []
         formats = {str(settings.get("format"))}
         for group in groups.values():
-            if not isinstance(group, Mapping):
-                raise CheckpointError("config.json's quantization_config has a config_group that is no map; correct it")
+            group = mapping({"config_groups": group}, "config_groups")
+            mapping(group, "weights")
             form = str(group.get("format") or settings.get("format"))
             formats.add(form)
             layer, how = _layer_of(group) if _is_in_groups(form, group) else None, _rounding_of(group)
-            targets = group.get("targets")
-            for target in targets if isinstance(targets, list) else ["Linear"]:
-                text = str(target)
+            for text in texts(group, "targets") or ["Linear"]:
                 if text.startswith("re:"):
                     rules.append((expression(text[3:], "quantization_config.config_groups"), layer, how))
                 else:
                     rules.append((text if "." in text else None, layer, how))
-        sparsity = settings.get("sparsity_config")
-        sparse = isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense")
+        sparse = mapping(settings, "sparsity_config").get("format") not in (None, "dense")
         unread = [f"the format {each!r}" for each in sorted(formats - {*_SCALED, *_PACKED, "mixed-precision", "None"})]
         unread += ["sparse weights"] if sparse else []
         unread += ["transforms (transform_config)"] if settings.get("transform_config") else []
@@ -211,10 +210,10 @@ class CompressedTensors(PartlyPacked):
 def _is_in_groups(form: str, group: Mapping[str, Any]) -> bool:
     """Whether the weights of a config_group in a format are integers that ``Layer`` describes."""
     weights = group.get("weights")
-    if form not in ("int-quantized", "naive-quantized") or not isinstance(weights, Mapping):
+    if form not in ("int-quantized", "naive-quantized") or weights is None:
         return form in _PACKED[:1]
     grouped = weights.get("strategy") == "group" or weights.get("num_bits") != 8
-    return weights.get("type", "int") == "int" and grouped
+    return bool(weights.get("type", "int") == "int" and grouped)
 
 
 def _layer_of(group: Mapping[str, Any]) -> Layer:
@@ -240,13 +239,24 @@ def _layer_of(group: Mapping[str, Any]) -> Layer:
 
 
 def _rounding_of(group: Mapping[str, Any]) -> Rounding | None:
-    """How a config_group says that activations are rounded; None: not, or in a way that no kernel knows."""
-    found = group.get("input_activations")
-    if not isinstance(found, Mapping) or found.get("num_bits") != 8 or found.get("symmetric", True) is not True:
+    """How a config_group says that activations are rounded; None: not, or in a way that no kernel knows.
+
+    Raises:
+        CheckpointError: it does not say it in the words of compressed-tensors.
+    """
+    found = mapping(group, "input_activations")
+    if not found:
         return None
-    storage = {"float": "float8_e4m3fn", "int": "int8"}.get(str(found.get("type", "int")))
-    dynamic, strategy, size = found.get("dynamic", False), found.get("strategy"), found.get("group_size")
-    if storage is None or dynamic not in (True, False):
+    bits, size = number(found, ("num_bits",), 8), found.get("group_size")
+    storage = {"float": "float8_e4m3fn", "int": "int8"}[word(found, "type", ("float", "int")) or "int"]
+    strategy, dynamic = word(found, "strategy", _STRATEGIES), found.get("dynamic", False)
+    if bits is None or bits < 1:
+        raise malformed(found, "num_bits", "a number of bits")
+    if not isinstance(dynamic, bool) and dynamic != "local":
+        raise malformed(found, "dynamic", "true, false or local")
+    if size is not None and not _positive(size) and size != -1:
+        raise malformed(found, "group_size", "a number of columns")
+    if bits != 8 or not flag(found, "symmetric", True) or dynamic == "local":
         return None
     if not dynamic:
         return Rounding(storage, -1) if strategy in (None, "tensor") else None

@@ -12,7 +12,7 @@ from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import QuantScheme
 from evener.errors import CheckpointError
 from evener_formats.gptq import HALVES
-from evener_formats.rules import expression, number
+from evener_formats.rules import expression, number, texts
 
 #: Keys that name the layers that are stored plain.
 _EXCEPTIONS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
@@ -64,9 +64,7 @@ def described(
 
 def _is_excepted(stem: str, settings: Mapping[str, Any]) -> bool:
     for key in _EXCEPTIONS:
-        named = settings.get(key)
-        for each in named if isinstance(named, list) else ():
-            text = str(each)
+        for text in texts(settings, key):
             if text.startswith("re:"):
                 if expression(text[3:], f"quantization_config.{key}").match(stem):
                     return True

@@ -21,7 +21,7 @@ from evener_formats.beside import PLAIN, Along, Axes, BesideScheme
 from evener_formats.compressed import PartlyPacked
 from evener_formats.microscaled import MicroscaledFloats
 from evener_formats.packed import PackedFloats, float_example
-from evener_formats.rules import mapping, number
+from evener_formats.rules import malformed, mapping, number
 from evener_formats.words import pairs
 
 if TYPE_CHECKING:
@@ -106,19 +106,23 @@ class ModelOptScheme(PartlyPacked):
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings = config["quantization_config"]
         inner = settings if settings.get("quantization") is None else mapping(settings, "quantization")
-        algorithm = "NONE" if inner.get("quant_algo") is None else str(inner["quant_algo"]).upper()
-        if algorithm not in _ALGORITHMS:
+        algorithm = str(inner.get("quant_algo"))
+        if algorithm.upper() not in _ALGORITHMS:
             raise CheckpointError(
                 f"config.json's quantization_config has the quant_algo {algorithm[:40]!r}; {self.name} reads "
                 f"{', '.join(list(_ALGORITHMS)[:-1])}; use such a checkpoint"
             )
         group = number(inner, ("group_size",), 0)
         if group is None or group < 0:
-            raise CheckpointError(
-                f"config.json's quantization_config has group_size: {str(inner['group_size'])[:40]}, which is no "
-                "number of columns; use the config.json that was published with these weights"
-            )
-        return ModelOptScheme(_ALGORITHMS[algorithm])
+            raise malformed(inner, "group_size", "a number of columns")
+        for layer, each in mapping(inner, "quantized_layers").items():
+            own = each.get("quant_algo") if isinstance(each, Mapping) else each
+            if not isinstance(own, str) or own.upper() not in _ALGORITHMS:
+                raise CheckpointError(
+                    f"config.json's quantization_config.quantized_layers has {str(own)[:40]!r} for {str(layer)[:80]}; "
+                    f"{self.name} reads {', '.join(list(_ALGORITHMS)[:-2])}; use such a checkpoint"
+                )
+        return ModelOptScheme(_ALGORITHMS[algorithm.upper()])
 
     def packed(self, name: str, headers: Headers) -> BesideScheme | None:
         stored, scale = (headers.get(each, ("", ()))[0] for each in (name, f"{name}_scale"))
