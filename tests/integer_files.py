@@ -1,5 +1,6 @@
-"""GPTQ, AWQ and compressed-tensors layers as their tools save them, written from the published layouts in plain Python
-integers: a word of 32 bits takes numbers from its lowest bit up. Nothing here is shared with the readers."""
+"""GPTQ, AWQ, compressed-tensors and Model Optimizer's layers as their tools save them, written from the published
+layouts in plain Python integers: a word of 32 bits takes numbers from its lowest bit up. Nothing here is shared with
+the readers."""
 
 from __future__ import annotations
 
@@ -93,6 +94,17 @@ def compressed_tensors(
     if not symmetric:
         tensors[f"{name}_zero_point"] = _packed(made.zeros, bits).T.contiguous()
     return tensors | ({f"{name}_g_idx": made.index.int()} if act_order else {})
+
+
+def modelopt_tensors(name: str, made: Quantized, factors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Tensors of the weight ``name`` of four bits in W4A16_AWQ: a byte has the signed numbers of two rows, the first in
+    its low half. Scales are float32. ``factors``: what activations are multiplied by, for each column."""
+    codes = [[(code - 8) % 16 for code in row] for row in made.codes.tolist()]
+    bytes_ = [
+        [low | high << 4 for low, high in zip(*two, strict=True)] for two in zip(codes[::2], codes[1::2], strict=True)
+    ]
+    more = {} if factors is None else {f"{name.removesuffix('weight')}pre_quant_scale": factors}
+    return {name: torch.tensor(bytes_, dtype=torch.uint8), f"{name}_scale": made.scales.T.float().contiguous(), **more}
 
 
 def halves_tensors(stem: str, made: Quantized) -> dict[str, torch.Tensor]:

@@ -15,7 +15,9 @@ from evener_convert.merged import INDEX, MergedCheckpoint
 from evener_convert.merging import merged_stem
 from evener_quantize.driver import quantize
 from evener_quantize.settings import Settings
+from family_oracles import make_transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 from test_convert import greedy, model
 from test_fp8_end_to_end import SIZES, checkpoint
 from test_quantize import model as text_model
@@ -26,6 +28,7 @@ from evener.contracts.conversion.views import ViewRequest
 from evener.errors import CheckpointError
 from evener.loading.checkpoint import open_checkpoint
 from evener.loading.views import view_checkpoint
+from evener_conformance.naive.model import find_architecture
 from evener_formats.plugin import evener_quant_schemes
 from evener_models.qwen3 import Qwen3ForCausalLM
 
@@ -75,6 +78,59 @@ def test_parts_are_stored_together_and_read_as_parts_with_the_same_bytes_and_tok
     ours, theirs = open_checkpoint(tmp_path / "again"), open_checkpoint(apart)
     assert ours.headers == theirs.headers
     assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in ours.headers)
+
+
+@pytest.mark.parametrize("ranks", [{}, {"infer.tp_size": 2}], ids=["whole", "split"])
+@pytest.mark.parametrize("quant", ["auto", "int8"])
+def test_biases_of_merged_weights_are_merged_too(
+    quant: str, ranks: dict[str, int], tmp_path: Path, one_thread: None
+) -> None:
+    """Rank by rank: the tokens are those of the source, and what is converted again is what was stored apart."""
+    source = with_biases(tmp_path / "source")
+    made, apart = merged(source, tmp_path / "made", quant=quant, **ranks), tmp_path / "apart"
+    convert(from_overrides(str(source), {"quant": quant, **ranks}), apart)
+    assert {f"model.layers.{layer}.self_attn.qkv_proj.bias" for layer in (0, 1)} <= stored(made)
+    assert not any(name.endswith((".q_proj.bias", ".k_proj.bias", ".v_proj.bias")) for name in stored(made))
+    assert greedy(made, **ranks) == greedy(apart, **ranks)
+    if quant == "auto":
+        assert greedy(made, **ranks) == greedy(source, **ranks)
+    if not ranks:
+        convert(from_overrides(str(made), {}), tmp_path / "again")
+        ours, theirs = open_checkpoint(tmp_path / "again"), open_checkpoint(apart)
+        assert ours.headers == theirs.headers
+        assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in ours.headers)
+        assert greedy(made, **{"infer.tp_size": 2}) == greedy(apart, **{"infer.tp_size": 2})
+
+
+def test_biases_stay_apart_beside_weights_that_do_and_if_their_dtypes_differ(tmp_path: Path, one_thread: None) -> None:
+    source = with_biases(tmp_path / "source")
+    tensors = tensors_of(source)
+    # Weights of two dtypes cannot be one tensor, nor can biases.
+    tensors["model.layers.0.self_attn.k_proj.weight"] = tensors["model.layers.0.self_attn.k_proj.weight"].bfloat16()
+    tensors["model.layers.1.self_attn.v_proj.bias"] = tensors["model.layers.1.self_attn.v_proj.bias"].bfloat16()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    made = merged(source, tmp_path / "made")
+    assert {"model.layers.0.self_attn.q_proj.bias", "model.layers.1.self_attn.q_proj.bias"} <= stored(made)
+    assert "model.layers.1.self_attn.qkv_proj.weight" in stored(made)
+    assert not any(f"model.layers.{layer}.self_attn.qkv_proj.bias" in stored(made) for layer in (0, 1))
+    assert greedy(made) == greedy(source)
+
+
+def with_biases(folder: Path) -> Path:
+    """Queries, keys and values with random biases: new models have zeros."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make_transformers({**find_architecture("Qwen2ForCausalLM").tiny_config(), **sizes}, folder)
+    tensors, draw = tensors_of(folder), torch.Generator().manual_seed(6)
+    biases = [name for name in tensors if name.endswith(".bias")]
+    assert biases
+    tensors |= {name: torch.randn(tensors[name].shape, generator=draw).to(tensors[name].dtype) for name in biases}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(folder)
+    return {name: checkpoint.tensor(name).clone() for name in checkpoint.headers}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from family_runner import SMALL
 from stored_models import KEPT, SIZES, greedy, prompt
 from test_explain_quantized import AWQ, DEEPSEEK_V3, FP8, GPTQ, QWEN3_8B, awq, explained, fp8, gptq, held, write
-from test_integers_end_to_end import KINDS, checkpoint
+from test_integers_end_to_end import FACTORED, KINDS, checkpoint
 
 from evener.config import from_overrides
 from evener.engine.processes.start import build_controller
@@ -59,16 +59,21 @@ def described(folder: Path, family: str, settings: Mapping[str, Any]) -> Path:
 
 
 #: ``load=dummy`` makes no weights of bitsandbytes, and says so.
-MADE = [kind for kind, (_, settings) in KINDS.items() if settings["quant_method"] != "bitsandbytes"]
+MADE = {kind: settings for kind, (_, settings) in {**KINDS, **FACTORED}.items()
+        if settings["quant_method"] != "bitsandbytes"}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", [pytest.param("Qwen3", marks=pytest.mark.slow), "Qwen3Moe"])
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("gptq 3 act", "awq") else pytest.param(kind, marks=pytest.mark.slow) for kind in MADE]
+    "kind",
+    [
+        kind if kind in ("gptq 3 act", "awq", "awq of modelopt") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in MADE
+    ],
 )
 def test_the_plan_is_that_of_the_real_checkpoint(kind: str, family: str, tmp_path: Path, one_thread: None) -> None:
     _, real = checkpoint(tmp_path / "real", family, kind)
-    folder = described(tmp_path / "described", family, KINDS[kind][1])
+    folder = described(tmp_path / "described", family, MADE[kind])
     wanted = explain(from_overrides(str(real), SMALL))
     for keys in ({**SMALL, "load": "dummy"}, SMALL):
         found = explain(from_overrides(str(folder), keys))

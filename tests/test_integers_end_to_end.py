@@ -1,5 +1,5 @@
-"""GPTQ, AWQ, packed compressed-tensors, NVFP4 and NF4 checkpoints, from their files to greedy tokens: those of
-transformers with the dequantized weights, on one rank and on two, held as packed as they are stored."""
+"""GPTQ, AWQ, packed compressed-tensors, NVFP4, NF4 and Model Optimizer checkpoints, from their files to greedy tokens:
+those of transformers with the dequantized weights, on one rank and on two, held as packed as they are stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from evener_convert.command import convert
 from family_oracles import Logits, logits_of, make_transformers
 from family_runner import ANSWER, SMALL, assert_naive_logits
-from integer_files import awq_tensors, compressed_tensors, gptq_tensors, quantized
+from integer_files import awq_tensors, compressed_tensors, gptq_tensors, modelopt_tensors, quantized
 from safetensors.torch import load_file, save_file
 from stored_models import KEPT, SIZES, greedy, prompt
 
@@ -106,6 +106,30 @@ def nf4(name: str, shape: Any) -> Stored:
     return tensors, (table[codes] * absmax.repeat_interleave(64)).reshape(rows, columns)
 
 
+def factors(name: str, columns: int) -> torch.Tensor:
+    """What activations are multiplied by, powers of two and a half, far enough from one to be missed."""
+    return (0.5 + torch.rand(columns, generator=torch.Generator().manual_seed(len(name)))).bfloat16()
+
+
+def awq_of_modelopt(name: str, shape: Any) -> Stored:
+    """W4A16_AWQ: the tool moved the factors of what reads a norm alone into the norm."""
+    made = quantized(4, *shape, GROUP, symmetric=True, scale=torch.bfloat16, seed=len(name))
+    after_a_norm = ".experts." not in name and any(each in name for each in ("q_proj", "k_", "v_", "gate", "up_"))
+    each = None if after_a_norm else factors(name, shape[1])
+    return modelopt_tensors(name, made, each), made.values * (1 if each is None else each.float())
+
+
+def smooth(name: str, shape: Any) -> Stored:
+    """W8A8_SQ_PER_CHANNEL: int8 with a scale for each row, and factors of all layers."""
+    random, (rows, columns) = torch.Generator().manual_seed(len(name)), shape
+    numbers = torch.randint(-127, 128, (rows, columns), generator=random).to(torch.int8)
+    scale = (torch.rand(rows, generator=random) + 0.5) / (100 * columns**0.5)
+    # The factors of q, k and v are equal, and those of gate and up.
+    each, stem = factors(name[:16], columns), name.removesuffix("weight")
+    more = {f"{stem}input_scale": torch.tensor(0.02), f"{stem}pre_quant_scale": each}
+    return {name: numbers, f"{name}_scale": scale, **more}, numbers.float() * scale[:, None] * each.float()
+
+
 FLOATS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 KINDS: dict[str, tuple[Callable[[str, Any], Stored], dict[str, Any]]] = {
     "gptq 4": gptq(4, True, False, "gptq"), "gptq 4 act": gptq(4, False, True, "gptq"),
@@ -116,6 +140,12 @@ KINDS: dict[str, tuple[Callable[[str, Any], Stored], dict[str, Any]]] = {
     "nvfp4 packed": (nvfp4_packed, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
                                     "config_groups": {"group_0": {"targets": ["Linear"], "weights": FLOATS}}}),
     "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+}  # fmt: skip
+#: Some or all weights have factors of columns, and are dequantized with them.
+FACTORED: dict[str, tuple[Callable[[str, Any], Stored], dict[str, Any]]] = {
+    "awq of modelopt": (awq_of_modelopt,
+                        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": GROUP}),
+    "smooth": (smooth, {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}),
 }  # fmt: skip
 #: Sizes that two ranks can cut in blocks of 64 columns.
 WIDER: dict[str, dict[str, int]] = {"nf4": {"head_dim": 32, "moe_intermediate_size": 128}}
@@ -129,7 +159,7 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
     config |= {key: size for key, size in WIDER.get(kind, {}).items() if key in config}
     make_transformers(config, folder / "plain")
     tensors = load_file(folder / "plain/model.safetensors")
-    store, settings = KINDS[kind]
+    store, settings = {**KINDS, **FACTORED}[kind]
     stored, numbers = {}, {}
     for name, weight in tensors.items():
         if weight.dim() != 2 or any(kept in name for kept in KEPT):
@@ -148,10 +178,10 @@ def checkpoint(folder: Path, family: str, kind: str) -> tuple[Logits, Path]:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*(("Qwen3", kind) for kind in KINDS), ("Qwen3Moe", "gptq 4 act"), ("Qwen3Moe", "nvfp4"),
+    [*(("Qwen3", kind) for kind in (*KINDS, *FACTORED)), ("Qwen3Moe", "gptq 4 act"), ("Qwen3Moe", "nvfp4"),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-         ("Qwen3Moe", "packed 4"), ("Qwen3Moe", "nf4"), ("DeepseekV3", "nvfp4"), ("DeepseekV3", "gptq 4"),
-         ("DeepseekV3", "packed 4"), ("DeepseekV3", "awq"),
+         *(("Qwen3Moe", kind) for kind in ("packed 4", "nf4", *FACTORED)),
+         *(("DeepseekV3", kind) for kind in ("nvfp4", "gptq 4", "packed 4", "awq")),
          *(("Mixtral", kind) for kind in ("gptq 4", "awq", "packed 4"))))],
 )  # fmt: skip
 def test_logits_and_tokens_are_those_of_the_dequantized_weights(
@@ -215,6 +245,25 @@ def test_converted_files_keep_the_numbers_packed(kind: str, ranks: int, tmp_path
             found.append((play(controller, [request]).tokens["a"], explain(config)["packings"]))
         assert not explain(config)["dequantized"]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("awq of modelopt", 4), ("smooth", 0)])
+def test_weights_with_factors_of_columns_are_dequantized_and_others_stay_packed(
+    kind: str, packed: int, tmp_path: Path, one_thread: None
+) -> None:
+    _, folder = checkpoint(tmp_path, "Qwen3", kind)
+    found = explain(from_overrides(str(folder), SMALL))
+    # QKV, and gate and up, of two layers; the output and down have factors.
+    assert found["packings"].get("cpu.blocks", 0) == packed
+    assert len(found["dequantized"]) and all("with factors of columns" in str(each) for each in found["dequantized"])
+    _, ready = build_controller(from_overrides(str(folder), SMALL))
+    assert ready.info.memory.weights == found["memory"]["weights"]
+    request = NewRequest(id="a", prompt=prompt("Qwen3"), max_tokens=12, sampling=Sampling(temperature=0.0))
+    with rank_threads(from_overrides(str(folder), {**SMALL, "infer.tp_size": 2})) as (controller, _):
+        assert play(controller, [request]).tokens["a"] == greedy(folder, prompt("Qwen3"), 12)
+    convert(from_overrides(str(folder), {"infer.tp_size": 2}), tmp_path / "made")
+    with rank_threads(from_overrides(str(tmp_path / "made"), {**SMALL, "infer.tp_size": 2})) as (controller, _):
+        assert play(controller, [request]).tokens["a"] == greedy(folder, prompt("Qwen3"), 12)
 
 
 def test_blocks_of_a_flattened_weight_are_not_split_into_files_of_ranks(tmp_path: Path) -> None:

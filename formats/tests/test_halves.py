@@ -128,7 +128,7 @@ def test_other_tensors_are_refused(change: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"desc_act": True}, "only groups of neighbouring"), ({"quant_method": "fp8"}, "gptq, awq, w8a16"),
-     ({"group_size": "64"}, "positive group_size"), ({"sym": 3}, "not true or false")],
+     ({"group_size": "64"}, "positive group_size"), ({"sym": 3}, "reads true or false")],
 )  # fmt: skip
 def test_a_config_of_something_else_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):

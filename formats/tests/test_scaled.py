@@ -53,7 +53,7 @@ def test_a_matrix_smaller_than_a_block_has_the_blocks_that_the_config_says() -> 
     """A rank's part of a split model: one block of 16 rows is no block of 128."""
     headers = {"w": ("float8_e4m3fn", (16, 64)), "w_scale_inv": ("float32", (1, 4))}
     settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    for said, high in ((settings, 16), ({"quant_method": "fp8"}, 128), (settings | {"weight_block_size": [16.0]}, 128)):
+    for said, high in ((settings, 16), ({"quant_method": "fp8"}, 128), (settings | {"weight_block_size": None}, 128)):
         part = Fp8Scheme().configured({"quantization_config": said}).part("w", headers)
         assert part is not None and (part.format.group_out, part.format.group) == (high, 16)
 
@@ -204,7 +204,6 @@ def test_activations_have_scales_for_as_many_columns_as_blocks_of_the_weight() -
         ({"type": "int", "dynamic": True, "strategy": "token"}, {}, Rounding("int8")),
         ({"type": "float", "dynamic": True, "strategy": "tensor"}, {}, Rounding(E4M3)),
         ({"type": "float", "dynamic": True, "strategy": "group", "group_size": 128}, {}, Rounding(E4M3, 128)),
-        ({"type": "float", "dynamic": True, "strategy": "group", "group_size": "x"}, {}, None),
         ({"type": "float", "dynamic": False, "strategy": "tensor"}, FIXED_SCALE, Rounding(E4M3, -1)),
         ({"type": "int", "dynamic": False, "strategy": "tensor"}, FIXED_SCALE, Rounding("int8", -1)),
         ({"type": "int", "dynamic": False, "strategy": "tensor"},
@@ -212,7 +211,7 @@ def test_activations_have_scales_for_as_many_columns_as_blocks_of_the_weight() -
         ({"type": "int", "dynamic": True, "strategy": "token", "symmetric": False}, {}, None),
         ({"type": "float", "dynamic": False, "strategy": "channel"}, FIXED_SCALE, None),
         ({"type": "float", "dynamic": "local", "strategy": "token"}, {}, None),
-        ({"type": "float", "num_bits": 4, "dynamic": True}, {}, None), (None, FIXED_SCALE, None), ("x", {}, None),
+        ({"type": "float", "num_bits": 4, "dynamic": True}, {}, None), (None, FIXED_SCALE, None),
     ],
 )  # fmt: skip
 def test_compressed_tensors_say_how_activations_are_rounded(

@@ -12,7 +12,7 @@ from interpreted import every_access_checked
 from evener.contracts.quant import NVFP4, QuantFormat, QuantScheme, WeightPart
 from evener_conformance.kit.cases.blocks import random_table, reference_dequantize
 from evener_formats.bitsandbytes import BitsAndBytesScheme
-from evener_formats.compressed import ModelOptScheme
+from evener_formats.modelopt import ModelOptScheme
 from evener_kernels_triton.experts import grouped
 from evener_kernels_triton.linear import dequantized, few_tokens_linear
 from evener_kernels_triton.packed import PACKED, PackedMatrix
@@ -137,7 +137,7 @@ def cases() -> Iterator[tuple[QuantScheme, WeightPart]]:
             own = scheme.configured(config, read)  # type: ignore[arg-type]
             found = own.part("layer.weight", headers)
             assert found is not None
-            if "float4" in found.format.storage or found.format.storage in ("nf4", "fp4"):
+            if found.format.storage in ("float4_e2m1", "nf4", "fp4"):
                 roles = {role: tensors[name] for role, name in own.tensors("layer.weight", headers).items()}
                 yield own, replace(found, tensors=roles)
 

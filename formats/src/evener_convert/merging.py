@@ -1,5 +1,6 @@
 """Storing the parts of a weight together, as ``evener convert --merge`` does: those that a model multiplies with at
-once. Parts whose format cannot be one weight of the same format stay apart, such as those with one scale each."""
+once, and their biases. Parts whose format cannot be one weight of the same format stay apart, such as those with one
+scale each, and so do their biases."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from itertools import product
 import torch
 
 from evener.contracts.checkpoint import Checkpoint, Headers
-from evener.contracts.declared import Declared, LinearWeight, StackedWeight
+from evener.contracts.declared import Declared, LinearWeight, StackedWeight, Weight
 from evener.contracts.quant import QuantScheme
 from evener.errors import CheckpointError
 from evener.loading.match import declared_names
@@ -39,18 +40,45 @@ def merge(
     where = {name: number for number, piece in enumerate(pieces) for name in piece.stored}
     made: list[Piece | None] = list(pieces)
     parts: dict[str, Sequence[MergedPart]] = {}
-    for names in _merged_names(weights):
-        if any(name not in where for name in _stored(names, checkpoint.headers, scheme)):
-            continue
-        plan = _Plan.of(names, pieces, where, checkpoint, scheme)
+
+    def take(plan: _Plan | None) -> bool:
+        """Whether the plan could be carried out."""
         if plan is None or any(name in where or name in parts for name in plan.parts):
-            continue
+            return False
         first, *others = plan.numbers
         made[first] = plan.piece
         for number in others:
             made[number] = None
-        parts |= plan.parts
+        parts.update(plan.parts)
+        return True
+
+    together: set[str] = set()
+    for names in _merged_names(weights):
+        if any(name not in where for name in _stored(names, checkpoint.headers, scheme)):
+            continue
+        if take(_Plan.of(names, pieces, where, checkpoint, scheme)):
+            together.add(_target(names))
+    for names in _joined_biases(weights):
+        # Beside parts that stay apart, biases do too.
+        if _target(names) in together and all(name in where for name in names):
+            take(_Plan.of_biases(names, pieces, where))
     return MergedPieces([piece for piece in made if piece is not None], parts)
+
+
+def _target(names: Sequence[str]) -> str:
+    """The name of the merged layer of such weights or biases; empty if there is none."""
+    return merged_stem([name.removesuffix(".weight").removesuffix(".bias") for name in names])
+
+
+def _joined_biases(weights: Sequence[Declared]) -> Iterator[Sequence[str]]:
+    """The names of the biases of each weight that has several, and has them for itself."""
+    readers = Counter(name for item in weights for name in dict.fromkeys(declared_names(item)))
+    for item in weights:
+        if not isinstance(item, Weight) or item.make is not None or len(item.sources) < 2:
+            continue
+        own = len(set(item.sources)) == len(item.sources) and all(readers[name] == 1 for name in item.sources)
+        if own and all(name.endswith(".bias") for name in item.sources):
+            yield item.sources
 
 
 def _merged_names(weights: Sequence[Declared]) -> Iterator[Sequence[str]]:
@@ -93,7 +121,7 @@ class _Plan:
         tensors = {each for roles in of_parts for each in roles.values()}
         numbers = sorted({where[each] for each in tensors})
         stored = {name: each for number in numbers for name, each in pieces[number].stored.items()}
-        target = merged_stem([name.removesuffix(".weight") for name in names])
+        target = _target(names)
         if not target or stored.keys() != tensors or any(roles.keys() != of_parts[0].keys() for roles in of_parts):
             return None
         rows = [[stored[roles[role]] for roles in of_parts] for role in of_parts[0]]
@@ -111,6 +139,19 @@ class _Plan:
                 made = {name: Stored(*each) for name, each in headers_of.items()}
                 return cls(numbers, Piece(_maker([pieces[n] for n in numbers], found), made), found)
         return None
+
+    @classmethod
+    def of_biases(cls, names: Sequence[str], pieces: Sequence[Piece], where: Mapping[str, int]) -> _Plan | None:
+        """None: they cannot be one tensor, or something else is made together with them."""
+        numbers = [where[name] for name in names]
+        sizes = [pieces[number].stored[name] for number, name in zip(numbers, names, strict=True)]
+        alone = all(len(pieces[number].stored) == 1 for number in numbers)
+        if not alone or any(len(each.shape) != 1 or each.dtype != sizes[0].dtype for each in sizes):
+            return None
+        found = {f"{_target(names)}.bias": _spans(names, sizes, 0)}
+        made = {name: Stored(sizes[0].dtype, _joined(sizes, 0)) for name in found}
+        own = sorted(numbers)
+        return cls(own, Piece(_maker([pieces[number] for number in own], found), made), found)
 
 
 def merged_stem(stems: Sequence[str]) -> str:

@@ -7,13 +7,14 @@ package/module             holds
 ``beside``                 what schemes share whose weights are several tensors
 ``bitsandbytes``           the scheme of bitsandbytes checkpoints
 ``chat``                   chat templates
-``compressed``             the schemes compressed-tensors and modelopt; ``packed``: what both have packed
+``compressed``             the scheme compressed-tensors; ``packed``: what this and modelopt have packed
 ``described``              the tensors of a weight, from a ``quantization_config`` alone
 ``gptq``                   the scheme of GPTQ checkpoints; ``awq``: that of AWQ
 ``gguf``                   GGUF files: header, families' tensor names, and the scheme of block formats
 ``halves``                 the scheme of GPTQ and AWQ numbers in a device's file layout
 ``kv_cache``               which state is quantized, and the scales of keys and values
 ``microscaled``            floats with powers of two, as compressed-tensors has them
+``modelopt``               the scheme of Model Optimizer's checkpoints
 ``modelslim``              the scheme of ModelSlim's checkpoints, which describe their weights in a file of their own
 ``modelslim_description``  that file
 ``modelslim_examples``     small checkpoints of this scheme, for the conformance kit

@@ -18,6 +18,7 @@ from evener.contracts.quant import QuantScheme, WeightPart
 from evener.errors import CheckpointError
 from evener_formats.beside import PLAIN, Along, Axes, BesideScheme
 from evener_formats.gptq import HALVES, Layer, integer_format, integer_tensors
+from evener_formats.rules import flag
 from evener_formats.words import pack, unpack
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class AwqScheme(BesideScheme):
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings = config["quantization_config"]
+        flag(settings, "zero_point", True)
         layer, version = Layer.of({**settings, "sym": False, "desc_act": False}, self.name), settings.get("version")
         if layer.bits != _BITS or str(version or settings.get("format") or "gemm").lower() != "gemm":
             raise CheckpointError(

@@ -21,6 +21,7 @@ from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.quant import QuantFormat, QuantScheme, WeightPart
 from evener.errors import CheckpointError
 from evener_formats.beside import Along, Axes, BesideScheme
+from evener_formats.rules import flag
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,8 @@ class BitsAndBytesScheme(BesideScheme):
         return isinstance(settings, Mapping) and settings.get("quant_method") == self.name
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
+        for key in ("load_in_4bit", "load_in_8bit"):
+            flag(config["quantization_config"], key, False)
         states = {}
         for stored, (kind, shape) in checkpoint.headers.items() if checkpoint else ():
             name, found, _ = stored.partition(_STATE)

@@ -1,7 +1,7 @@
-"""The schemes "compressed-tensors" (llm-compressor) and "modelopt", whose layers may each have a format of their own.
+"""The scheme "compressed-tensors" (llm-compressor), whose layers may each have a format of their own.
 
 The tensors stored beside a name decide how it is read; the config adds what they do not show: bits, group sizes, zero
-points and act-order. Layers that ``ignore`` or ``exclude_modules`` names are stored plain, and are read so.
+points and act-order. Layers that ``ignore`` names are stored plain, and are read so.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from evener.errors import CheckpointError
 from evener_formats.beside import BesideScheme
 from evener_formats.gptq import Layer
 from evener_formats.microscaled import MicroscaledFloats, microscaled_examples
-from evener_formats.packed import PackedFloats, PackedIntegers
-from evener_formats.rules import expression
+from evener_formats.packed import PackedFloats, PackedIntegers, float_example
+from evener_formats.rules import expression, flag, malformed, mapping, number, texts, word
 from evener_formats.scaled import ScaledScheme
 from evener_formats.unpacked import UnpackedIntegers
 
@@ -31,6 +31,8 @@ _SCALED = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantiz
 _PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized")
 #: Bits of integers, least and most.
 _BITS = (2, 8)
+#: What numbers share a scale.
+_STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
 #: What says how activations or the KV cache were rounded.
 _UNUSED = ("input_global_scale", "k_scale", "v_scale")
 
@@ -96,26 +98,23 @@ class CompressedTensors(PartlyPacked):
 
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings = config["quantization_config"]
-        groups = settings.get("config_groups") or {}
-        if not isinstance(groups, Mapping) or len(groups) > 10_000:
-            raise CheckpointError("config.json's quantization_config has config_groups that are no map; correct it")
+        groups = mapping(settings, "config_groups")
+        if len(groups) > 10_000:
+            raise malformed(settings, "config_groups", "at most 10000 groups")
         rules: list[_Rule] = []
         formats = {str(settings.get("format"))}
         for group in groups.values():
-            if not isinstance(group, Mapping):
-                raise CheckpointError("config.json's quantization_config has a config_group that is no map; correct it")
+            group = mapping({"config_groups": group}, "config_groups")
+            mapping(group, "weights")
             form = str(group.get("format") or settings.get("format"))
             formats.add(form)
             layer, how = _layer_of(group) if _is_in_groups(form, group) else None, _rounding_of(group)
-            targets = group.get("targets")
-            for target in targets if isinstance(targets, list) else ["Linear"]:
-                text = str(target)
+            for text in texts(group, "targets") or ["Linear"]:
                 if text.startswith("re:"):
                     rules.append((expression(text[3:], "quantization_config.config_groups"), layer, how))
                 else:
                     rules.append((text if "." in text else None, layer, how))
-        sparsity = settings.get("sparsity_config")
-        sparse = isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense")
+        sparse = mapping(settings, "sparsity_config").get("format") not in (None, "dense")
         unread = [f"the format {each!r}" for each in sorted(formats - {*_SCALED, *_PACKED, "mixed-precision", "None"})]
         unread += ["sparse weights"] if sparse else []
         unread += ["transforms (transform_config)"] if settings.get("transform_config") else []
@@ -201,104 +200,20 @@ class CompressedTensors(PartlyPacked):
             yield {"quantization_config": found}, _headers(tensors), tensors
         yield from _four_and_eight_bits(name, random)
         yield from microscaled_examples(name, random)
-        tensors = _float_example(name, "_packed", "_global_scale", random)
+        tensors = float_example(name, "_packed", "_global_scale", random)
         yield (
             {"quantization_config": {"quant_method": self.name, "format": "nvfp4-pack-quantized"}}, _headers(tensors),
             tensors,
         )  # fmt: skip
 
 
-#: What Model Optimizer's ``quant_algo`` says of FP8 activations. Scales of four axes are those of blocks.
-_ALGORITHMS: Mapping[str, Rounding | None] = {
-    "FP8": Rounding("float8_e4m3fn", -1), "FP8_PER_CHANNEL_PER_TOKEN": Rounding("float8_e4m3fn"), "FP8_PB_WO": None,
-    "NVFP4": None, "W4A16_NVFP4": None, "MXFP8": None, "MXFP4": None,
-    "MIXED_PRECISION": Rounding("float8_e4m3fn", -1), "NONE": Rounding("float8_e4m3fn", -1),
-}  # fmt: skip
-
-
-class ModelOptScheme(PartlyPacked):
-    """``"quant_method": "modelopt"``: FP8 with a scale for the tensor, each row or block, NVFP4, MXFP4 and MXFP8.
-
-    Args:
-        how: how activations may be rounded before products with FP8 weights.
-    """
-
-    name, methods = "modelopt", ("modelopt", "modelopt_fp4")
-
-    def __init__(self, how: Rounding | None = _ALGORITHMS["FP8"]) -> None:
-        self._how, self._microscaled = how, MicroscaledFloats()
-        self._floats = PackedFloats("", "_scale_2", divides=False)
-
-    def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
-        settings = config["quantization_config"]
-        inner = settings.get("quantization")
-        algorithm = str((inner if isinstance(inner, Mapping) else settings).get("quant_algo"))
-        if algorithm.upper() not in _ALGORITHMS:
-            raise CheckpointError(
-                f"config.json's quantization_config has the quant_algo {algorithm[:40]!r}; {self.name} reads "
-                f"{', '.join(list(_ALGORITHMS)[:-1])}; use such a checkpoint"
-            )
-        return ModelOptScheme(_ALGORITHMS[algorithm.upper()])
-
-    def packed(self, name: str, headers: Headers) -> BesideScheme | None:
-        if headers.get(f"{name}_scale", ("", ()))[0] == "uint8":
-            return self._microscaled
-        return self._floats if name in headers and f"{name}_scale_2" in headers else None
-
-    def part(self, name: str, headers: Headers) -> WeightPart | None:
-        scale = f"{name}_scale"
-        kind, shape = headers.get(scale, ("", ()))
-        blocks = len(shape) == 4 and shape[1] == shape[3] == 1
-        return super().part(name, {**headers, scale: (kind, shape[::2])} if blocks else headers)
-
-    def cut(self, part: WeightPart, axis: Literal["out", "in"], start: int, stop: int) -> WeightPart:
-        return super().cut(_without_axes(part), axis, start, stop)
-
-    def arrange(self, part: WeightPart) -> WeightPart:
-        return super().arrange(_without_axes(part))
-
-    def rounding(self, name: str, form: QuantFormat) -> Rounding | None:
-        return self._how
-
-    def reader(self, part: WeightPart) -> BesideScheme | None:
-        if "exponents" in part.tensors:
-            return self._microscaled
-        return self._floats if "whole" in part.tensors else None
-
-    def examples(self, name: str, seed: int) -> Iterator[tuple[Mapping[str, Any], Headers, Mapping[str, torch.Tensor]]]:
-        import torch
-
-        config = {"quantization_config": {"quant_method": self.name, "quant_algo": "NVFP4"}}
-        tensors = _float_example(name, "", "_scale_2", torch.Generator().manual_seed(seed))
-        yield config, _headers(tensors), tensors
-        for _, headers, scaled in list(super().examples(name, seed))[:2]:
-            yield config, headers, scaled
-        weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
-        tensors = {name: weight, f"{name}_scale": torch.full((2, 1, 3, 1), 1 / 64)}
-        yield (
-            {"quantization_config": config["quantization_config"] | {"quant_algo": "fp8_pb_wo"}},
-            _headers(tensors),
-            tensors,
-        )
-
-
-def _without_axes(part: WeightPart) -> WeightPart:
-    """A part with scales [rows, columns] of blocks, in place of [rows, 1, columns, 1]."""
-    scale = part.tensors.get("scale")
-    return (
-        part
-        if scale is None or scale.dim() != 4
-        else replace(part, tensors={**part.tensors, "scale": scale[:, 0, :, 0]})
-    )
-
-
 def _is_in_groups(form: str, group: Mapping[str, Any]) -> bool:
     """Whether the weights of a config_group in a format are integers that ``Layer`` describes."""
     weights = group.get("weights")
-    if form not in ("int-quantized", "naive-quantized") or not isinstance(weights, Mapping):
+    if form not in ("int-quantized", "naive-quantized") or weights is None:
         return form in _PACKED[:1]
     grouped = weights.get("strategy") == "group" or weights.get("num_bits") != 8
-    return weights.get("type", "int") == "int" and grouped
+    return bool(weights.get("type", "int") == "int" and grouped)
 
 
 def _layer_of(group: Mapping[str, Any]) -> Layer:
@@ -324,13 +239,24 @@ def _layer_of(group: Mapping[str, Any]) -> Layer:
 
 
 def _rounding_of(group: Mapping[str, Any]) -> Rounding | None:
-    """How a config_group says that activations are rounded; None: not, or in a way that no kernel knows."""
-    found = group.get("input_activations")
-    if not isinstance(found, Mapping) or found.get("num_bits") != 8 or found.get("symmetric", True) is not True:
+    """How a config_group says that activations are rounded; None: not, or in a way that no kernel knows.
+
+    Raises:
+        CheckpointError: it does not say it in the words of compressed-tensors.
+    """
+    found = mapping(group, "input_activations")
+    if not found:
         return None
-    storage = {"float": "float8_e4m3fn", "int": "int8"}.get(str(found.get("type", "int")))
-    dynamic, strategy, size = found.get("dynamic", False), found.get("strategy"), found.get("group_size")
-    if storage is None or dynamic not in (True, False):
+    bits, size = number(found, ("num_bits",), 8), found.get("group_size")
+    storage = {"float": "float8_e4m3fn", "int": "int8"}[word(found, "type", ("float", "int")) or "int"]
+    strategy, dynamic = word(found, "strategy", _STRATEGIES), found.get("dynamic", False)
+    if bits is None or bits < 1:
+        raise malformed(found, "num_bits", "a number of bits")
+    if not isinstance(dynamic, bool) and dynamic != "local":
+        raise malformed(found, "dynamic", "true, false or local")
+    if size is not None and not _positive(size) and size != -1:
+        raise malformed(found, "group_size", "a number of columns")
+    if bits != 8 or not flag(found, "symmetric", True) or dynamic == "local":
         return None
     if not dynamic:
         return Rounding(storage, -1) if strategy in (None, "tensor") else None
@@ -342,16 +268,6 @@ def _rounding_of(group: Mapping[str, Any]) -> Rounding | None:
 
 def _positive(size: Any) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size > 0
-
-
-def _float_example(name: str, weight: str, whole: str, random: torch.Generator) -> dict[str, torch.Tensor]:
-    import torch
-
-    return {
-        name + weight: torch.randint(0, 256, (24, 48), generator=random).to(torch.uint8),
-        f"{name}_scale": (torch.rand(24, 6, generator=random) * 400 + 20).to(torch.float8_e4m3fn),
-        name + whole: torch.tensor([1500.0 if weight else 1 / 1500]),
-    }
 
 
 def _four_and_eight_bits(

@@ -12,13 +12,15 @@ from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import QuantScheme
 from evener.errors import CheckpointError
 from evener_formats.gptq import HALVES
-from evener_formats.rules import expression, number
+from evener_formats.rules import expression, number, texts
 
 #: Keys that name the layers that are stored plain.
 _EXCEPTIONS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
 _FLOAT8 = "float8_e4m3fn"
 #: Formats of floats with powers of two, and the bits of a number.
 _MICROSCALED = {"mxfp4-pack-quantized": 4, "mxfp6-pack-quantized": 6, "mxfp8-quantized": 8}
+#: What reads a norm, and nothing else.
+_AFTER_NORMS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _Sizes = tuple[str, int, int]
 
 
@@ -62,9 +64,7 @@ def described(
 
 def _is_excepted(stem: str, settings: Mapping[str, Any]) -> bool:
     for key in _EXCEPTIONS:
-        named = settings.get(key)
-        for each in named if isinstance(named, list) else ():
-            text = str(each)
+        for text in texts(settings, key):
             if text.startswith("re:"):
                 if expression(text[3:], f"quantization_config.{key}").match(stem):
                     return True
@@ -217,12 +217,30 @@ def _modelopt(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Hea
     if algorithm.startswith("MX"):
         stored = (_FLOAT8, (rows, columns)) if algorithm == "MXFP8" else ("uint8", (rows, columns // 2))
         return {name: stored, f"{name}_scale": ("uint8", (rows, columns // 32))}
+    if algorithm in ("W4A16_AWQ", "W4A8_AWQ"):
+        group = number(named, ("group_size",), 128) or 128
+        return {
+            name: ("uint8", (rows // 2, columns)), f"{name}_scale": ("float32", (rows, _groups(group, columns))),
+            **_factors(name, columns, algorithm),
+        }  # fmt: skip
+    if algorithm in ("W8A16", "W8A8_SQ_PER_CHANNEL"):
+        smooth = algorithm != "W8A16"
+        more = {**_input_scale(name, True), **_factors(name, columns, algorithm)} if smooth else {}
+        return {name: ("int8", (rows, columns)), f"{name}_scale": ("float32", (rows,)), **more}
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
         return {name: (_FLOAT8, (rows, columns)), f"{name}_scale": ("float32", (rows,))}
     if algorithm == "FP8_PB_WO":
         blocks = (-(-rows // 128), 1, -(-columns // 128), 1)
         return {name: (_FLOAT8, (rows, columns)), f"{name}_scale": ("float32", blocks)}
     return {name: (_FLOAT8, (rows, columns)), f"{name}_scale": ("float32", ()), **_input_scale(name, True)}
+
+
+def _factors(name: str, columns: int, algorithm: str) -> Headers:
+    """``pre_quant_scale``. With AWQ the tool moves it into the norm before, if nothing else reads this norm; a router
+    reads that of experts."""
+    stem = name.removesuffix(".weight")
+    moved = "AWQ" in algorithm and ".experts." not in stem and stem.endswith(_AFTER_NORMS)
+    return {} if moved else {f"{stem}.pre_quant_scale": ("bfloat16", (columns,))}
 
 
 def _mxfp4(settings: Mapping[str, Any], weight: _Sizes, stacked: bool) -> Headers | None:

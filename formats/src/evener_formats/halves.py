@@ -23,6 +23,7 @@ from evener.contracts.quant import QuantScheme, WeightPart
 from evener.errors import CheckpointError
 from evener_formats.beside import PLAIN, Along, Axes, BesideScheme
 from evener_formats.gptq import HALVES, Layer, integer_format, integer_tensors
+from evener_formats.rules import malformed, number
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,8 @@ class HalvesScheme(BesideScheme):
                 f"config.json's quantization_config has the layout {HALVES!r} and quant_method {str(method)[:40]!r}; "
                 f"it is read with {', '.join(METHODS)}; correct the file"
             )
+        if number(settings, ("bits", "w_bit"), 4) not in (4, 8):
+            raise malformed(settings, "bits" if "bits" in settings else "w_bit", "4 or 8")
         # A zero point is stored for each group whatever the config says; of "awq" it may be any number.
         symmetric = False if method == "awq" else settings.get("sym", True)
         layer = Layer.of({**settings, "bits": 4, "w_bit": 4, "sym": symmetric}, self.name)

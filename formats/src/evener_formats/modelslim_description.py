@@ -98,9 +98,14 @@ class Description:
 
 def _rotated(metadata: Any) -> str:
     """The first layer whose inputs are rotated; empty if there is none."""
-    rotations = metadata.get("quarot") if isinstance(metadata, Mapping) else None
-    for rotation in rotations.values() if isinstance(rotations, Mapping) else ():
-        layers = rotation.get("layers") if isinstance(rotation, Mapping) else None
+    rotations = metadata.get("quarot") if isinstance(metadata, Mapping) else metadata
+    if rotations is not None and not isinstance(rotations, Mapping):
+        raise CheckpointError(
+            f"the metadata or metadata.quarot of {FILE} is {str(rotations)[:40]!r}, not a map, so it does not say "
+            "whether inputs are rotated; fetch the file again"
+        )
+    for rotation in (rotations or {}).values():
+        layers = rotation.get("layers") if isinstance(rotation, Mapping) else rotation
         if layers:
             return str(layers[0] if isinstance(layers, list) else layers)[:200]
     return ""

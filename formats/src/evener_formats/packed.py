@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import lcm
+from typing import TYPE_CHECKING
 
 from evener.contracts.checkpoint import Headers
 from evener.contracts.quant import NVFP4, WeightPart
@@ -13,6 +14,9 @@ from evener.errors import CheckpointError
 from evener_formats.beside import PLAIN, Along, Axes, BesideScheme
 from evener_formats.gptq import Layer, check_groups, integer_format, integer_tensors
 from evener_formats.words import least_count, per_word, unpack
+
+if TYPE_CHECKING:
+    import torch
 
 _INT32 = "int32"
 
@@ -156,3 +160,14 @@ class PackedFloats(BesideScheme):
             "factor": 1 / whole if self._divides else whole,
         }  # fmt: skip
         return replace(part, tensors=tensors)
+
+
+def float_example(name: str, weight: str, whole: str, random: torch.Generator) -> dict[str, torch.Tensor]:
+    """Random tensors of ``PackedFloats``; ``weight``, ``whole``: its endings."""
+    import torch
+
+    return {
+        name + weight: torch.randint(0, 256, (24, 48), generator=random).to(torch.uint8),
+        f"{name}_scale": (torch.rand(24, 6, generator=random) * 400 + 20).to(torch.float8_e4m3fn),
+        name + whole: torch.tensor([1500.0 if weight else 1 / 1500]),
+    }

@@ -16,10 +16,11 @@ def evener_quant_schemes() -> Sequence[QuantScheme]:
     """The schemes of GGUF's block formats, of MXFP4, of eight bits with scales, and of integers in groups."""
     from evener_formats.awq import AwqScheme
     from evener_formats.bitsandbytes import BitsAndBytesScheme
-    from evener_formats.compressed import CompressedTensors, ModelOptScheme
+    from evener_formats.compressed import CompressedTensors
     from evener_formats.gguf.scheme import GgufScheme
     from evener_formats.gptq import GptqScheme
     from evener_formats.halves import HalvesScheme
+    from evener_formats.modelopt import ModelOptScheme
     from evener_formats.modelslim import ModelSlimScheme
     from evener_formats.mxfp4 import Mxfp4Scheme
     from evener_formats.scaled import Fp8Scheme

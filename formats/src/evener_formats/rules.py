@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from evener.errors import CheckpointError
@@ -50,7 +50,53 @@ def flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:
     """
     found = settings.get(key, default)
     if not isinstance(found, bool):
-        raise CheckpointError(
-            f"config.json's quantization_config has {key}: {str(found)[:40]}, not true or false; correct the file"
-        )
+        raise malformed(settings, key, "true or false")
     return found
+
+
+def mapping(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The map under ``key``; empty if it is null or not there.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    found = settings.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise malformed(settings, key, "a map")
+    return found
+
+
+def word(settings: Mapping[str, Any], key: str, known: Collection[str]) -> str | None:
+    """The word under ``key``, one of ``known``; None if it is null or not there.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    found = settings.get(key)
+    if found is not None and (not isinstance(found, str) or found not in known):
+        raise malformed(settings, key, " or ".join(known))
+    return found
+
+
+def texts(settings: Mapping[str, Any], key: str) -> list[str]:
+    """The list of texts under ``key``; empty if it is null or not there.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    found = settings.get(key)
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise malformed(settings, key, "a list of texts")
+    return found
+
+
+def malformed(settings: Mapping[str, Any], key: str, wanted: str) -> CheckpointError:
+    """The error of a value that is none of its key."""
+    return CheckpointError(
+        f"config.json's quantization_config has {key}: {str(settings.get(key))[:40]}, and evener reads {wanted}; use "
+        "the config.json that was published with these weights, or correct the file"
+    )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from evener.contracts.checkpoint import Checkpoint, Headers
 from evener.contracts.quant import DTYPE_BYTES, QuantFormat, QuantScheme, Rounding, WeightPart, plain
 from evener.errors import CheckpointError
+from evener_formats.rules import malformed, word
 
 if TYPE_CHECKING:
     import torch
@@ -212,14 +213,18 @@ class Fp8Scheme(ScaledScheme):
     def configured(self, config: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> QuantScheme:
         settings, said = config["quantization_config"], config["quantization_config"].get("weight_block_size")
         known = isinstance(said, list) and len(said) == 2 and all(type(n) is int and n in _BLOCKS for n in said)
+        if said is not None and not known:
+            sizes = ", ".join(map(str, sorted(_BLOCKS)))
+            raise malformed(settings, "weight_block_size", f"two of {sizes}, the rows and columns of a block, or null")
         meaning = settings.get("weight_scale_semantics")
         if meaning not in (None, _INVERSE):
             raise CheckpointError(
                 f"config.json's quantization_config has weight_scale_semantics {str(meaning)[:40]!r}; {self.name} "
                 f"reads scales that multiply, and with {_INVERSE!r} those that divide; use such a checkpoint"
             )
-        activations = str(settings.get("activation_scheme")) if settings["quant_method"] == "fp8" else ""
-        return Fp8Scheme(activations, (said[0], said[1]) if known else None, meaning == _INVERSE)
+        own = settings["quant_method"] == "fp8"
+        activations = word(settings, "activation_scheme", ("dynamic", "static")) if own else None
+        return Fp8Scheme(activations or "", (said[0], said[1]) if known else None, meaning == _INVERSE)
 
     def part(self, name: str, headers: Headers) -> WeightPart | None:
         part = super().part(name, headers)

@@ -17,6 +17,7 @@ from evener.contracts.quant import QuantFormat, QuantScheme, Rounding, WeightPar
 from evener.errors import CheckpointError
 from evener_formats.beside import Axes, BesideScheme
 from evener_formats.gptq import Layer
+from evener_formats.rules import mapping, word
 from evener_formats.scaled import ScaledScheme
 from evener_formats.unpacked import UnpackedIntegers
 
@@ -84,7 +85,7 @@ class TorchaoScheme(BesideScheme):
                 f"stores for one kind of device or in files of Python objects; {self.name} reads safetensors files of "
                 f"{', '.join(_KINDS)}; quantize the model with one of these, or use a checkpoint in another format"
             )
-        data = [each["_data"] if isinstance(each.get("_data"), Mapping) else {} for each in found]
+        data = [mapping(each, "_data") for each in found]
         types = [str(each.get(key)) for each in data for key in ("mapping_type", "weight_mapping_type")]
         bits = {_bits(kind, each) for kind, each in zip(kinds, data, strict=True)}
         layer = Layer(bits.pop() if len(bits) == 1 else 8, 0, not any("ASYMMETRIC" in each for each in types))
@@ -227,7 +228,12 @@ def _rounding(kind: str, data: Mapping[str, Any]) -> Rounding | None:
 
 
 def _bits(kind: str, data: Mapping[str, Any]) -> int:
-    """Bits of an integer."""
-    dtype = data.get("weight_dtype") if "Intx" in kind else None
-    named = dtype.get("_data") if isinstance(dtype, Mapping) else None
-    return {f"int{bits}": bits for bits in range(2, 9)}.get(str(named), 8)
+    """Bits of an integer.
+
+    Raises:
+        CheckpointError: the config says another dtype.
+    """
+    if "Intx" not in kind or data.get("weight_dtype") is None:
+        return 8
+    known = {f"int{bits}": bits for bits in range(2, 9)}
+    return known[word(mapping(data, "weight_dtype"), "_data", known) or "int8"]

@@ -39,7 +39,10 @@ def stored_element_type(config: Mapping[str, Any]) -> tuple[str | None, str]:
         kind = scheme.get("type"), scheme.get("num_bits")
         dtype = {("float", 8): "float8_e4m3fn", ("int", 8): "int8"}.get(kind)  # type: ignore[arg-type]
         return dtype, f"kv_cache_scheme of {str(kind[1])[:8]} bits of {str(kind[0])[:8]}"
-    if isinstance(algorithm, str):
+    if scheme is not None:  # Model Optimizer names an algorithm here too
+        algorithm = str(scheme)
+    if algorithm is not None:
+        algorithm = str(algorithm)
         return {"FP8": "float8_e4m3fn", "INT8": "int8"}.get(algorithm), f"kv_cache_quant_algo {algorithm[:16]}"
     return None, ""
 
