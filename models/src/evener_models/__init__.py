@@ -43,6 +43,9 @@ descriptor = Descriptor(
         "Qwen3NextForCausalLM": "evener_models.qwen3_next:Qwen3NextForCausalLM",
         "Gemma3ForCausalLM": "evener_models.gemma3:Gemma3ForCausalLM",
     },
-    checkpoint_views={"gpt_oss_experts": "evener_models.gpt_oss_experts:GptOssExperts"},
+    checkpoint_views={
+        "gpt_oss_experts": "evener_models.gpt_oss_experts:GptOssExperts",
+        "llama4_experts": "evener_models.llama4_experts:Llama4Experts",
+    },
     pooling_readers={"sentence_transformers": "evener_models.pooling.reader:read"},
 )
