@@ -70,7 +70,7 @@ class GptOssExperts(CheckpointView):
         return joined
 
     @cached_property
-    def headers(self) -> Headers:  # type: ignore[override]  # known once the files are read
+    def headers(self) -> Headers:
         found = {name: self.inner.headers[source] for name, source in self._names.items()}
         for name, sources in self._joined.items():
             dtype, shape = self.inner.headers[sources[0]]

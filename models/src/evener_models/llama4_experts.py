@@ -76,7 +76,7 @@ class Llama4Experts(CheckpointView):
         return found
 
     @cached_property
-    def headers(self) -> Headers:  # type: ignore[override]  # known once the files are read
+    def headers(self) -> Headers:
         stored = self.inner.headers
         replaced = {piece.source for piece in self._pieces.values()}
         found = {name: header for name, header in stored.items() if name not in replaced}

@@ -99,9 +99,8 @@ class MoEConfig:
             f"{module}.gate_up", count, parts, hidden, stacked=stacked, transposed=self.transposed
         )
         down_linear = group.experts(
-            f"{module}.down", count, {down: hidden}, inner, stacked={f"{module}.down_proj": hidden},
-            transposed=self.transposed,
-        )  # fmt: skip
+            f"{module}.down", count, {down: hidden}, inner, stacked={down_names[1]: hidden}, transposed=self.transposed
+        )
         shared_gate_up, shared_down, shared_gate = self._declare_shared(build, prefix, hidden)
 
         def bias(name: str, *shape: int, wide: bool = False, build: Builder = build, **more: Any) -> Any:
