@@ -49,7 +49,9 @@ def awq(name: str, shape: Any) -> Stored:
 
 def packed(bits: int, symmetric: bool, act_order: bool) -> tuple[Callable[[str, Any], Stored], dict[str, Any]]:
     def store(name: str, shape: Any) -> Stored:
-        made = quantized(bits, *shape, GROUP, symmetric=symmetric, act_order=act_order, scale=torch.bfloat16)
+        made = quantized(
+            bits, *shape, GROUP, symmetric=symmetric, act_order=act_order, scale=torch.bfloat16, seed=len(name)
+        )
         return compressed_tensors(name, made, bits, symmetric, act_order), made.values
 
     weights = {

@@ -7,7 +7,7 @@ from evener.contracts.descriptor import Descriptor
 descriptor = Descriptor(
     name="models",
     summary="Llama, Mistral, Qwen, Gemma, GLM, gpt-oss, Phi, StableLM, Cohere, DeepSeek and more.",
-    contracts={"descriptor": 1, "architecture": 2, "layers": 2},
+    contracts={"descriptor": 1, "architecture": 2, "layers": 2, "checkpoint": 1},
     architectures={
         "BaiChuanForCausalLM": "evener_models.baichuan:BaichuanForCausalLM",
         "BaichuanForCausalLM": "evener_models.baichuan:BaichuanForCausalLM",
@@ -42,6 +42,10 @@ descriptor = Descriptor(
         "Qwen3ForCausalLM": "evener_models.qwen3:Qwen3ForCausalLM",
         "Qwen3NextForCausalLM": "evener_models.qwen3_next:Qwen3NextForCausalLM",
         "Gemma3ForCausalLM": "evener_models.gemma3:Gemma3ForCausalLM",
+    },
+    checkpoint_views={
+        "gpt_oss_experts": "evener_models.gpt_oss_experts:GptOssExperts",
+        "llama4_experts": "evener_models.llama4_experts:Llama4Experts",
     },
     pooling_readers={"sentence_transformers": "evener_models.pooling.reader:read"},
 )

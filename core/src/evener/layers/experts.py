@@ -82,7 +82,7 @@ class MoEConfig:
                 f"{module}: a token cannot use {self.top} of {count} experts, from {self.top_groups} of {self.groups} "
                 f"equal groups that are ranked by their best {self.group_best}; correct these numbers in config.json"
             )
-        gate, up, down = (f"{module}.{{}}.{name}.weight" for name in self.projections)
+        gate, up, down, both_of_one = (f"{module}.{{}}.{n}.weight" for n in (*self.projections, "gate_up_proj"))
         router_parts = {f"{prefix}.{self.router}.weight": count}
         gate_up_names, down_names = [gate, up, f"{module}.gate_up_proj"], [down, f"{module}.down_proj"]
         group = build.expert_group(count)
@@ -91,15 +91,16 @@ class MoEConfig:
         paired, both = self.activation == "clamped_swiglu", 2 * self.inner
         gate_up_spans = [inner * 2] if paired else merge_spans(inner.shifted(first, both) for first in (0, self.inner))
         stacked = [(f"{module}.gate_up_proj", span) for span in gate_up_spans]
+        parts = stacked if paired else [(gate, inner), (up, inner)]
+        # Rows alternate in a matrix of one expert, too.
+        parts = [(both_of_one, inner * 2)] if paired and any(build.stored([both_of_one])) else parts
         router = build.linear(f"{prefix}.{self.router}", router_parts, hidden, out="float32")
         gate_up_linear = group.experts(
-            f"{module}.gate_up", count, stacked if paired else {gate: inner, up: inner}, hidden, stacked=stacked,
-            transposed=self.transposed,
-        )  # fmt: skip
+            f"{module}.gate_up", count, parts, hidden, stacked=stacked, transposed=self.transposed
+        )
         down_linear = group.experts(
-            f"{module}.down", count, {down: hidden}, inner, stacked={f"{module}.down_proj": hidden},
-            transposed=self.transposed,
-        )  # fmt: skip
+            f"{module}.down", count, {down: hidden}, inner, stacked={down_names[1]: hidden}, transposed=self.transposed
+        )
         shared_gate_up, shared_down, shared_gate = self._declare_shared(build, prefix, hidden)
 
         def bias(name: str, *shape: int, wide: bool = False, build: Builder = build, **more: Any) -> Any:
