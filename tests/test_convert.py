@@ -187,6 +187,7 @@ def test_the_files_beside_the_weights_come_along_and_the_result_says_where_it_is
     ("words", "message"),
     [
         (["MODEL"], r"needs two paths"), (["MODEL", "THERE"], r"THERE exists; choose another name"),
+        (["MODEL", "MODEL"], r"MODEL exists; choose another name: nothing is overwritten$"),
         (["MODEL", "new", "infer.max_reqs=3"], r"infer.max_reqs=3 changes nothing in a conversion"),
         (["MODEL", "new.gguf"], r"has no tokenizer.json, and a GGUF"), (["MODEL", "no/folder/new"], r"cannot write to"),
         (["MODEL", "new", "quant=q9"], r"quantization scheme 'q9'"),
@@ -236,7 +237,7 @@ def test_written_tensors_are_not_written_again(tmp_path: Path, monkeypatch: pyte
         return real(self, name)
 
     monkeypatch.setattr(QuantizedCheckpoint, "tensor", tensor)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"kept in .*\.made\.converting: the same command goes on there"):
         converted(source, tmp_path / "made", quant="q8_0")
     assert not (tmp_path / "made").exists()
     begun = list(read)

@@ -188,6 +188,7 @@ def failing(error: BaseException) -> Callable[[list[str]], int]:
     [
         (EngineError("the worker is gone"), 1, "error: the worker is gone\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt("type it again"), 130, "interrupted; type it again\n"),
         (
             ZeroDivisionError("by zero"),
             1,

@@ -32,7 +32,9 @@ def test_a_model_that_cannot_fit_is_refused_before_a_weight_is_made_with_the_num
     with pytest.raises(MemoryPlanError) as error:
         build_controller(make_config("Llama", giant))
     message = str(error.value)
-    assert re.search(r"does not fit: its weights take \d+\.\d\d GiB in float32, and 8.00 GiB of 8.00 GiB", message)
+    assert re.search(
+        r"does not fit: its weights take \d+\.\d\d GiB with compute dtype float32, and 8.00 GiB of", message
+    )
     assert "dtype=bfloat16 halves them" in message and "fewer bits" in message and "weights  " in message
 
 
@@ -55,7 +57,10 @@ def test_state_that_is_too_small_for_one_request_is_refused_with_what_to_change(
 def test_mapped_weights_larger_than_host_memory_are_rejected() -> None:
     demand = MemoryDemand(WeightEstimate(0, 9 << 30), 0, 0, 1 << 20, 64, 1, 16, "bfloat16")
     problem = plan_memory(demand, MemoryInfo(7 << 30, 8 << 30), None).problem
-    assert problem is not None and "weights take 9.00 GiB in bfloat16, and 7.00 GiB of 8.00 GiB are free" in problem
+    assert (
+        problem is not None
+        and "weights take 9.00 GiB with compute dtype bfloat16, and 7.00 GiB of 8.00 GiB are free" in problem
+    )
     assert "dtype=" not in problem
     assert plan_memory(demand, MemoryInfo(7 << 30, 12 << 30), None).problem is None
 

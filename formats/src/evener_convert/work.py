@@ -47,6 +47,8 @@ def work_folder(result: Path, key: Mapping[str, Any], single: bool = False) -> I
     except EvenerError:
         shutil.rmtree(folder)
         raise
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"the files so far are kept in {folder}: the same command goes on there") from stop
     except OSError as error:
         raise ConfigError(
             f"cannot write {result}: {error.strerror}; the files so far are kept in {folder}: make room and type "
@@ -61,7 +63,7 @@ def refuse_existing(result: Path) -> None:
     ConfigError: there is something called ``result``.
     """
     if os.path.lexists(result):
-        raise ConfigError(f"{result} exists; choose another name, or remove it first: nothing is overwritten")
+        raise ConfigError(f"{result} exists; choose another name: nothing is overwritten")
 
 
 def _locked(folder: Path, result: Path) -> int:

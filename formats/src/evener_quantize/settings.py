@@ -50,8 +50,12 @@ class Settings:
         if self.order not in ORDERS:
             raise ConfigError(f"--order {self.order} is not known; it is {', '.join(ORDERS)}")
         if self.bits not in BITS or (self.method == "awq" and self.bits != 4):
+            if self.method == "awq" and self.bits in BITS:
+                raise ConfigError(
+                    f"--bits {self.bits}: awq is written with 4 bits; leave --bits out, or use --method gptq"
+                )
             kinds = "4" if self.method == "awq" else ", ".join(map(str, BITS))
-            raise ConfigError(f"--bits {self.bits}: {self.method} is written with {kinds} bits")
+            raise ConfigError(f"--bits {self.bits}: {self.method} is written with {kinds} bits; give one of these")
         if self.method == "awq" and (self.symmetric or self.order != "none"):
             raise ConfigError("--order is for --method gptq; leave it out")
         if self.group is not None and self.group != 0 and (self.group < 32 or self.group % 32):

@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(words)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print("; ".join(("interrupted", *map(str, stop.args))), file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader is gone (`| head`); without this the interpreter prints an error when it closes the stream.

@@ -74,7 +74,8 @@ class QuantFormat:
     """How the elements of one tensor part are stored.
 
     Attributes:
-        storage: element type ("bfloat16", "int8", "uint4", "float8_e4m3fn", or a block type such as "q4_k").
+        storage: element type ("bfloat16", "int8", "uint4", "float8_e4m3fn", or a block type such as "q4_k"). A package
+            may choose another name, for elements that are not described above; it must set ``bits`` then.
         group: how many elements along the in-features share a scale; 0: the whole row, -1: the whole tensor.
         group_out: how many rows share a scale (128 for block-scaled FP8).
         scale: element type of the scales; None: no scales.

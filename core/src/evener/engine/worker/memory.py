@@ -245,9 +245,9 @@ def _problem(
     if weights.allocated > memory.free or weights.allocated + weights.mapped > memory.total:
         lighter = ["dtype=bfloat16 halves them"] if demand.dtype == "float32" and not weights.mapped else []
         ways = "; ".join([*_move_advice(demand, memory), *lighter, "take a checkpoint that stores them in fewer bits"])
-        return (f"the model does not fit: its weights take {in_gib(weights.allocated + weights.mapped)} in "
-                f"{demand.dtype}, and {free}; no key about state helps: {ways}, or a device with more memory (`evener "
-                "doctor` lists what is here)")  # fmt: skip
+        return (f"the model does not fit: its weights take {in_gib(weights.allocated + weights.mapped)} with "
+                f"compute dtype {demand.dtype}, and {free}; no key about state helps: {ways}, or a device with more "
+                "memory (`evener doctor` lists what is here)")  # fmt: skip
     if plan.blocks > demand.min_blocks and plan.state <= memory.free - demand.fixed:
         return None
     allowed = f" and infer.kv_memory allows {in_gib(kv_bytes)} for state" if kv_bytes is not None else ""
