@@ -359,7 +359,7 @@ def test_refuses_others_with_the_reason(
 
 def test_refuses_several_tokens_other_processors_and_no_kernels(device: CpuDevice) -> None:
     call = greedy_call(device, 9000, 1024)
-    assert "one token, not 1..2" in str(ScreenedGreedy(device).supports(replace(call, bucket=Bucket(1, 2))))
+    assert "one token" in str(ScreenedGreedy(device).supports(replace(call, bucket=Bucket(1, 2))))
     other = replace(call, device=replace(device.capabilities, features=frozenset({"asimd"})))
     assert "AVX2" in str(ScreenedGreedy(device).supports(other))
     none = CpuDevice(0, {"native": "off"})

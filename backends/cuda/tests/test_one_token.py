@@ -244,7 +244,7 @@ def test_large_layers_read_integers_of_four_bits(form: QuantFormat, head_dim: in
 
 def test_refuses_steps_and_devices_with_the_reason() -> None:
     taken, _ = kernel()
-    assert "computes one token, not 2" in str(taken.supports(call(layer(), Bucket(2, 2))))
+    assert "computes one token" in str(taken.supports(call(layer(), Bucket(2, 2))))
     assert "machine code is for sm_90, not sm_80" in str(
         taken.supports(call(layer(), device=capabilities((8, 0), 108, 166_912)))
     )

@@ -291,7 +291,7 @@ def with_static(**changes: Any) -> OpCall:
     (experts_call(replace(SMALL, activation="gelu")), "computes silu"),
     (experts_call(replace(SMALL, router_weight_on_input=True)), "weights results"),
     (experts_call(replace(SMALL, post_norm="post")), "no norm after the experts"),
-    (replace(experts_call(), bucket=Bucket(2, 2)), "computes one token, not"),
+    (replace(experts_call(), bucket=Bucket(2, 2)), "computes one token"),
     (replace(experts_call(), device=replace(HOPPER, variant="sm_100")), "its machine code is for sm_90, not sm_100"),
     (replace(experts_call(), device=capabilities((9, 0), 100, 232_448)), "needs 128 multiprocessors"),
     (replace(experts_call(), device=capabilities((9, 0), 132, 65_536)), "does not fit into a multiprocessor"),

@@ -385,7 +385,7 @@ SPARSE = replace(SMALL, q_rank=256, index=IndexConfig(heads=2, head_dim=64, top=
     (latent_call(replace(SMALL, nope_dim=40)), "16 programs cannot share 40 rows of a query and 32 of a value"),
     (latent_call(replace(SMALL, value_dim=48)), "cannot share 128 rows of a query and 48 of a value"),
     (latent_call(hidden=768), "hidden 768 and 8 values of 32 are not multiples of 512 and 256"),
-    (replace(latent_call(), bucket=Bucket(2, 2)), "computes one token, not"),
+    (replace(latent_call(), bucket=Bucket(2, 2)), "computes one token"),
     (replace(latent_call(), device=replace(HOPPER, variant="sm_100")), "its machine code is for sm_90, not sm_100"),
     (replace(latent_call(), device=capabilities((9, 0), 100, 232_448)), "needs 128 multiprocessors"),
     (replace(latent_call(), device=capabilities((9, 0), 132, 65_536)), "does not fit into a multiprocessor"),

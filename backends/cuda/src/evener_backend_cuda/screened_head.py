@@ -81,7 +81,7 @@ class ScreenedGreedy(Kernel):
         if self._off is not None:
             return self._off
         if call.bucket.high != 1:
-            return f"computes one token, not {call.bucket}"
+            return "computes one token"
         s = cast(HeadStatic, call.static)
         if s["cap"] or s["logit_scale"] <= 0 or math.frexp(s["logit_scale"])[0] != 0.5:
             return f"has no soft cap, and factors that are powers of two: not {s['cap']} and {s['logit_scale']}"

@@ -151,7 +151,7 @@ class Checkpoint(ModelFiles, StoredTensors):
             CheckpointError: there is no such file, or it is not a JSON object.
         """
         if self.text("config.json") is None:
-            raise CheckpointError(f"{self.path} has no config.json; give a model folder as saved for transformers")
+            raise CheckpointError(f"{self.path} has no config.json; give a model folder that has it, or a .gguf file")
         return self.json("config.json")
 
     @property

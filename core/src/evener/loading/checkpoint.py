@@ -98,7 +98,7 @@ class FolderCheckpoint(FolderFiles, Checkpoint):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         if not (path / "config.json").exists():
-            raise _missing_error(path, "config.json", "give a model folder as saved for transformers")
+            raise _missing_error(path, "config.json", "give a model folder that has it, or a .gguf file")
 
     @cached_property
     def headers(self) -> Headers:
