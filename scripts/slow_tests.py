@@ -67,6 +67,8 @@ HARDWARE = {
 }  # fmt: skip
 #: What a test reads that goes through all packages, whatever their names are.
 ANY_PACKAGE = r"backends/\*|build_wheels|make wheels|tracked_files"
+#: Text for readers; the packages' own pages too. Only tests of the documents read it.
+PROSE = re.compile(r"\w+\.md|docs/(?!examples/).*|.*/README(\.\w+)?\.md")
 #: How code that starts processes is recognized.
 PROCESSES = ("import subprocess", "sys.executable", "create_subprocess")
 
@@ -124,7 +126,7 @@ def reached(path: Path) -> set[str]:
     helpers = [m.path for m in found.values() if "/src/" not in str(m.path)]
     if not scripts and any(word in each.read_text() for each in (path, *helpers) for word in PROCESSES):
         pages = path.name.startswith("test_docs")
-        prose = {name for name in tracked() if re.fullmatch(r"\w+\.md|docs/(?!examples/).*", name)}
+        prose = {name for name in tracked() if PROSE.fullmatch(name)}
         everything = set(tracked()) - (set() if pages else prose)
         results = {name for name in everything if name.startswith("docs/results/")}
         mine = {str(each.relative_to(ROOT)) for each in (*start, *(m.path for m in found.values()))}
@@ -140,7 +142,7 @@ def reached(path: Path) -> set[str]:
         names |= {name for name in tracked() if "/src/" in name and distribution(name) in folders}
     # Native sources, measured tables and templates of the packages that are reached, and what they require.
     beside = (name for name in tracked() if distribution(name) in folders and "/tests/" not in name)
-    names |= {name for name in beside if not name.endswith(".py")}
+    names |= {name for name in beside if not name.endswith(".py") and not PROSE.fullmatch(name)}
     names -= idle_hardware("".join(each.read_text() for each in (path, *helpers)), own)
     names |= {name for name in tracked() if name.startswith(f"{path.parent.relative_to(ROOT)}/data/")}
     return names | set(SHARED)

@@ -46,6 +46,13 @@ def test_a_test_that_starts_processes_reaches_everything() -> None:
     assert not {"core/tests/engine/test_forks.py", "core/tests/test_logs.py"} & found
 
 
+def test_pages_of_packages_are_reached_by_tests_of_the_documents_only() -> None:
+    page = "backends/cpu/README.md"
+    assert page in slow_tests.reached(ROOT / "tests/test_docs_packages.py")
+    for name in ("tests/test_real_models.py", "tests/test_http_fuzz.py", "backends/cpu/tests/test_cpu_stored.py"):
+        assert page not in slow_tests.reached(ROOT / name)
+
+
 def test_a_script_that_is_named_stands_for_the_process_that_runs_it() -> None:
     found = slow_tests.reached(ROOT / "backends/triton/tests/test_triton_compiles.py")
     assert "backends/triton/tests/aot.py" in found
